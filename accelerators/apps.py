@@ -24,10 +24,12 @@ class AcceleratorsConfig(AppConfig):
 
         post_migrate.connect(_renumber_transactions, sender=self)
         safety.HOLDER_CHECKS.register(safety.REQUESTS_CHECK, safety.find_requests_of_device)
+        safety.HOLDER_CHECKS.register(safety.RELEASES_CHECK, safety.find_releases_of_device)
         JOBS.register("sweep", Job("accelerators.workflows.retention_sweep.run"))
         JOBS.register("seals", Job("accelerators.audit.retention.run"))
         JOBS.register("deadlines", Job("accelerators.requests.binding.run_deadlines", periodic=True))
         JOBS.register("commands", Job("accelerators.workflows.command_endings.run", periodic=True))
+        JOBS.register("releases", Job("accelerators.workflows.release_checks.run", periodic=True))
         JOBS.register("images", Job("accelerators.images.download.run", periodic=True))
         JOBS.register("drains", Job("accelerators.devices.lifecycle.run_drains", periodic=True))
         JOBS.register("bulks", Job("accelerators.workflows.bulk_actions.run", periodic=True))

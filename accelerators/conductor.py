@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from typing import Any, TypedDict, Unpack
 from uuid import UUID
 
@@ -19,9 +20,13 @@ from django.db.models import QuerySet
 
 from accelerators import conductor_sql as sql
 from accelerators.domain.caller import request_id
+from accelerators.domain.errors import RefusalReason, RefusedError
 from accelerators.domain.states import EventSource
 from accelerators.models import Device, Host
-from accelerators.runtime import jobs
+from accelerators.runtime import jobs, pubsub
+
+REPORTS_TOPIC = "reports"
+"""Notifications that the report of a host is needed again; the detail is the host's id."""
 
 _writing: ContextVar[bool] = ContextVar("writing", default=False)
 EventSubject = tuple[UUID | None, str]
@@ -65,18 +70,37 @@ def ensure_host(name: str, node: str, actor: str) -> Host:
     """Return the host `name`, locked; create it if it is new, and store `node` if it has changed.
 
     Each of the two changes records an event: the actor of the creation is `actor`, that of a changed `node` is the
-    host. A changed `node` also clears `applied_hash`, so that the next report of the host is compared in full. The lock
-    ends with the caller's transaction.
+    host. After a change of `node`, the next report of the host is compared in full (`forget_applied_report`). The lock
+    ends with the caller's transaction. Raises RefusedError CONFLICT, and writes nothing, if another host has this node:
+    the names of resource providers begin with it, so it belongs to one host.
     """
     with writing():
+        if owner := Host.objects.filter(node=node).exclude(name=name).values_list("name", flat=True).first():
+            raise RefusedError(
+                RefusalReason.CONFLICT,
+                f"the node name {node!r} belongs to host {owner}: give {name} a node name of its own "
+                "(CYBORG_HOST_NODE) and restart its agent",
+            )
         host, created = Host.objects.select_for_update().get_or_create(name=name, defaults={"node": node})
         if created:
             record_event("host.added", EventSource.SYSTEM, actor, host=host, changes={"node": [None, node]})
         elif host.node != node:
             record_event("host.changed", EventSource.AGENT, name, host=host, changes={"node": [host.node, node]})
-            host.node, host.applied_hash, host.updated_at = node, "", datetime.now(UTC)
-            host.save(update_fields=["node", "applied_hash", "updated_at"])
+            host.node, host.updated_at = node, datetime.now(UTC)
+            forget_applied_report(host, "node", "updated_at")
         return host
+
+
+def forget_applied_report(host: Host, *changed_fields: str) -> None:
+    """Clear the host's `applied_hash`, because the stored rows are no longer what its last report left.
+
+    Its next report is then compared in full, even if it is equal to the last one. After the commit the gateways are
+    notified; the one to which the host's agent is connected asks it for its report again. The fields in
+    `changed_fields` are saved with the same statement. The host must be locked.
+    """
+    host.applied_hash = ""
+    host.save(update_fields=["applied_hash", *changed_fields])
+    transaction.on_commit(partial(pubsub.publish, REPORTS_TOPIC, str(host.pk)), robust=True)
 
 
 def lock_devices(selected: QuerySet[Device]) -> list[Device]:

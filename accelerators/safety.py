@@ -11,9 +11,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from django.db.models import QuerySet
+from django.db.models.expressions import RawSQL
 
 from accelerators.domain.errors import RefusalReason, RefusedError
-from accelerators.models import AcceleratorRequest, Device
+from accelerators.models import AcceleratorRequest, Device, ReleasedHandle
 from accelerators.runtime.registry import Registry
 
 HOLDER_CHECK_DEADLINE_S = 2.0
@@ -32,8 +33,11 @@ class HolderCheckResult:
     unknown: str = ""
 
 
-REQUESTS_CHECK = "requests"
-"""Name of the holder check for our own accelerator requests."""
+HOLDS_ADDRESS = """accelerators_device.id = ANY(%s) AND accelerators_acceleratorrequest.claim
+  && accelerators_whole_function(accelerators_device.host_id, accelerators_device.address)"""
+"""Condition: the request holds the function at the address of one of these devices, or a part of it."""
+REQUESTS_CHECK, RELEASES_CHECK = "requests", "releases"
+"""Names of the holder checks for our own accelerator requests, and for handles that a guest may still use."""
 HOLDER_CHECKS: Registry[Callable[[Device], HolderCheckResult]] = Registry("holder check")
 """Functions that tell who holds a device. `refuse_unless_free` asks all of them."""
 
@@ -48,18 +52,38 @@ def find_requests_of_device(device: Device) -> HolderCheckResult:
     return HolderCheckResult(tuple(f"request {uuid} of instance {instance}" for _, uuid, instance in rows))
 
 
+def find_releases_of_device(device: Device) -> HolderCheckResult:
+    """Return up to five released handles of the device that a guest may still use: the holder check for them.
+
+    Reads rows without locking them; `unknown` of the HolderCheckResult is always ''.
+    """
+    return HolderCheckResult(
+        tuple(f"a guest, perhaps: {release.description}" for release in query_releases_of_devices([device.pk])[:5])
+    )
+
+
+def query_releases_of_devices(devices: Collection[int]) -> QuerySet[ReleasedHandle]:
+    """Query the released handles of these devices that their hosts have not confirmed as unused."""
+    releases = ReleasedHandle.objects.filter(handle__deployable__device__in=devices)
+    return releases.select_related("handle__deployable").order_by("id")
+
+
 def query_requests_of_devices(devices: Collection[int], *columns: str) -> QuerySet[Any, Any]:
     """Query the requests that hold a handle of these devices or are being bound to them (BindStarted, Bound).
 
-    Each row is the device id followed by `columns`. The query is a UNION, because with OR PostgreSQL would scan all
-    requests.
+    A request that holds the function at a device's PCI address, or a part of it, through another device also counts:
+    it is the same hardware. Each row is the device id followed by `columns`. The query is a UNION, because with OR
+    PostgreSQL would scan all requests.
     """
     holding_requests = AcceleratorRequest.objects.filter(state__in=["BindStarted", "Bound"]).order_by()
     by_deployable, by_handle = (
         holding_requests.filter(**{f"{path}__in": devices}).values_list(path, *columns)
         for path in ("deployable__device", "attach_handle__deployable__device")
     )
-    return by_deployable.union(by_handle)
+    by_address = holding_requests.extra(tables=["accelerators_device"], where=[HOLDS_ADDRESS], params=[list(devices)])
+    return by_deployable.union(
+        by_handle, by_address.annotate(device=RawSQL("accelerators_device.id", ())).values_list("device", *columns)
+    )
 
 
 def refuse_unless_free(device: Device, act: str, already_checked: Collection[str] = ()) -> None:

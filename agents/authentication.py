@@ -10,7 +10,7 @@ import hashlib
 import secrets
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
@@ -18,7 +18,9 @@ import msgspec
 from django.db import connection, transaction
 
 from accelerators import conductor
+from accelerators.domain.errors import RefusedError
 from accelerators.domain.states import EventSource
+from accelerators.models import Host
 from accelerators.runtime.registry import Registry
 from agents import credentials, key_revocation, wire
 from agents.errors import AgentsError
@@ -97,7 +99,8 @@ class EnrolledAgent:
 
     `epoch` is the highest one seen from it. `applied_hash` is the hash of the report last applied for its host; '' if
     there is none, and while a report waits to be merged. `connection_number` belongs to this connection: later
-    connections have higher numbers, also at other gateways. `rotation_requested`: an operator has asked for a new key.
+    connections have higher numbers, also at other gateways. `barred` is a `BarKind`, '' if the agent may connect.
+    `rotation_requested`: an operator has asked for a new key.
     """
 
     public_key: str
@@ -113,7 +116,10 @@ class EnrolledAgent:
 
 
 def highest_allowed_epoch(known: int) -> int:
-    """Return the highest epoch to accept from an agent whose highest known epoch is `known`."""
+    """Return the highest epoch to accept from an agent whose highest known epoch is `known`.
+
+    It is MAX_EPOCH_LEAP above `known` or the present unix time, whichever is greater.
+    """
     return max(known, int(time.time())) + MAX_EPOCH_LEAP
 
 
@@ -197,15 +203,19 @@ def find_enrolled(public_keys: Iterable[str]) -> dict[str, EnrolledAgent]:
 
 
 def identify_or_enrol(credential: credentials.Credential, identity: EnrolledAgent | None) -> EnrolledAgent:
-    """Return the identity for a verified credential, or raise ConnectionRejectedError (403).
+    """Return the identity for a verified credential; enrol the agent if necessary.
 
-    `identity` is the one already known for its key, if any. If that belongs to the same host and is not barred, it is
-    returned, and a changed `node` is stored. Otherwise the agent is enrolled by its token in a transaction. Using a
+    `identity` is what `find_enrolled` has found for the credential's key, None if it is not enrolled. If it belongs to
+    the same host and is not barred, it is returned, and a changed `node` is stored; then no report counts as applied
+    any more. Another host's `node` is refused. Otherwise the agent is enrolled by its token in a transaction. Using a
     token expires the older tokens of its host, so that a replaced key cannot come back with the token it once had.
+    Raise ConnectionRejectedError (403) if there is no token, if the token is not valid for this host and key, if the
+    node belongs to another host, or if a bar forbids the enrolment.
     """
     if identity is not None and identity.host == credential.host and not identity.barred:
         if identity.node != credential.node:
-            conductor.ensure_host(credential.host, credential.node, credential.host)
+            _ensure_host(credential, credential.host)
+            return replace(identity, node=credential.node, applied_hash="")
         return identity
     if not credential.token:
         if identity is not None and identity.barred:
@@ -217,6 +227,17 @@ def identify_or_enrol(credential: credentials.Credential, identity: EnrolledAgen
             403, "not-enrolled", f"{reason}: make a token with `manage.py join_token {credential.host}`"
         )
     return _enrol_with_token(credential)
+
+
+def _ensure_host(credential: credentials.Credential, actor: str) -> Host:
+    """Return the credential's host, locked; create it, or store its node, if needed (`conductor.ensure_host`).
+
+    Raise ConnectionRejectedError (403) if its node belongs to another host.
+    """
+    try:
+        return conductor.ensure_host(credential.host, credential.node, actor)
+    except RefusedError as refused:
+        raise ConnectionRejectedError(403, "foreign-node", refused.text) from None
 
 
 def _enrol_with_token(credential: credentials.Credential) -> EnrolledAgent:
@@ -231,7 +252,7 @@ def _enrol_with_token(credential: credentials.Credential) -> EnrolledAgent:
         _check_token(token, credential)
         assert token
         with conductor.writing():
-            host = conductor.ensure_host(credential.host, credential.node, token.created_by or "join token")
+            host = _ensure_host(credential, token.created_by or "join token")
             agent = Agent.objects.select_for_update().filter(host=host).first()
             _check_bar(agent, token, credential)
             if agent is None or agent.public_key != credential.public_key:

@@ -50,7 +50,8 @@ class Credential(Struct, frozen=True):
 def build_connect_bytes(host: str, node: str, epoch: int, nonce: str, fingerprint: str) -> bytes:
     """Return the bytes that an agent signs to connect.
 
-    They bind the signature to the host, its epoch, the server's nonce and the pinned certificate.
+    They bind the signature to the host and node, the agent's epoch, the server's nonce and the pinned certificate
+    (`fingerprint`, '' for none).
     """
     return _encode_json(["cyborg-agent-connect-1", host, node, epoch, nonce, fingerprint])
 
@@ -58,7 +59,7 @@ def build_connect_bytes(host: str, node: str, epoch: int, nonce: str, fingerprin
 def build_rotation_bytes(host: str, old_key: str, new_key: str, fingerprint: str) -> bytes:
     """Return the bytes that the old and the new key sign at a key rotation.
 
-    They bind the signatures to the host, both keys and the pinned certificate.
+    They bind the signatures to the host, both keys (base64url) and the pinned certificate (`fingerprint`, '' for none).
     """
     return _encode_json(["cyborg-agent-rotate-1", host, old_key, new_key, fingerprint])
 
@@ -92,7 +93,10 @@ def encode_authorization(credential: Credential) -> str:
 
 
 def parse_authorization(value: str) -> Credential:
-    """Decode the value of an Authorization header; raise MalformedMessageError. It verifies no signature."""
+    """Decode the value of an Authorization header; raise MalformedMessageError if it is not a credential.
+
+    The signature is not verified.
+    """
     scheme, _, encoded = value.partition(" ")
     if scheme.lower() != SCHEME.lower() or len(encoded) > 8192:
         raise MalformedMessageError(f"the Authorization header is not '{SCHEME} …'")
@@ -121,7 +125,10 @@ class JoinData(Struct, frozen=True, array_like=True):
 
 
 def parse_join_string(text: str) -> JoinData:
-    """Decode a join string; raise MalformedMessageError with a sentence for the person who pasted it."""
+    """Decode a join string; raise MalformedMessageError if it is none, with a sentence for the person who pasted it.
+
+    The secret is not checked here, and neither is `version`.
+    """
     try:
         return msgspec.json.decode(
             base64.urlsafe_b64decode(text.strip() + "=" * (-len(text.strip()) % 4)), type=JoinData

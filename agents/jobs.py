@@ -91,8 +91,8 @@ def merge_batch() -> bool:
 def _take_batch(statement: str) -> list[tuple[int, int, int, str]]:
     """Delete a batch from the spool with TAKE_URGENT or TAKE_OLDEST, and return its rows: host id, epoch, seq, payload.
 
-    Rows that another process has locked are skipped. The rows are lost unless the caller's transaction is rolled back
-    or merges them.
+    Rows that another process has locked are skipped; [] if there are no others. The caller must merge the rows in the
+    same transaction: with its commit they are gone from the spool.
     """
     with connection.cursor() as cursor:
         cursor.execute(statement, [BATCH_ROWS, BATCH_BYTES])

@@ -29,8 +29,11 @@ MAX_REASON_CHARS = 500
 
 @dataclass(frozen=True, slots=True)
 class AgentChange:
-    """An agent whose row has changed. `connection_number`, `epoch`, `boot_id` and `address` describe its newest
-    connection."""
+    """An agent whose row has changed.
+
+    `barred` is a `BarKind`, '' if the agent may connect; `reason` is that of the bar. `connection_number`, `epoch`,
+    `boot_id` and `address` describe its newest connection.
+    """
 
     host_id: int
     public_key: str
@@ -45,8 +48,8 @@ class AgentChange:
 
 @dataclass(frozen=True, slots=True)
 class ConnectionIdentity:
-    """Identifies a connection when two connections use the same key: the client's address, its boot id and its
-    epoch."""
+    """Identifies a connection when two connections use the same key: the client's address, its boot id ('' if it has
+    not sent Hello) and its epoch."""
 
     address: str
     boot_id: str
@@ -77,11 +80,11 @@ def find_agent(host: str | UUID) -> Agent:
 
 
 def revoke_agent(agent: Agent, by: str, reason: str, source: EventSource = EventSource.PERSON) -> bool:
-    """Revoke an agent: bar its key, and have its connections ended. Return False if it is revoked already.
+    """Revoke an agent: bar its key, record an event, and notify the gateways, which end its connections.
 
-    Its row is locked and read again; raise RefusedError NOT_FOUND if it is gone. The host's open join tokens expire.
-    The host can come back only with a new join token and a new key. Reports that were acknowledged before are still
-    merged.
+    Return False, and change nothing, if it is revoked already. Its row is locked and read again; raise RefusedError
+    NOT_FOUND if it is gone. The host's open join tokens expire. The host can come back only with a new join token and a
+    new key. Reports that were acknowledged before are still merged.
     """
     with conductor.writing():
         row = _lock_agent(agent.host_id)
@@ -96,7 +99,8 @@ def revoke_agent(agent: Agent, by: str, reason: str, source: EventSource = Event
 def lift_clone_bar(agent: Agent, by: str, source: EventSource = EventSource.PERSON) -> bool:
     """Lift the bar of an agent that was barred as a clone; return False if it is not barred.
 
-    Its row is locked and read again. Raise RefusedError: CONFLICT if it was revoked, NOT_FOUND if it is gone.
+    Its row is locked and read again. An event is recorded, and the gateways are notified. Raise RefusedError: CONFLICT
+    if it was revoked, NOT_FOUND if it is gone.
     """
     with conductor.writing():
         row = _lock_agent(agent.host_id)
@@ -116,7 +120,8 @@ def lift_clone_bar(agent: Agent, by: str, source: EventSource = EventSource.PERS
 def request_key_rotation(agent: Agent, by: str, source: EventSource = EventSource.PERSON) -> None:
     """Ask an agent for a new key, now or when it connects next; the request is stored until the agent has sent a key.
 
-    Its row is locked and read again. Raise RefusedError: CONFLICT while it is barred, NOT_FOUND if it is gone.
+    Its row is locked and read again. An event is recorded, and the gateways are notified. Raise RefusedError: CONFLICT
+    while it is barred, NOT_FOUND if it is gone.
     """
     with conductor.writing():
         row = _lock_agent(agent.host_id)
@@ -134,8 +139,8 @@ def replace_key(host_id: int, old_key: str, new_key: str) -> None:
     """Replace a host's key `old_key` by `new_key`, in one transaction; do nothing if that is done already.
 
     The caller must have checked the agent's proof that it has both keys. The agent's row is locked. Tokens bound to the
-    old key expire. Raise RefusedError: CONFLICT if `old_key` is not the host's key any more, if the agent is barred, or
-    if another host uses `new_key`; NOT_FOUND if the host has no agent.
+    old key expire, and an event is recorded. Raise RefusedError: CONFLICT if `old_key` is not the host's key any more,
+    if the agent is barred, or if another host uses `new_key`; NOT_FOUND if the host has no agent.
     """
     with conductor.writing():
         row = _lock_agent(host_id)
@@ -159,8 +164,8 @@ def replace_key(host_id: int, old_key: str, new_key: str) -> None:
 def bar_cloned_key(host_id: int, key: str, first: ConnectionIdentity, second: ConnectionIdentity) -> None:
     """Bar a key that two live connections use, until a person decides. Do nothing if it is barred or replaced.
 
-    The agent's row is locked. All join tokens of the host expire. Raise RefusedError NOT_FOUND if the host has no
-    agent.
+    The agent's row is locked. All join tokens of the host expire, an event is recorded, and the gateways are notified.
+    Raise RefusedError NOT_FOUND if the host has no agent.
     """
     with conductor.writing():
         row = _lock_agent(host_id)
@@ -179,14 +184,15 @@ def bar_cloned_key(host_id: int, key: str, first: ConnectionIdentity, second: Co
 
 
 def describe_both(first: ConnectionIdentity, second: ConnectionIdentity) -> str:
-    """Return a text with the addresses of two connections that use the same key at the same time: the reason why the
-    agent is barred.
-    """
+    """Return the reason why an agent is barred as a clone: a text with the addresses of the two connections."""
     return f"{first.address} and {second.address} at the same time"
 
 
 def explain_bar(barred: str, reason: str, host: str) -> str:
-    """Return the sentence for a barred agent: why it is barred, and how an operator lifts the bar."""
+    """Return the sentence for a barred agent: why it is barred, and how an operator lets the host join again.
+
+    `barred` is a `BarKind`, `reason` the stored reason of the bar.
+    """
     make_token = f"make a token with `manage.py join_token {host}`"
     if barred == BarKind.CLONE:
         remedy = f"find out which one is right, then {make_token}, or run `manage.py agents --admit {host}`"

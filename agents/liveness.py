@@ -17,13 +17,12 @@ LIVENESS_STATES = (AgentState.UP, AgentState.LATE, AgentState.DOWN)
 
 
 def compute_thresholds(now: datetime | None = None) -> tuple[datetime, datetime]:
-    """Return two times, the later one first.
+    """Return two times: an agent is `up` if it was last heard at or after the first, `late` if it was last heard at or
+    after the second, otherwise `down`.
 
-    An agent is `up` if it was last heard at or after the first time, `late` if it was last heard between the two times
-    or at the second, otherwise `down`.
-
-    A silence of one heartbeat plus the interval of lease flushes is normal. An agent is down after the same silence
-    after which the job `leases` marks its host as stale.
+    The first is one heartbeat plus the interval of lease flushes before `now` (default: the present time), because such
+    a silence is normal; it is never earlier than the second. The second is two heartbeats and 2 s before `now`: after
+    the same silence the job `leases` marks the host as stale.
     """
     beat, flush = settings.KEYS.beat_s, settings.KEYS.lease_flush_s
     down = 2 * beat + 2
@@ -32,7 +31,9 @@ def compute_thresholds(now: datetime | None = None) -> tuple[datetime, datetime]
 
 
 def build_liveness_condition(state: str, lease_path: str = "") -> Q:
-    """Return the query condition for up, late or down; an agent that was never heard is down.
+    """Return the query condition for the state up, late or down; an agent that was never heard is down.
+
+    Bars are not considered; `build_state_condition` does that.
 
     `lease_path` is the lookup path to the lease's `seen_at`, from Agent if it is ''.
     """
@@ -59,8 +60,10 @@ def get_last_heard(agent: Agent) -> datetime | None:
 
 
 def get_agent_state(agent: Agent) -> AgentState:
-    """Return the agent's state: why it is barred, else up, late or down by the age of its lease. See
-    `get_last_heard`."""
+    """Return the agent's state: revoked or clone if it is barred, else up, late or down by the age of its lease.
+
+    Costs as many queries as `get_last_heard`.
+    """
     if agent.barred:
         return AgentState(agent.barred)
     last_heard = get_last_heard(agent)
@@ -71,7 +74,8 @@ def get_agent_state(agent: Agent) -> AgentState:
 
 
 def get_writer_statuses(hosts: Collection[int]) -> dict[int, WriterStatus]:
-    """Return for each of these hosts why its agent cannot write to Placement, if so, and whether it is silent.
+    """Return the WriterStatus of each of these hosts, by its id: why its agent cannot write to Placement, and whether
+    the agent has been silent for so long that it is down.
 
     Hosts without an agent are left out. One query.
     """
@@ -99,7 +103,7 @@ def explain_cannot_write(agent: Agent) -> str:
 def get_state_since(agent: Agent) -> datetime | None:
     """Return since when the agent is in its state, None if it was never heard.
 
-    If barred, that is when its row last changed; if up, when it connected; otherwise when it was last heard.
+    If it is barred, that is when its row last changed; if up, when it connected; otherwise when it was last heard.
     """
     if agent.barred:
         return agent.changed_at

@@ -78,11 +78,11 @@ def get_last_loads(hosts: Collection[int] | None = None) -> LoadSnapshot:
 
 
 def request_periodic_loads(hosts: Collection[int], every_s: float, for_s: float) -> LoadSnapshot:
-    """Ask these hosts to send samples every `every_s` seconds for `for_s` seconds; return the last known load at once.
+    """Ask these hosts to send samples every `every_s` seconds for `for_s` seconds; return the last known load.
 
-    The interval is at least 0.5 s and the duration at most 300 s, whatever is asked for. To continue, call it again
-    before `for_s` seconds have passed. Agents get a message only if they need one. Raise DatabaseError if the gateways'
-    rows cannot be read.
+    It does not wait for the agents, only for the gateways, as `get_last_loads` does. The interval is at least 0.5 s and
+    the duration at most 300 s, whatever is asked for. To continue, call it again before `for_s` seconds have passed.
+    Agents get a message only if they need one. Raise DatabaseError if the gateways' rows cannot be read.
     """
     return _gateway_pool.ask_all(SampleRequest(tuple(hosts), every_s, for_s))
 

@@ -24,6 +24,9 @@ MAX_MESSAGE_BYTES = 1024 * 1024
 """Default of `CYBORG_MAX_MESSAGE_BYTES`, the maximum size of one message in bytes."""
 MAX_SAMPLES_BYTES = 128 * 1024
 """Maximum size of one Samples message in bytes: enough for a thousand devices."""
+MESSAGE_MARGIN_BYTES = 64 * 1024
+"""By how much the limit of the web server's WebSocket library is above `CYBORG_MAX_MESSAGE_BYTES`. Without it the
+library would close a connection before the gateway can refuse the message with a reason."""
 MESSAGE_ERROR_KEY = "cyborg_message_error"
 """Key of `scope["state"]` where the web server stores (close code, reason) when it rejects a message.
 The application never sees that message, and can no longer send a Refuse to the peer."""
@@ -138,7 +141,7 @@ class Taken(Message, frozen=True):
 
 
 class Progress(Message, frozen=True, omit_defaults=True):
-    """Progress of a command; the first one also says that the command has started. For display, not kept for ever."""
+    """Progress of a command, for display; the first one also says that the command has started."""
 
     number: NonNegativeInt
     percent: Annotated[int, Meta(ge=0, le=100)] = 0
@@ -262,7 +265,8 @@ class Welcome(Message, frozen=True):
     `beat_s`: seconds between heartbeats. `epoch`: the highest epoch ever seen from this host; an agent whose own epoch
     is lower raises it above this one and reconnects. `applied_hash`: hash of the report last applied for this host, ''
     if none or unknown. `max_bytes`: maximum size of a message. `jitter_s`: seconds over which the agent spreads its
-    report.
+    report. A further Welcome on the same connection replaces `applied_hash` and `jitter_s`: with '' the gateway asks
+    for the report again. Agents older than that drop it.
     """
 
     beat_s: float
@@ -296,7 +300,7 @@ class Probe(Message, frozen=True):
 
 
 class Rotate(Message, frozen=True):
-    """Asks the agent to make and store a new key and send it as NewKey, because an operator wants that."""
+    """Asks the agent to make and store a new key and to send it as NewKey, because an operator has asked for one."""
 
 
 FromAgent = Hello | Report | Beat | Alive | NewKey | Taken | Progress | Result | Samples
@@ -329,8 +333,10 @@ def encode_message(message: Message) -> str:
 
 
 def decode_from_agent(data: bytes | str) -> FromAgent | UnknownMessage:
-    """Decode and validate a message of an agent. Return UnknownMessage for an unknown type; raise
-    MalformedMessageError."""
+    """Decode and validate a message of an agent. Return UnknownMessage for an unknown type.
+
+    Raise MalformedMessageError if it is not JSON, or if a field is missing or breaks a limit.
+    """
     try:
         message: FromAgent = _agent_decoder.decode(data)
     except (msgspec.DecodeError, RecursionError) as error:
@@ -339,8 +345,10 @@ def decode_from_agent(data: bytes | str) -> FromAgent | UnknownMessage:
 
 
 def decode_from_gateway(data: bytes | str) -> FromGateway | UnknownMessage:
-    """Decode and validate a message of a gateway. Return UnknownMessage for an unknown type; raise
-    MalformedMessageError."""
+    """Decode and validate a message of a gateway. Return UnknownMessage for an unknown type.
+
+    Raise MalformedMessageError if it is not JSON, or if a field is missing or breaks a limit.
+    """
     try:
         message: FromGateway = _gateway_decoder.decode(data)
     except (msgspec.DecodeError, RecursionError) as error:
@@ -374,6 +382,6 @@ def count_unknown_fields(data: bytes | str, message: Message | UnknownMessage) -
 
 
 def hash_report_content(drivers: tuple[DriverReport, ...], boot_id: str = "") -> str:
-    """Return the hash of a report's content. It does not depend on the order of the drivers."""
+    """Return the hash of a report's content, 40 hexadecimal digits. It does not depend on the order of the drivers."""
     ordered = sorted(drivers, key=lambda d: d.driver)
     return hashlib.blake2b(_encode_json(ordered) + boot_id.encode(), digest_size=20).hexdigest()

@@ -46,7 +46,10 @@ class CyborgwebConfig(AppConfig):
 
 
 def _refuse_development_database(using: str, **about: Any) -> None:
-    """Raise CommandError before `migrate` changes a database that was made before the first release."""
+    """Raise CommandError if the database was made by a version from before the first release.
+
+    Called before `migrate` changes the database with the alias `using`.
+    """
     from django.core.management.base import CommandError
     from django.db import connections
     from django.db.migrations.recorder import MigrationRecorder
@@ -59,14 +62,13 @@ def _refuse_development_database(using: str, **about: Any) -> None:
 
 
 def _create_role_groups(**signal_arguments: Any) -> None:
-    """Create the groups of the roles after `migrate`, and set their permissions.
+    """After `migrate`, create the groups of the console's roles that do not exist, and set the permissions of all.
 
-    Does nothing while the migrations applied so far do not include the application `auth`.
+    Does nothing while the migrations applied so far do not include the application `auth`, and when Django sends the
+    signal because a test has emptied the tables.
     """
     from cyborgweb.auth import roles
 
-    if (
-        "plan" in signal_arguments and "auth" in signal_arguments["apps"].app_configs
-    ):  # Django also sends it when tests empty tables
+    if "plan" in signal_arguments and "auth" in signal_arguments["apps"].app_configs:
         for role in roles.ROLES:
             roles.get_group(role.group)

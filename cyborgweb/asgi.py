@@ -34,7 +34,7 @@ from cyborgweb.wsgi import application as wsgi  # noqa: E402
 BUSY_MESSAGE = "The service is busy: try again in a second."
 BUSY_BODY = json.dumps({"error_message": BUSY_MESSAGE}).encode()
 OWN_API_BUSY_BODY = json.dumps({"error_message": BUSY_MESSAGE} | build_error_body(503, BUSY_MESSAGE)).encode()
-"""The same for `/api/`, with the field `error` that every error answer has there."""
+"""The body of the same answer below `/api/`, with the field `error` that every error answer has there."""
 LONG_PATHS = re.compile(r"/deployables/[^/]+/program(?:[/.]|\Z)|\A/api/images/?\Z|\A/(?:api|admin)/census/?\Z")
 """Paths of requests that may take long: they wait for work on a host, for answers of agents, or for an upload over a
 slow connection. They have their own threads, so that other requests are not delayed."""
@@ -136,7 +136,10 @@ class AgentApplication:
 
 
 def set_gateway_url(address: str) -> None:
-    """Tell the gateway its own URL, before the process serves: CYBORG_GATEWAY_URL, or `address` if that is not set."""
+    """Set the URL at which our other processes reach this gateway: CYBORG_GATEWAY_URL, or `address` if that is not set.
+
+    Must be called before the process serves.
+    """
     gateway.set_public_url(get_keys().gateway_url or address)
 
 

@@ -88,6 +88,12 @@ class Driver:
         """
         return ()
 
+    def release(self) -> None:
+        """Forget the pauses after failures of the hardware, because an operator wants another attempt now.
+
+        It is called before the next method, when the host gets the command `rescan`. The default has no pauses.
+        """
+
     def install(self, machine: Machine, settings: Settings, ask: Ask) -> Plan:
         """Plan how to make the device ready to be offered, as the settings describe it; `ask.layout` overrides them.
 

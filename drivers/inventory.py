@@ -64,10 +64,14 @@ class AttachHandle(Struct, frozen=True, omit_defaults=True, gc=False):
 
     `info` is canonical JSON (sorted keys, string values), because two handles are the same if their bytes are equal.
     Only that it is a JSON object of strings is checked.
+    `in_use` is `guest` if a guest uses it, `unknown` if the driver cannot tell without disturbing a guest that starts,
+    and '' if no guest can use it now. The conductor reads it only if the device's `acts` name `detach`: a driver that
+    answers the question at a detach also reports it here, and of any other driver '' says nothing.
     """
 
     attach_type: HandleType
     info: Annotated[str, Meta(min_length=2, max_length=255)]
+    in_use: Annotated[str, Meta(max_length=16)] = ""
 
     def __post_init__(self) -> None:
         """Raise ValueError if `info` is no JSON object of strings."""
@@ -98,8 +102,10 @@ class Deployable(Struct, frozen=True, omit_defaults=True, gc=False):
 class Device(Struct, frozen=True, omit_defaults=True, gc=False):
     """A card.
 
-    `key` identifies it on the host: `serial:…`, else `pci:dddd:bb:dd.f`, else `<driver>:…`.
-    `address` is the PCI address of its management function, None for a device that is not on PCI.
+    `key` identifies it on the host: `serial:…`, else `pci:dddd:bb:dd.f`, else `sys:…` with the directory below
+    /sys/devices of a device that is not on PCI (`sys:platform/ff706000.fpga`), else `<driver>:…`.
+    `address` is the PCI address of its management function, None for a device that is not on PCI. The agent writes only
+    to files of this function, or of the directory in the key.
     `vendor` and `model` are the exact strings that upstream shows for the same hardware.
     `to_install` lists what the driver would do to make it ready, one step per line; '' if nothing has to be done.
     `acts` lists what the driver can be asked to do with it, separated by blanks.

@@ -10,7 +10,12 @@ from __future__ import annotations
 import errno
 import os
 import re
+import stat
+import time
+from collections.abc import Iterator
 from fnmatch import fnmatchcase
+
+from msgspec import Struct
 
 from drivers.errors import DriverError, Failed, Gone, from_os
 
@@ -20,6 +25,30 @@ MAX_READ = 64 * 1024
 MAX_TABLE = 8 * 1024 * 1024
 """Maximum bytes of one attribute (MAX_READ), and of one kernel table such as the list of mounts (MAX_TABLE)."""
 PCI_DEVICES = "/sys/bus/pci/devices"
+FIRST_PID_NAMESPACE = "pid:[4026531836]"
+"""The process namespace with which the kernel starts (PROC_PID_INIT_INO of include/linux/proc_ns.h)."""
+NVIDIA_MAJOR = 195
+"""The number of NVIDIA's character devices; they are the only ones of a card that its driver does not show in /sys."""
+
+
+SYS_KEY = "sys:"
+"""The key of a device that is not on PCI begins with this; its directory below /sys/devices follows."""
+
+
+def get_sys_path(key: str) -> str:
+    """Return the directory in /sys/devices that a device key names; '' if it names none."""
+    return f"/sys/devices/{key.removeprefix(SYS_KEY)}" if key.startswith(SYS_KEY) else ""
+
+
+class OpenNodes(Struct, frozen=True, omit_defaults=True):
+    """The device nodes of PCI hardware that processes of the host have open.
+
+    `users` maps a node's number, such as `c226:0` (character) or `b259:0` (block), to the names of the processes.
+    `unseen` says why processes may be missing in it; '' if every process of the host was looked at.
+    """
+
+    users: dict[str, tuple[str, ...]] = {}
+    unseen: str = ""
 
 
 class Machine:
@@ -27,6 +56,11 @@ class Machine:
 
     deadline_s: float = 20.0
     """How long the caller of the driver waits for its answer, in seconds."""
+    open_nodes: OpenNodes | None = None
+    """What the agent saw in place of this process, which may not look at others (`list_open_nodes`)."""
+    look_again_s: float = 0.3
+    """How long a process must have a node open in order to count, in seconds: udev and monitoring open nodes briefly.
+    """
 
     def __init__(
         self,
@@ -126,6 +160,131 @@ class Machine:
                 raise from_os(error, path) from None
         return False
 
+    def is_claimed(self, path: str, number: str) -> bool:
+        """Return whether the kernel or a program has claimed a block device or one of its partitions for itself.
+
+        Mounts in any namespace, swap, RAID, LVM, multipath, bcache and ZFS claim their devices (block/bdev.c). The
+        device is opened for a moment with O_RDONLY and O_EXCL, which fails with EBUSY if it is claimed; this reads and
+        changes nothing. `number` is the device's `dev` in sysfs. Raises Gone if this process has no such node, Failed
+        if the node is another device, and Denied or another DriverError if it cannot be opened.
+        """
+        try:
+            fd = os.open(self._host_path(path), os.O_RDONLY | os.O_EXCL | os.O_NONBLOCK | os.O_CLOEXEC)
+        except OSError as error:
+            if error.errno == errno.EBUSY:
+                return True
+            raise from_os(error, path) from None
+        try:
+            if _format_number(os.fstat(fd)) != f"b{number}":
+                raise Failed(f"{path} is not the block device {number}")
+        finally:
+            os.close(fd)
+        return False
+
+    def list_open_nodes(self) -> OpenNodes:
+        """Return which processes have device nodes of PCI hardware open, and whether all processes could be looked at.
+
+        This process and its children are left out, and so is a node that is closed again within `look_again_s`. It
+        needs CAP_SYS_PTRACE and the host's process namespace (proc(5)); a driver's process has neither, so the agent
+        looks for it and sends the result (`open_nodes`).
+        """
+        if self.open_nodes is not None:
+            return self.open_nodes
+        unseen = set()
+        if self.link("/proc/self/ns/pid") != FIRST_PID_NAMESPACE:
+            unseen.add("the agent does not run in the host's process namespace (a container without hostPID?)")
+        found = dict(self._iterate_open_nodes(unseen))
+        if found:
+            time.sleep(self.look_again_s)
+        users: dict[str, set[str]] = {}
+        for path, number in found.items():
+            if self.read_node_number(path) == number:
+                users.setdefault(number, set()).add(self._read_process_name(path.split("/")[2]))
+        return OpenNodes({number: tuple(sorted(names)) for number, names in users.items()}, "; ".join(sorted(unseen)))
+
+    def read_node_number(self, path: str) -> str:
+        """Return the number of a device node, such as `c226:0` or `b259:0`; '' if the path is no such node (any more).
+
+        `path` may be a descriptor in /proc. A process that no longer exists has none.
+        """
+        try:
+            return _format_number(os.stat(self._host_path(path)))
+        except OSError:
+            return ""
+
+    def _iterate_open_nodes(self, unseen: set[str]) -> Iterator[tuple[str, str]]:
+        """Yield (descriptor in /proc, number) for each open node of PCI hardware.
+
+        If a process may not be looked at, a sentence about it is added to `unseen`.
+        """
+        relevance: dict[str, bool] = {}
+        own_pid = str(os.getpid())
+        for pid in self.names("/proc", "[0-9]*"):
+            if own_pid in (pid, self._read_parent_pid(pid)):
+                continue
+            try:
+                for path in self._list_node_descriptors(f"/proc/{pid}/fd"):
+                    number = self.read_node_number(path)
+                    if number and number not in relevance:
+                        relevance[number] = self._is_pci_node(number)
+                    if number and relevance[number]:
+                        yield path, number
+            except PermissionError:
+                unseen.add("the agent may not see what other processes have open: run it as root with CAP_SYS_PTRACE")
+
+    def _list_node_descriptors(self, folder: str) -> list[str]:
+        """Return the descriptors of a process that lead below a /dev; none if the process has ended.
+
+        Only their texts are read, which never waits: the status of a file on NFS may. Raises PermissionError.
+        """
+        paths = []
+        try:
+            names = os.listdir(self._host_path(folder))
+        except (FileNotFoundError, ProcessLookupError):
+            return []
+        for path in (f"{folder}/{name}" for name in names):
+            try:
+                if "/dev/" in os.readlink(self._host_path(path)):
+                    paths.append(path)
+            except (FileNotFoundError, ProcessLookupError):
+                continue  # it was closed meanwhile
+        return paths
+
+    def _is_pci_node(self, number: str) -> bool:
+        """Return whether a node belongs to PCI hardware, by its place in /sys/devices or NVIDIA's number."""
+        kind, major_minor = number[0], number[1:]
+        folder = self.resolve(f"/sys/dev/{'block' if kind == 'b' else 'char'}/{major_minor}")
+        return number.startswith(f"c{NVIDIA_MAJOR}:") or any(map(PCI_ADDRESS.fullmatch, folder.split("/")))
+
+    def _read_parent_pid(self, pid: str) -> str:
+        """Return the process id of a process's parent; '' if the process has ended."""
+        fields = self._read_or_empty(f"/proc/{pid}/stat").rpartition(")")[2].split()
+        return fields[1] if len(fields) > 1 else ""
+
+    def _read_process_name(self, pid: str) -> str:
+        """Return the name of a process, else its id."""
+        return self._read_or_empty(f"/proc/{pid}/comm") or f"process {pid}"
+
+    def _read_or_empty(self, path: str) -> str:
+        """Return the text of a file; '' if it cannot be read."""
+        try:
+            return self.read(path)
+        except DriverError:
+            return ""
+
+    def find_bus_device(self, path: str) -> str:
+        """Return the directory of the nearest device on a bus (pci, platform …) that a path belongs to; '' if none.
+
+        Links are followed. Devices of a class, such as accel0 or fpga0, belong to the device on a bus that is above
+        them in /sys/devices.
+        """
+        folder = self.resolve(path)
+        while folder.startswith("/sys/devices/"):
+            if self.resolve(f"{folder}/subsystem").startswith("/sys/bus/"):
+                return folder
+            folder = folder.rpartition("/")[0]
+        return ""
+
     def pci_functions(self) -> list[str]:
         """Return the addresses of all PCI functions, sorted.
 
@@ -145,6 +304,12 @@ class Machine:
             if path == name or path.startswith(name + "/"):
                 return root + path[len(name) :]
         return path
+
+
+def _format_number(status: os.stat_result) -> str:
+    """Return the number of the device node with this status, such as `c226:0`; '' if it is no device node."""
+    kind = "b" if stat.S_ISBLK(status.st_mode) else "c" if stat.S_ISCHR(status.st_mode) else ""
+    return f"{kind}{os.major(status.st_rdev)}:{os.minor(status.st_rdev)}" if kind else ""
 
 
 def _read_to_end(fd: int, path: str, limit: int) -> bytes:

@@ -8,7 +8,8 @@ react: after `PlacementUnavailableError` retry later, after `PlacementConflictEr
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 from urllib.parse import quote
 
@@ -90,16 +91,19 @@ class PlacementClient:
 
     def find_compute_provider(self, name: str) -> ObservedProvider | None:
         """Return the compute provider with this name, without inventories and traits, or None if there is none."""
-        providers = self._get(f"/resource_providers?name={quote(name, safe='')}", TREE_VERSION)["resource_providers"]
-        return _parse_provider(providers[0]) if providers else None
+        answer = self._get(f"/resource_providers?name={quote(name, safe='')}", TREE_VERSION)
+        with _parsing_answer("GET /resource_providers"):
+            providers = answer["resource_providers"]
+            return _parse_provider(providers[0]) if providers else None
 
     def read_tree(self, root: str) -> dict[str, ObservedProvider]:
         """Return every provider of the tree by uuid, in one read.
 
         Each has its name, parent and generation, but no inventories and no traits.
         """
-        providers = self._get(f"/resource_providers?in_tree={root}", TREE_VERSION)["resource_providers"]
-        return {entry["uuid"]: _parse_provider(entry) for entry in providers}
+        answer = self._get(f"/resource_providers?in_tree={root}", TREE_VERSION)
+        with _parsing_answer("GET /resource_providers"):
+            return {entry["uuid"]: _parse_provider(entry) for entry in answer["resource_providers"]}
 
     def read_provider(self, uuid: str) -> ObservedProvider | None:
         """Return one provider of any tree with its inventories and traits, or None if it does not exist.
@@ -107,7 +111,11 @@ class PlacementClient:
         Costs up to 3 reads.
         """
         answer = self._send("GET", f"/resource_providers/{uuid}", TREE_VERSION, may_be_missing=True)
-        return None if answer is None else self.read_details(_parse_provider(answer))
+        if answer is None:
+            return None
+        with _parsing_answer(f"GET /resource_providers/{uuid}"):
+            provider = _parse_provider(answer)
+        return self.read_details(provider)
 
     def read_details(self, provider: ObservedProvider) -> ObservedProvider:
         """Read the provider's inventories and traits, and return it with them. Costs 2 reads.
@@ -116,14 +124,16 @@ class PlacementClient:
         """
         inventories = self._get(f"/resource_providers/{provider.uuid}/inventories", INVENTORY_VERSION)
         traits = self._get(f"/resource_providers/{provider.uuid}/traits", TRAITS_VERSION)
-        inventory_by_class = {name: _strip_generation(entry) for name, entry in inventories["inventories"].items()}
-        generation = max(inventories["resource_provider_generation"], traits["resource_provider_generation"])
-        if inventories["resource_provider_generation"] != traits["resource_provider_generation"]:
+        with _parsing_answer(f"GET /resource_providers/{provider.uuid}/…"):
+            inventory_by_class = {name: _strip_generation(entry) for name, entry in inventories["inventories"].items()}
+            generations = [int(answer["resource_provider_generation"]) for answer in (inventories, traits)]
+            trait_names = frozenset(traits["traits"])
+        if len(set(generations)) > 1:
             raise PlacementConflictError(
                 "placement.concurrent_update", f"provider {provider.uuid} changed while it was read"
             )
         return ObservedProvider(
-            provider.uuid, provider.name, provider.parent, generation, inventory_by_class, frozenset(traits["traits"])
+            provider.uuid, provider.name, provider.parent, generations[0], inventory_by_class, trait_names
         )
 
     def read_allocations(self, uuid: str) -> dict[str, dict[str, int]]:
@@ -134,22 +144,19 @@ class PlacementClient:
         answer = self._send("GET", f"/resource_providers/{uuid}/allocations", TREE_VERSION, may_be_missing=True)
         if answer is None:
             return {}
-        return {consumer: dict(entry["resources"]) for consumer, entry in answer["allocations"].items()}
+        with _parsing_answer(f"GET /resource_providers/{uuid}/allocations"):
+            return {consumer: dict(entry["resources"]) for consumer, entry in answer["allocations"].items()}
 
     def read_consumer(self, uuid: str) -> ConsumerAllocations:
         """Return all allocations of one consumer, with its generation (None if it has no allocations)."""
         answer = self._get(f"/allocations/{uuid}", CONSUMER_VERSION)
-        try:
+        with _parsing_answer(f"GET /allocations/{uuid}"):
             allocations = {provider: dict(entry["resources"]) for provider, entry in answer["allocations"].items()}
             if not allocations:
                 return ConsumerAllocations(uuid)
             return ConsumerAllocations(
                 uuid, int(answer["consumer_generation"]), allocations, answer["project_id"], answer["user_id"]
             )
-        except (KeyError, TypeError, ValueError, AttributeError):
-            raise PlacementUnavailableError(
-                f"GET /allocations/{uuid}: the answer does not describe a consumer"
-            ) from None
 
     def replace_allocations(self, uuid: str, body: Mapping[str, Any]) -> None:
         """Replace all allocations of one consumer.
@@ -164,12 +171,14 @@ class PlacementClient:
         Raises PlacementConflictError if a provider with this uuid or name exists.
         """
         body = {"uuid": uuid, "name": name, "parent_provider_uuid": parent}
-        return int(self._send_write("POST", "/resource_providers", WRITE_VERSION, body)["generation"])
+        answer = self._send_write("POST", "/resource_providers", WRITE_VERSION, body)
+        return _parse_generation(answer, "generation", "POST /resource_providers")
 
     def move_provider(self, uuid: str, name: str, parent: str) -> int:
         """Set the name and the parent of a provider and return its new generation."""
         body = {"name": name, "parent_provider_uuid": parent}
-        return int(self._send_write("PUT", f"/resource_providers/{uuid}", MOVE_VERSION, body)["generation"])
+        answer = self._send_write("PUT", f"/resource_providers/{uuid}", MOVE_VERSION, body)
+        return _parse_generation(answer, "generation", f"PUT /resource_providers/{uuid}")
 
     def set_inventories(self, uuid: str, generation: int, inventories: Mapping[str, Inventory]) -> int:
         """Replace all inventories of a provider and return its new generation.
@@ -179,8 +188,9 @@ class PlacementClient:
         """
         self._ensure_names_exist(inventories, "/resource_classes/", CLASSES_VERSION)
         body = {"resource_provider_generation": generation, "inventories": inventories}
-        answer = self._send_write("PUT", f"/resource_providers/{uuid}/inventories", INVENTORY_VERSION, body)
-        return int(answer["resource_provider_generation"])
+        path = f"/resource_providers/{uuid}/inventories"
+        answer = self._send_write("PUT", path, INVENTORY_VERSION, body)
+        return _parse_generation(answer, "resource_provider_generation", f"PUT {path}")
 
     def set_traits(self, uuid: str, generation: int, traits: Iterable[str]) -> int:
         """Replace all traits of a provider and return its new generation. Creates missing custom traits first.
@@ -190,11 +200,9 @@ class PlacementClient:
         names = sorted(traits)
         self._ensure_names_exist(names, "/traits/", TRAITS_VERSION)
         body = {"resource_provider_generation": generation, "traits": names}
-        return int(
-            self._send_write("PUT", f"/resource_providers/{uuid}/traits", TRAITS_VERSION, body)[
-                "resource_provider_generation"
-            ]
-        )
+        path = f"/resource_providers/{uuid}/traits"
+        answer = self._send_write("PUT", path, TRAITS_VERSION, body)
+        return _parse_generation(answer, "resource_provider_generation", f"PUT {path}")
 
     def delete_provider(self, uuid: str) -> None:
         """Delete a provider; succeed if it does not exist.
@@ -260,6 +268,24 @@ class PlacementClient:
         if decoded == {} and method == "GET":  # an empty answer would look as if nothing were allocated
             raise PlacementUnavailableError(f"{call}: the answer is empty")
         return decoded
+
+
+@contextmanager
+def _parsing_answer(call: str) -> Iterator[None]:
+    """Raise PlacementUnavailableError if the block cannot read a body because it is not what Placement documents.
+
+    A proxy in front of Placement can answer 200 with a JSON object of its own.
+    """
+    try:
+        yield
+    except (KeyError, TypeError, ValueError, AttributeError):
+        raise PlacementUnavailableError(f"{call}: the answer is not what Placement documents") from None
+
+
+def _parse_generation(answer: Mapping[str, Any], member: str, call: str) -> int:
+    """Return the provider's new generation from the answer to a write."""
+    with _parsing_answer(call):
+        return int(answer[member])
 
 
 def _decode_answer(answer: Any, call: str, may_be_missing: bool) -> dict[str, Any] | None:

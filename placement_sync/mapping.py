@@ -1,7 +1,8 @@
 """Compute which providers Placement shall show for a host's deployables. Pure, free of Django: agents use it, too.
 
 Names, ids, classes and traits are upstream's for the same hardware (contract sections 6.2 to 6.4). In addition,
-`reserved` is set: a deployable that is not offered stays in Placement and cannot be allocated.
+`reserved` is set: a deployable that is not offered stays in Placement and cannot be allocated, and neither can a unit
+that was released and that a guest may still use.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ class DeployableRecord:
 
     `total` is 0 while the deployable is missing. While `is_offered` is False (the device is not offered, or the
     deployable is missing) its provider stays, fully reserved. `rp_uuid` is '' until a provider id is recorded.
+    `released` is the number of released handles that a guest may still use: as many units are reserved.
     """
 
     name: str
@@ -30,6 +32,7 @@ class DeployableRecord:
     total: int
     attributes: Mapping[str, str]
     is_offered: bool
+    released: int = 0
 
 
 @dataclass(frozen=True)
@@ -74,7 +77,7 @@ def _build_provider(deployable: DeployableRecord, problems: list[str]) -> Desire
         resource_class = ""
     total = deployable.total if resource_class else 0
     uuid = deployable.rp_uuid or str(compute_provider_uuid(deployable.name))
-    reserved = 0 if deployable.is_offered else total
+    reserved = min(deployable.released, total) if deployable.is_offered else total
     return DesiredProvider(
         uuid, deployable.name, resource_class, total, reserved, _collect_traits(deployable, problems)
     )

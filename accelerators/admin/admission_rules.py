@@ -36,7 +36,7 @@ class AdmissionRuleAdmin(RefusalAsMessage, ConsoleModelAdmin):
     ordering = ("order", "id")
     search_fields = ("name__icontains", "host__icontains", "driver__icontains", "vendor__icontains")
     search_help_text = "name, host, driver, vendor"
-    list_before_template = "accelerators/rules_before.html"
+    list_before_template = "accelerators/admin/admission_rules_header.html"
     fields = ("name", "order", "action", "host", "driver", "vendor", "model", "type", "enabled")
     exports = {"shown_fits": ("host", "driver", "vendor", "model", "type")}
     empty = (
@@ -120,7 +120,7 @@ class AdmissionRuleAdmin(RefusalAsMessage, ConsoleModelAdmin):
             ],
             "total": counts.total(),
         }
-        return TemplateResponse(request, "accelerators/rules_apply.html", context)
+        return TemplateResponse(request, "accelerators/admin/apply_admission_rules.html", context)
 
     def _select_counted_rules(self, counts: dict[str, int]) -> QuerySet[AdmissionRule]:
         """Query the rules whose names are keys of `counts`, in the order in which they are tried."""

@@ -125,10 +125,10 @@ def _render_confirmation(admin: Any, request: HttpRequest, act: OrderableCommand
         "opts": admin.opts,
         "act": act,
         "device": device,
-        "said": request.POST.get(act.takes, "") if act.takes else "",
+        "argument": request.POST.get(act.takes, "") if act.takes else "",
         "blocked": refusal,
-        "kept": [(name, request.POST[name]) for name in KEPT_FIELDS if request.POST.get(name)],
+        "hidden_fields": [(name, request.POST[name]) for name in KEPT_FIELDS if request.POST.get(name)],
         "reason": request.POST.get("reason", ""),
-        "longest": MAX_REASON,
+        "max_reason_length": MAX_REASON,
     }
-    return TemplateResponse(request, "accelerators/order.html", context)
+    return TemplateResponse(request, "accelerators/admin/confirm_agent_action.html", context)

@@ -39,7 +39,7 @@ class AttachmentAdmin(ReadOnlyModelAdmin):
     ordering = ("-id",)
     search_fields = ("uuid__startswith", "instance__startswith", "host__icontains", "project_id__startswith")
     search_help_text = "uuid, instance, host, project"
-    list_before_template = "accelerators/attach_before.html"
+    list_before_template = "accelerators/admin/attachments_header.html"
     exports = {"shown_instance": ("instance",), "what": ("profile", "device")}
     empty = "Nothing was attached to a running instance yet. Nova's own requests are listed under Requests."
 
@@ -103,11 +103,11 @@ class AttachmentAdmin(ReadOnlyModelAdmin):
             "title": "Attach to a running instance",
             "opts": self.opts,
             "profiles": DeviceProfile.objects.order_by("name").values_list("name", flat=True)[:MAX_PROFILES],
-            "said": {name: request.POST.get(name, request.GET.get(name, "")) for name in ("instance", "profile")}
+            "form_values": {name: request.POST.get(name, request.GET.get(name, "")) for name in ("instance", "profile")}
             | {name: request.POST.get(name, request.GET.get(name, "")) for name in ("device", "reason")},
-            "longest": MAX_REASON,
+            "max_reason_length": MAX_REASON,
         }
-        return TemplateResponse(request, "accelerators/attach.html", context)
+        return TemplateResponse(request, "accelerators/admin/attach_form.html", context)
 
     def change_view(
         self, request: HttpRequest, object_id: str, form_url: str = "", extra_context: dict[str, Any] | None = None
@@ -145,10 +145,10 @@ class AttachmentAdmin(ReadOnlyModelAdmin):
             "hotplug": libvirt_xml.describe_plugging(handles, row.host),
             "libvirt": libvirt_xml.render_hostdev_elements(handles),
             "open": row.state not in attachment_orders.REVERTING_OR_ENDED,
-            "longest": MAX_REASON,
+            "max_reason_length": MAX_REASON,
         }
         context |= permissions.build_permission_context(request, permissions.DETACH)
-        return TemplateResponse(request, "accelerators/attachment.html", context)
+        return TemplateResponse(request, "accelerators/admin/attachment.html", context)
 
     def _handle_detach(self, request: HttpRequest, row: Attachment) -> HttpResponse:
         """Order the detachment and redirect to the attachment's page; a refusal becomes a message there.

@@ -100,7 +100,9 @@ class BulkAdmin(ReadOnlyModelAdmin):
         """
         bulk = self._require_view_permission(request, Bulk.objects.filter(pk=pk).first())
         context = build_progress_context(bulk) if bulk else {}
-        return TemplateResponse(request, "accelerators/bulk_now.html", context, status=200 if bulk else 404)
+        return TemplateResponse(
+            request, "accelerators/admin/bulk_action_progress.html", context, status=200 if bulk else 404
+        )
 
     def _require_view_permission(self, request: HttpRequest, bulk: Bulk | None) -> Bulk | None:
         """Return `bulk`, which may be None, unchanged.
@@ -132,12 +134,12 @@ class BulkAdmin(ReadOnlyModelAdmin):
                 messages.error(request, refused.text)
                 context["reason"] = request.POST.get("reason", "")
         context |= self.admin_site.each_context(request) | {"title": describe_bulk(bulk), "opts": self.opts}
-        context |= permissions.build_permission_context(request) | {"longest": lifecycle.MAX_REASON}
+        context |= permissions.build_permission_context(request) | {"max_reason_length": lifecycle.MAX_REASON}
         context |= {"mine": bulk.actor == device_actions.get_caller(request).name}
         draft = bulk.state == BulkState.DRAFT
         context |= _build_confirmation_context(bulk) if draft else {}
         context |= _build_result_context(bulk) if not draft or bulk.ended_at else {}
-        return TemplateResponse(request, "accelerators/bulk.html", context)
+        return TemplateResponse(request, "accelerators/admin/bulk_action.html", context)
 
     def _handle_post(self, request: HttpRequest, bulk: Bulk) -> HttpResponse:
         """Perform the verb of a POST: `confirm`, `try` (dry run), `cancel` or `again` (a new draft of refused devices).
@@ -298,7 +300,7 @@ def build_progress_context(bulk: Bulk) -> dict[str, Any]:
         "bar": render_bulk_progress(bulk) if running else "",
         "counts": [mark for mark, _ in count_outcomes(bulk)] if bulk.started_at else [],
         "took": badges.format_duration(bulk.started_at, None if running else bulk.ended_at) if bulk.started_at else "",
-        "piece": reverse("admin:accelerators_bulk_now", args=[bulk.pk]) if running else "",
+        "refresh_url": reverse("admin:accelerators_bulk_now", args=[bulk.pk]) if running else "",
     }
 
 
@@ -330,14 +332,14 @@ def _build_confirmation_context(bulk: Bulk) -> dict[str, Any]:
     return {
         "choice": device_actions.find_choice_of_bulk(bulk),
         "forecast": [(_render_outcome(prediction.outcome, MOVED_PREDICTED), prediction) for prediction in predictions],
-        "going": sum(one.number for one in predictions if one.outcome == DeviceOutcome.MOVED),
+        "moved_count": sum(one.number for one in predictions if one.outcome == DeviceOutcome.MOVED),
         "holders": [
             (render_item_device(item), item.host, *holders_by_device[item.device_id])
             for item in held_items
             if item.device_id in holders_by_device
         ],
         "held": sum(one.number for one in predictions if one.held),
-        "typed": any(one.held and one.outcome == DeviceOutcome.MOVED for one in predictions),
+        "needs_typed_total": any(one.held and one.outcome == DeviceOutcome.MOVED for one in predictions),
         "first": [
             (
                 render_item_device(item),

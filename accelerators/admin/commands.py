@@ -143,7 +143,9 @@ class CommandAdmin(ReadOnlyModelAdmin):
         """
         command = self._require_view_permission(request, Command.objects.filter(pk=pk)).first()
         context = build_progress_context(command) if command else {}
-        return TemplateResponse(request, "accelerators/command_now.html", context, status=200 if command else 404)
+        return TemplateResponse(
+            request, "accelerators/admin/command_progress.html", context, status=200 if command else 404
+        )
 
     def latest_commands_view(self, request: HttpRequest, owner_type: str, pk: int) -> HttpResponse:
         """Answer with the part of a device's or host's page that lists its newest commands; polled while one runs.
@@ -154,7 +156,7 @@ class CommandAdmin(ReadOnlyModelAdmin):
         owner_type = "device" if owner_type == "device" else "host"
         commands = self._require_view_permission(request, Command.objects.filter(**{owner_type: pk}))
         return TemplateResponse(
-            request, "accelerators/command_lately.html", build_latest_context(commands, owner_type, pk)
+            request, "accelerators/admin/recent_commands.html", build_latest_context(commands, owner_type, pk)
         )
 
     def _require_view_permission(self, request: HttpRequest, commands: QuerySet[Command]) -> QuerySet[Command]:
@@ -181,11 +183,11 @@ class CommandAdmin(ReadOnlyModelAdmin):
             "title": f"{command.op} {command.device_name or command.host.name}",
             "opts": self.opts,
             "about": render_command_device(command),
-            "asked": list(_list_arguments(command)),
+            "arguments": list(_list_arguments(command)),
             "detail": list(_iterate_details(command)),
             "events": timeline.render_events(Event.objects.filter(subject=command.uuid)[: timeline.MAX_EVENTS]),
         }
-        return TemplateResponse(request, "accelerators/command.html", context)
+        return TemplateResponse(request, "accelerators/admin/command.html", context)
 
     def get_queryset(self, request: HttpRequest) -> QuerySet[Command]:
         """Return the commands with host and device, but without `detail`, which is loaded only when a page reads it.
@@ -261,7 +263,7 @@ def build_progress_context(command: Command) -> dict[str, Any]:
         "bar": badges.render_progress_bar(command.percent, command.progress)
         if command.started_at and not command.ended_at
         else "",
-        "waits": "" if command.ended_at else describe_waiting(command),
+        "wait_reason": "" if command.ended_at else describe_waiting(command),
         "stages": [
             {
                 "name": name,
@@ -273,7 +275,7 @@ def build_progress_context(command: Command) -> dict[str, Any]:
             if at or not command.ended_at
         ],
         "open": command.pk,
-        "piece": "" if command.ended_at else reverse("admin:accelerators_command_now", args=[command.pk]),
+        "refresh_url": "" if command.ended_at else reverse("admin:accelerators_command_now", args=[command.pk]),
     }
 
 
@@ -299,7 +301,7 @@ def build_latest_context(commands: QuerySet[Command], owner_type: str, pk: int) 
         "commands": rows,
         "of": owner_type,
         "open": " ".join(open_ids),
-        "piece": reverse("admin:accelerators_command_lately", args=[owner_type, pk]) if open_ids else "",
+        "refresh_url": reverse("admin:accelerators_command_lately", args=[owner_type, pk]) if open_ids else "",
         "all_commands": f"{reverse('admin:accelerators_command_changelist')}?{urlencode(list_query)}",
     }
 
@@ -316,7 +318,7 @@ def load_latest_context(request: HttpRequest, owner: Device | Host) -> dict[str,
 
 
 def _list_arguments(command: Command) -> Iterator[tuple[str, Any]]:
-    """Yield the command's arguments as pairs of name and value; empty ones are left out."""
+    """Yield the arguments of the command that its page shows, as pairs of name and value; empty ones are left out."""
     arguments = command.arguments
     pairs = {name: arguments.get(name) for name in ("driver", "deployable", "uuid", "consumer")}
     pairs |= arguments.get("layout", {})

@@ -158,7 +158,10 @@ def list_available_choices(device: Device, held: int) -> list[StateChoice]:
 
 
 def explain_unavailable_choices(device: Device, held: int) -> list[tuple[str, str]]:
-    """Return the labels of the actions that are not possible now, each with the reason."""
+    """Return the labels of the actions whose buttons are not shown now, each with the reason as a sentence.
+
+    `held` is the number of our requests that hold the device.
+    """
     current = lifecycle.build_lifecycle_state(device, held)
     return [
         (choice.label, choice.explain_unavailable(current))
@@ -244,10 +247,10 @@ def _render_confirmation(
         "choice": choice,
         "device": device,
         "holders": holders,
-        "word": device.address or device.key,
-        "wrong": error,
-        "kept": [("choice", choice.name), ("seen", request.POST.get("seen", ""))],
+        "confirmation_text": device.address or device.key,
+        "error": error,
+        "hidden_fields": [("choice", choice.name), ("seen", request.POST.get("seen", ""))],
         "reason": request.POST.get("reason", ""),
-        "longest": lifecycle.MAX_REASON,
+        "max_reason_length": lifecycle.MAX_REASON,
     }
-    return TemplateResponse(request, "accelerators/decide.html", context)
+    return TemplateResponse(request, "accelerators/admin/confirm_device_action.html", context)

@@ -25,7 +25,7 @@ HANDLE_STATE = Case(
     When(request__state="BindStarted", then=Value(HandleState.BEING_BOUND.value)),
     When(IS_HELD, then=Value(HandleState.HELD.value)),
     When(
-        build_offered_condition("deployable__device") & Q(deployable__device__busy_with=None),
+        build_offered_condition("deployable__device") & Q(deployable__device__busy_with=None, release__isnull=True),
         then=Value(HandleState.FREE.value),
     ),
     default=Value(HandleState.RESERVED.value),
@@ -63,9 +63,10 @@ def load_cards(devices: Sequence[Device], max_cells: int = MAX_CELLS) -> list[De
 
 
 def _load_cells(handles: QuerySet[AttachHandle], max_cells: int) -> dict[int, list[HandleCell]]:
-    """Return at most `max_cells` handles per device id, by deployable and id; held and missing ones are preferred.
+    """Return the cells of at most `max_cells` handles of each device, by the device's id, sorted by deployable and id.
 
-    Devices without handles are left out. One statement.
+    If a device has more handles, held and missing ones are preferred. Devices without handles are left out. One
+    statement.
     """
     is_idle = ExpressionWrapper(Q(request__isnull=True, missing_since__isnull=True), output_field=BooleanField())
     position = Window(RowNumber(), partition_by=F(DEVICE_ID), order_by=[is_idle.asc(), F("id").asc()])

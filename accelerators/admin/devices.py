@@ -192,15 +192,17 @@ class DeviceAdmin(ReadOnlyModelAdmin):
             "held": held_count,
             "total": card.handle_counts.total(),
             "draining": badges.render_drain_badge(device.drain_to, held_count),
-            "choices": device_actions.list_available_choices(device, held_count) if permission_context["may"] else [],
-            "impossible": device_actions.explain_unavailable_choices(device, held_count)
-            if permission_context["may"]
+            "choices": device_actions.list_available_choices(device, held_count)
+            if permission_context["may_change"]
+            else [],
+            "unavailable_actions": device_actions.explain_unavailable_choices(device, held_count)
+            if permission_context["may_change"]
             else [],
             "to_install": device.to_install.splitlines(),
-            "acts": orderable_commands,
+            "orderable_commands": orderable_commands,
             "images": agent_actions.select_images(orderable_commands),
-            "longest": lifecycle.MAX_REASON,
-            "signals": raw_inventory.load_last_signals(request, device),
+            "max_reason_length": lifecycle.MAX_REASON,
+            "last_check": raw_inventory.load_last_signals(request, device),
             "stored": raw_inventory.dump_inventory(device, deployables),
             "events": timeline.render_events(events),
         }
@@ -209,7 +211,7 @@ class DeviceAdmin(ReadOnlyModelAdmin):
             | commands.load_latest_context(request, device)
             | partitioning.build_units_context(request, device)
         )
-        return TemplateResponse(request, "accelerators/device.html", context | build_sections("device", device))
+        return TemplateResponse(request, "accelerators/admin/device.html", context | build_sections("device", device))
 
     def get_queryset(self, request: HttpRequest) -> QuerySet[Device]:
         """Return the devices that this user may see, with their hosts loaded."""
@@ -316,8 +318,13 @@ class HandleUseListFilter(admin.SimpleListFilter):
         return [("held", "held"), ("free", "free")]
 
     def queryset(self, request: HttpRequest, queryset: QuerySet[AttachHandle]) -> QuerySet[AttachHandle]:
-        """Return the handles that a request holds, those that no request holds or, if nothing is chosen, all."""
-        return queryset.filter(request__isnull=self.value() == "free") if self.value() else queryset
+        """Return the handles that a request holds, those that are free or, if nothing is chosen, all.
+
+        A released handle that a guest may still use is not free.
+        """
+        if self.value() == "free":
+            return queryset.filter(request__isnull=True, release__isnull=True)
+        return queryset.filter(request__isnull=False) if self.value() else queryset
 
 
 @admin.register(AttachHandle)
@@ -335,7 +342,7 @@ class AttachHandleAdmin(ReadOnlyModelAdmin):
         "shown_missing",
     )
     list_filter = ("attach_type", HandleUseListFilter, PresenceListFilter)
-    list_select_related = ("request", "deployable__device__host")
+    list_select_related = ("request", "release", "deployable__device__host")
     ordering = ("id",)
     search_fields = (
         "uuid__startswith",
@@ -380,7 +387,7 @@ class AttachHandleAdmin(ReadOnlyModelAdmin):
     def shown_holder(self, handle: AttachHandle) -> SafeString:
         """Render the request that holds the handle as a link.
 
-        Without a holder, render the badge "free", or "not offered" with the reason if the handle is never offered to
+        Without a holder, render the badge "free", or "not offered" with the reason if the handle is not offered to
         Nova.
         """
         request = get_holder(handle)

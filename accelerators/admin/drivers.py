@@ -124,20 +124,20 @@ class DriverAdmin(ReadOnlyModelAdmin):
                 return HttpResponseRedirect(badges.page_url("rollout", _start_rollout(request, row).uuid))
             except RefusedError as refused:
                 messages.error(request, refused.text)
-        wish = row.wanted
-        settings = json.dumps(wish.settings, indent=2) if wish and wish.settings is not None else ""
+        desired = row.wanted
+        settings = json.dumps(desired.settings, indent=2) if desired and desired.settings is not None else ""
         context = self.admin_site.each_context(request) | {
             "title": str(row),
             "opts": self.opts,
             "row": row,
-            "wish": wish,
+            "desired": desired,
             "marks": [render_reported_state(row), render_drift(row)],
             "wanted": render_wanted_state(row),
             "settings": request.POST.get("settings", settings),
             "reason": request.POST.get("reason", ""),
             "runs": row.state not in ("disabled", "absent"),
             "since": badges.render_relative_time((row.reported or {}).get("since")),
-            "longest": MAX_REASON,
+            "max_reason_length": MAX_REASON,
             "parallel": driver_rollouts.DEFAULT_PARALLEL,
             "rollouts": [(rollout, render_rollout_state(rollout)) for rollout in _select_newest_rollouts(row)],
             "events": timeline.render_events(
@@ -145,7 +145,7 @@ class DriverAdmin(ReadOnlyModelAdmin):
             ),
         }
         context |= permissions.build_permission_context(request, permissions.START_ROLLOUT)
-        return TemplateResponse(request, "accelerators/driver.html", context)
+        return TemplateResponse(request, "accelerators/admin/driver.html", context)
 
 
 @admin.register(Rollout)
@@ -211,7 +211,9 @@ class RolloutAdmin(ReadOnlyModelAdmin):
             raise PermissionDenied
         rollout = Rollout.objects.filter(pk=pk).first()
         context = build_progress_context(rollout) if rollout else {}
-        return TemplateResponse(request, "accelerators/rollout_now.html", context, status=200 if rollout else 404)
+        return TemplateResponse(
+            request, "accelerators/admin/rollout_progress.html", context, status=200 if rollout else 404
+        )
 
     def change_view(
         self, request: HttpRequest, object_id: str, form_url: str = "", extra_context: dict[str, Any] | None = None
@@ -235,7 +237,7 @@ class RolloutAdmin(ReadOnlyModelAdmin):
             request, permissions.START_ROLLOUT
         )
         context |= {"settings": "" if rollout.settings is None else json.dumps(rollout.settings, indent=2)}
-        return TemplateResponse(request, "accelerators/rollout.html", context)
+        return TemplateResponse(request, "accelerators/admin/rollout.html", context)
 
 
 def render_reported_state(row: HostDriver) -> SafeString:
@@ -303,7 +305,7 @@ def build_progress_context(rollout: Rollout) -> dict[str, Any]:
         "took": badges.format_duration(rollout.created_at, rollout.ended_at),
         "rows": [_build_step_row(step) for step in steps],
         "left": max(0, rollout.total - len(steps)),
-        "piece": reverse("admin:accelerators_rollout_now", args=[rollout.pk]) if running else "",
+        "refresh_url": reverse("admin:accelerators_rollout_now", args=[rollout.pk]) if running else "",
     }
 
 

@@ -60,8 +60,8 @@ class EventAgeListFilter(admin.SimpleListFilter):
 class EventChangeList(ConsoleChangeList):
     """List of events that finds all matches of a search first and then sorts them.
 
-    Otherwise the database would read events from the newest on until a page is full. For words that are each frequent
-    but rare together, it read a million events. A search with more matches than are counted exactly is still read from
+    Otherwise the database would read events from the newest on until a page is full; for words that are each frequent
+    but rare together, that was a million events. A search with more matches than are counted exactly is still read from
     the newest event on, because its pages fill quickly.
     """
 
@@ -174,12 +174,14 @@ class EventAdmin(ReadOnlyModelAdmin):
             "by": timeline.describe_actor(event),
             "changed": badges.list_changes(event.changes),
             "seal": sealing.find_seal_of_event(event),
-            "along": timeline.render_events(same_request[: timeline.MAX_EVENTS]) if same_request is not None else [],
-            "lately": timeline.render_events(others.filter(subject=event.subject)[:MAX_SUBJECT_EVENTS])
+            "same_request_events": timeline.render_events(same_request[: timeline.MAX_EVENTS])
+            if same_request is not None
+            else [],
+            "same_subject_events": timeline.render_events(others.filter(subject=event.subject)[:MAX_SUBJECT_EVENTS])
             if event.subject
             else [],
         }
-        return TemplateResponse(request, "accelerators/event.html", context)
+        return TemplateResponse(request, "accelerators/admin/event.html", context)
 
     @display(description="Time")
     def time(self, event: Event) -> SafeString:

@@ -158,19 +158,19 @@ class HostAdmin(ReadOnlyModelAdmin):
             "unwanted": sorted({device.driver for device in devices} - set(host.drivers)),
             "picture": topology_svg.draw_host(cards, host.name),
             "legend": topology_svg.build_legend(cards),
-            "nowhere": sum(card.numa < 0 for card in cards),
+            "unknown_numa_count": sum(card.numa < 0 for card in cards),
             "bridged": any(card.bridges for card in cards),
             "devices": [_build_device_row(*pair) for pair in zip(devices, cards, strict=True)],
             "devices_url": device_list_url(host),
             "events": timeline.render_events(Event.objects.filter(host=host.name)[: timeline.MAX_EVENTS]),
             "orders": permissions.is_allowed(request, permissions.CREATE_COMMAND),
-            "longest": MAX_REASON,
+            "max_reason_length": MAX_REASON,
         }
         context |= permissions.build_permission_context(request, permissions.RESCAN) | commands.load_latest_context(
             request, host
         )
         return TemplateResponse(
-            request, "accelerators/host.html", context | build_sections("host", host) | (extra_context or {})
+            request, "accelerators/admin/host.html", context | build_sections("host", host) | (extra_context or {})
         )
 
 

@@ -152,13 +152,13 @@ def _render_page(
         "address": _page_url(),
         "rows": rows,
         "done": results is not None,
-        "one": devices[0] if len(devices) == 1 else None,
-        "words": sorted({word for one in devices for word in one.changeable.split() if word != one.sized_by}),
-        "kept": {name: request.POST.get(name, "") for name in ("count", "layout", "reason")},
-        "most": partitioning.MAX_UNITS,
-        "longest": MAX_REASON,
+        "single_device": devices[0] if len(devices) == 1 else None,
+        "layout_keys": sorted({word for one in devices for word in one.changeable.split() if word != one.sized_by}),
+        "form_values": {name: request.POST.get(name, "") for name in ("count", "layout", "reason")},
+        "max_units": partitioning.MAX_UNITS,
+        "max_reason_length": MAX_REASON,
     }
-    return TemplateResponse(request, "accelerators/units.html", context)
+    return TemplateResponse(request, "accelerators/admin/partition_device.html", context)
 
 
 def _describe_layout(result: PartitionResult | None) -> str:

@@ -73,9 +73,9 @@ def dump_inventory(device: Device, deployables: list[dict[str, Any]]) -> str:
 
 
 def _build_deployable_fields(row: dict[str, Any]) -> dict[str, Any]:
-    """Return a deployable as a report would contain it; attributes that an operator set are left out.
+    """Return a deployable as a report would contain it: only the attributes that the agent reported are included.
 
-    `row` comes from `devices._build_deployable_rows`.
+    `row` comes from `devices._build_deployable_rows`, and so the handles are those that the page shows.
     """
     deployable = row["deployable"]
     return {

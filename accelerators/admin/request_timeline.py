@@ -113,7 +113,10 @@ def describe_bind_duration(steps: Iterable[RenderedTimelineEntry]) -> str:
 
 @dataclass(frozen=True)
 class NoticeRow:
-    """One notice to Nova, ready for a template: answered, refused, or still to be sent."""
+    """One notice to Nova, ready for a template: answered, refused, or still to be sent.
+
+    `status` is what is sent to Nova: completed or failed. `answer` is Nova's answer, or how often the notice was tried.
+    """
 
     at: SafeString
     badge: SafeString

@@ -116,13 +116,13 @@ class AcceleratorRequestAdmin(ReadOnlyModelAdmin):
             "group": sorted(arq.group.items()),
             "steps": steps,
             "took": request_timeline.describe_bind_duration(steps),
-            "told": request_timeline.list_notices(arq, events),
+            "notices": request_timeline.list_notices(arq, events),
             "untold": request_timeline.explain_missing_notices(arq),
             "siblings": [(sibling, render_request_state(sibling)) for sibling in siblings.order_by("id")[:MAX_SIBLINGS]]
             if arq.instance_uuid
             else [],
         }
-        return TemplateResponse(request, "accelerators/request.html", context | build_sections("request", arq))
+        return TemplateResponse(request, "accelerators/admin/request.html", context | build_sections("request", arq))
 
     @display(description="Request", ordering="uuid")
     def shown_uuid(self, request: AcceleratorRequest) -> SafeString:

@@ -1,7 +1,7 @@
 """Render the answers of both APIs as an HTML page: a table, coloured JSON, and forms for the possible actions.
 
 Both APIs use this renderer for browsers only: v2 checks the Accept header for it, and our own API lists it among its
-renderers. The templates are in `templates/api/` and load nothing from other servers.
+renderers. The templates are in `templates/accelerators/api/` and load nothing from other servers.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class BrowsableRenderer(BaseRenderer):
         if isinstance(data, bytes):
             data = orjson.loads(data)
         page = _build_page_context(data, view, request, response) | {"navigation": build_navigation(request.path)}
-        return render_to_string("api/page.html", page, request=request._request)
+        return render_to_string("accelerators/api/page.html", page, request=request._request)
 
 
 def build_navigation(path: str) -> list[dict[str, Any]]:

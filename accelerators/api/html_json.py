@@ -111,7 +111,8 @@ def _find_address(row: Mapping[str, Any], base: str) -> str:
 
 
 def _render_cell(key: str, value: Any, base: str) -> SafeString | str:
-    """Render a value of a row for a table cell: a dash if it is empty, the first four elements of a list."""
+    """Render a value of a row for a table cell: a dash if it is empty, the first four elements of a list, yes or no for
+    a boolean, anything else as `_render_object` or `_render_text` does."""
     if value is None or value in ("", [], {}):
         return badges.DASH
     if isinstance(value, Mapping):

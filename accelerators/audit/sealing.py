@@ -31,7 +31,8 @@ EVENT_TEXT = """json_build_array(e.id, to_char(e.at AT TIME ZONE 'UTC', 'YYYY-MM
 """SQL expression of an event's canonical text (docs/audit.md): a JSON array with `, ` between its values."""
 EVENT_DIGEST = f"sha256(convert_to({EVENT_TEXT}, 'UTF8'))"
 SELECT_FINAL_TX = "SELECT accelerators_event_final()"
-"""This and `accelerators_event_renumber` are SQL functions, which are called by name."""
+"""The transaction number below which all transactions have ended, so that nobody can add events to them any more. It is
+raw SQL because the ORM has no call of an SQL function without a table."""
 SELECT_UNSEALED = f"""
 SELECT e.tx, e.id, to_char(e.at AT TIME ZONE 'UTC', 'YYYY-MM'), {EVENT_DIGEST} FROM accelerators_event e
 WHERE (e.tx, e.id) > (%s, %s) AND e.tx < %s ORDER BY e.tx, e.id LIMIT %s
@@ -86,7 +87,10 @@ def append_seal(last: Seal, month: str, **columns: Any) -> Seal:
 
 
 def build_link(seal: Seal, previous_hash: str) -> SealContent:
-    """Return the values that the hash of a seal covers; `previous_hash` is the hash of the previous seal."""
+    """Return the values that the hash of a seal covers; `previous_hash` is the hash of the previous seal.
+
+    `hash` of the result is the hash that the seal must have.
+    """
     sealed_at = seal.sealed_at.astimezone(UTC).isoformat(timespec="microseconds")
     return SealContent(
         seal.number, previous_hash, seal.month, seal.tx, seal.event, seal.events, seal.digest, seal.drops, sealed_at

@@ -69,16 +69,16 @@ def verify_seals(
     """Verify the seals from `first` to `last` with their events, by default all; stop when there are MAX_FINDINGS
     findings.
 
-    `anchors` maps numbers of seals to hashes that were kept outside the database; those of seals that exist, but are
-    not verified, are not compared. `progress` is called after each seal with the number of events done and the number
-    of all. Only reads, and takes no lock; costs about one statement per seal, in which the database computes a sha256
-    of each event.
+    `anchors` maps numbers of seals to hashes that were kept outside the database. An anchor is compared if its seal is
+    verified; a number above that of the newest seal is a finding. `progress` is called after each seal with the number
+    of events done and the number of all. Only reads, and takes no lock; costs about one statement per seal, in which
+    the database computes a sha256 of each event.
     """
     result, newest_seal = VerificationResult(), get_newest_seal()
     result.number, result.hash = newest_seal.number, newest_seal.hash
     seals = Seal.objects.filter(number__gte=first, number__lte=newest_seal.number if last is None else last)
     events_total = seals.aggregate(events=Sum("events", default=0))["events"]
-    previous = Seal.objects.filter(number=first - 1).first() or Seal(
+    previous = Seal.objects.filter(number__lt=first).order_by("-number").first() or Seal(
         number=0, tx=-1, event=0, hash=hash_chain.FIRST_PREVIOUS_HASH
     )
     dropped = set(Seal.objects.exclude(drops="").values_list("drops", flat=True))

@@ -19,7 +19,7 @@ from drivers.plan import DESTRUCTIVE
 
 @dataclass(frozen=True)
 class OrderableCommand:
-    """A command that people can order: its target, its meaning, and the argument that it takes."""
+    """A command that people can order: its target, its meaning, and the argument that it takes ('' for none)."""
 
     op: str
     target: Literal["device", "host"]

@@ -42,7 +42,8 @@ EXCLUSIVE_OPS = frozenset({"install", "uninstall", "program", "partition", "rese
 TYPES_CREATED_ON_HOST = ("MDEV", "DEV")
 """Types of handles that must be created on the host before they can be used. libvirt prepares PCI functions itself."""
 BIND_MARGIN_S = 6
-"""A command for a bind ends this many seconds before the bind's deadline, so that the bind's fault tells the reason."""
+"""A command for a bind ends this many seconds before the bind's deadline (at most a tenth of the bind's time limit),
+so that the bind's fault tells the reason."""
 MAX_REASON = 500
 MAX_LAYOUT, MAX_WORD, MAX_VALUE = 64, 64, 255
 
@@ -101,7 +102,7 @@ class CommandOrder:
 
 
 class CommandProgress(NamedTuple):
-    """An agent's message about the progress of one of its host's commands."""
+    """An agent's message about the progress of one of its host's commands. `host` and `number` are primary keys."""
 
     host: int
     number: int
@@ -112,8 +113,8 @@ class CommandProgress(NamedTuple):
 class CommandAnswer(NamedTuple):
     """An agent's message that one of its host's commands has ended.
 
-    `epoch`, `seq` and `hash` identify the report that shows the result. They are (0, 0, '') if that report is applied
-    already.
+    `host` and `number` are primary keys; `outcome` is succeeded, failed, refused or unknown. `epoch`, `seq` and `hash`
+    identify the report that shows the result. They are (0, 0, '') if that report is applied already.
     """
 
     host: int
@@ -127,10 +128,11 @@ class CommandAnswer(NamedTuple):
 
 
 def get_time_limits(op: str, is_programming: bool = False) -> tuple[int, int]:
-    """Return two times in seconds: until a command must have begun, and how much longer it may run.
+    """Return two times in seconds: a command must begin within the first and end within the sum of both.
 
-    The first is long for commands that may wait for a host that is away. A command for a bind gets one time limit for
-    both, which ends shortly before the bind's deadline (`BIND_MARGIN_S`).
+    Both count from the moment when the command is placed. The first is long for commands that may wait for a host that
+    is away. For `attach` and `program` the second is 0, and the first is shorter than a bind's time limit by
+    `BIND_MARGIN_S` (at most a tenth of it). `is_programming` selects the longer limit of binds that program a device.
     """
     keys = settings.KEYS
     if op in ("install", "uninstall", "detach"):
@@ -146,7 +148,8 @@ def place_commands(orders: Sequence[CommandOrder], source: EventSource = EventSo
 
     The commands have the order of `orders`. Costs one statement. Call it inside `conductor.writing()`. For exclusive
     commands the caller must have locked the device rows and checked that they are not busy. After the commit, agents
-    are notified and the job that fetches images is woken if needed.
+    are notified and the job that fetches images is woken if needed. Raises AssertionError if the target of an order
+    does not exist.
     """
     if not orders:
         return []
@@ -256,7 +259,8 @@ def mark_image_failed(number: int, text: str) -> None:
 def refuse_undelivered_commands(numbers: Sequence[int], text: str) -> None:
     """Store the answer "refused", with the reason `text`, for commands that no agent has taken; skip all others.
 
-    After the commit the job `commands` is woken, which ends them.
+    `numbers` are primary keys. Commands that have an answer already are skipped, too. After the commit the job
+    `commands` is woken, which ends the refused ones.
     """
     with conductor.writing():
         _refuse(Command.objects.filter(id__in=numbers, state__in=NOT_BEGUN_STATES), text[:4096].replace("\0", ""))
@@ -266,8 +270,8 @@ def refuse_undelivered_commands(numbers: Sequence[int], text: str) -> None:
 def cancel_preparing_commands(requests: Sequence[UUID | str]) -> None:
     """Refuse the commands of these accelerator requests that still wait for an image. Agents never receive them.
 
-    Commands that another transaction has locked are skipped, because it is ending them. After the commit the job
-    `commands` is woken. Call it inside `conductor.writing()`.
+    Commands that another transaction has locked are skipped, because it is ending them. If any was refused, the job
+    `commands` is woken after the commit. Call it inside `conductor.writing()`.
     """
     if requests:
         preparing = Command.objects.filter(request__in=requests, state=CommandState.PREPARING, answered_at__isnull=True)
@@ -310,9 +314,9 @@ def store_answers(answers: Iterable[CommandAnswer]) -> set[CommandId]:
     """Store answers of agents; return the commands that need nothing more, so that their agents may forget them.
 
     The other commands end when the report that belongs to the answer is applied
-    (`command_endings.end_answered_commands`). An answer to a command that has already ended as expired or unknown is
-    only noted; if that command was an attachment and the agent did not refuse it, what it made on the host is removed
-    (`order_missing_detaches`).
+    (`command_endings.end_answered_commands`); the job `commands` is woken after the commit. An answer to a command that
+    has already ended as expired or unknown is only noted, with an event; if that command was an `attach` that the agent
+    did not refuse, a `detach` removes what it made on the host (`order_missing_detaches`).
     """
     rows = {(message.host, message.number): message._asdict() for message in answers}
     with conductor.writing():
@@ -391,15 +395,21 @@ def publish_changed_commands(uuids: Sequence[str]) -> None:
 
 
 def _notify_of_placed_commands(hosts: set[int], commands: Sequence[Command]) -> None:
-    """After the commit: notify the gateways, and wake the job that fetches images if a command needs one."""
+    """Notify the gateways, and wake the job `images` if a command needs an image. Call it after the commit.
+
+    `hosts` are the ids of the commands' hosts.
+    """
     if any("wanted" in command.arguments for command in commands):
         jobs.enqueue_job("images")
     pubsub.publish(COMMANDS_TOPIC, str(hosts.pop()) if len(hosts) == 1 else "")
 
 
 def _check_arguments(op: str, layout: Mapping[str, str] | None, image: UUID | None) -> dict[str, Any]:
-    """Check what the caller gave for the device command `op`; return the command arguments. Raise RefusedError
-    INVALID."""
+    """Check what the caller gave for the device command `op`, and return the arguments of its CommandOrder.
+
+    An image becomes the argument `wanted`. Raises RefusedError INVALID for an unknown `op`, for an argument that `op`
+    lacks or does not take, and for a layout that breaks a limit.
+    """
     if op not in ALLOWED_STATES:
         raise RefusedError(
             RefusalReason.INVALID, f"{op} is no command for a device; these are: {', '.join(ALLOWED_STATES)}."
@@ -426,8 +436,11 @@ def _check_arguments(op: str, layout: Mapping[str, str] | None, image: UUID | No
 
 
 def _choose_deployable(device: Device, deployable_uuid: UUID | None) -> int:
-    """Return the id of the deployable to program; without `deployable_uuid`, of the only one. Raise RefusedError
-    INVALID."""
+    """Return the id of the deployable to program; without `deployable_uuid`, that of the device's only one.
+
+    Missing deployables do not count. Raises RefusedError INVALID if the device has no such deployable, or if none is
+    named and there is not exactly one.
+    """
     ids_by_uuid = dict(Deployable.objects.filter(device=device, missing_since__isnull=True).values_list("uuid", "id"))
     if deployable_uuid is None and len(ids_by_uuid) == 1:
         return next(iter(ids_by_uuid.values()))
@@ -437,7 +450,11 @@ def _choose_deployable(device: Device, deployable_uuid: UUID | None) -> int:
 
 
 def _refuse_if_impossible(op: str, device: Device) -> None:
-    """Raise RefusedError unless the command `op` is possible for the device now. The device must be locked."""
+    """Raise RefusedError unless the command `op` is possible for the device now. The device must be locked.
+
+    CONFLICT if its state, its driver, another command or its agent does not allow `op`. A destructive `op` also raises
+    IN_USE if somebody holds the device, and UNAVAILABLE if a holder check cannot answer.
+    """
     if DeviceState(device.state) not in ALLOWED_STATES[op]:
         possible = ", ".join(sorted(ALLOWED_STATES[op]))
         raise RefusedError(
@@ -485,7 +502,8 @@ def refuse_if_busy(device: Device, op: str) -> None:
 
 
 def refuse_if_unreachable(host: Host) -> None:
-    """Raise RefusedError CONFLICT if the host's agent is known to take no commands."""
+    """Raise RefusedError CONFLICT, with the reason, if a check in REACH_CHECKS says that the host's agent takes no
+    commands."""
     for check in REACH_CHECKS.values():
         if text := check(host):
             raise RefusedError(RefusalReason.CONFLICT, f"{text[0].upper()}{text[1:]}.")

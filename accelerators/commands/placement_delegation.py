@@ -35,12 +35,12 @@ WRITER_EPOCH: Registry[Callable[[], int]] = Registry("source of the writer's epo
 WRITER_STATUSES: Registry[Callable[[Collection[int]], dict[int, WriterStatus]]] = Registry(
     "source of writer statuses", single=True
 )
-"""Function that returns, for those of these hosts (by id) that have an agent, whether it can write to Placement.
-`placement_sync` decides by it who writes."""
+"""Function that takes ids of hosts and returns the WriterStatus of each host that has an agent, by id. `placement_sync`
+uses it to decide who writes."""
 
 
 def get_writer_statuses(hosts: Collection[int]) -> dict[int, WriterStatus]:
-    """Return for each host (by id) whether its agent can write to Placement; `NO_AGENT` for a host without an agent.
+    """Return the WriterStatus of each host, by its id; `NO_AGENT` for a host without an agent.
 
     Raises LookupError if no function is registered in `WRITER_STATUSES`.
     """

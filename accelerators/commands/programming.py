@@ -21,7 +21,7 @@ from accelerators.commands import command_queue
 from accelerators.domain import traits
 from accelerators.domain.groups import FUNCTION_KEY
 from accelerators.domain.states import AttributeOrigin, EventSource
-from accelerators.models import Attribute, Command, Deployable, Device, Host
+from accelerators.models import Attribute, Command, Deployable, Device
 from accelerators.runtime import pubsub
 
 POLL_S = 1.0
@@ -34,9 +34,9 @@ def store_programmed_image(
     """Store the image's bitstream as the content of a deployable, and the image's function as its only function trait.
 
     If `deployable_name` is '', all deployables of the device get it. Deployables that are missing are skipped. `image`
-    has the fields of `agents.wire.ImageRef`. `in_flash` says that the content survives resets and reboots. Each
-    deployable gets an event, and the provider of its host is written again. Call it inside `conductor.writing()`, with
-    the device's host locked first.
+    has the fields of `agents.wire.ImageRef`. `in_flash` says that the content survives resets and reboots. Locks the
+    deployables. Records an event for each and raises a `provider` intent for the host. Call it inside
+    `conductor.writing()`, with the device's host locked first.
     """
     with conductor.writing():
         deployables = Deployable.objects.select_for_update(of=("self",)).filter(
@@ -115,7 +115,7 @@ def end_programs(device: int, deployable_name: str, reason: str, *, also_in_flas
     )
     device_row, host = ended[0].device, ended[0].device.host
     if ended_traits.delete()[0]:
-        Host.objects.filter(pk=host.pk).update(applied_hash="")
+        conductor.forget_applied_report(host)
         conductor.raise_provider_intents([host])
     conductor.record_event(
         "device.unclear",

@@ -1,7 +1,7 @@
 """SQL statements of `command_queue` and `command_endings`.
 
-They are raw SQL because each gives any number of commands values of their own, and some of them also write devices and
-events, in one statement; the ORM would need one for each table.
+They are raw SQL because each writes any number of commands, every one with values of its own, and some also write
+devices and events in the same statement. The ORM would need a statement for each table.
 """
 
 from accelerators.conductor_sql import build_event_insert

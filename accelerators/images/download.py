@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from itertools import islice
 from typing import Any, Protocol, TypeVar
 from uuid import UUID
 
@@ -31,6 +32,8 @@ SLICE_S = 25.0
 """Seconds after which a run of the job ends; it wakes itself again if there is more to do."""
 MAX_PARALLEL_FETCHES = 4
 """Number of images that are fetched at the same time."""
+MAX_IMAGES_NAMED = 3
+"""Number of images with the same function that a refusal names."""
 IS_WAITING_FOR_IMAGE = Q(state=CommandState.PREPARING.value, answered_at__isnull=True)
 DIGEST_ALGORITHMS = ("sha256", "sha512")
 
@@ -92,7 +95,8 @@ IMAGE_SERVICE: Registry[ImageService] = Registry("image service", single=True)
 def run() -> None:
     """Run the job `images`: try each waiting command once, for SLICE_S at most.
 
-    The job wakes itself again if a fetch is unfinished or a command was not tried.
+    Only one process fetches images at the same time; the others only give commands the images that are stored. The job
+    wakes itself again if a fetch is unfinished or a command was not tried.
     """
     jobs.clear_tick("images")
     deadline, tried_ids, unfinished = time.monotonic() + SLICE_S, set[int](), False
@@ -120,7 +124,8 @@ def _load_waiting_commands(tried_ids: set[int]) -> dict[WantedImage, list[int]]:
 def _give_stored_images(waiting: Mapping[WantedImage, list[int]]) -> dict[WantedImage, list[int]]:
     """Give commands the images that are stored here; return the images that must be fetched, with their commands (ids).
 
-    Commands whose image is ambiguous or invalid are refused, and so are all others if no image service is configured.
+    Commands are refused if their image is ambiguous or invalid, or if it is not stored and no image service is
+    configured.
     """
     missing: dict[WantedImage, list[int]] = {}
     for wanted, command_ids in waiting.items():
@@ -157,7 +162,8 @@ def _find_stored_image(kind: str, value: str) -> Image | None:
     if kind != "function_id":
         raise ImageUnusableError("the command does not say which image it wants")
     uploaded = Image.objects.filter(source=ImageSource.UPLOAD, properties__contains={FUNCTION_KEY: value})
-    return _require_at_most_one([image for image in uploaded[:3] if store.has_complete_file(image)], value)
+    complete = (image for image in uploaded.iterator() if store.has_complete_file(image))
+    return _require_at_most_one(list(islice(complete, MAX_IMAGES_NAMED)), value)
 
 
 def _require_at_most_one(images: Sequence[_AnyImage], function: str) -> _AnyImage | None:
@@ -181,7 +187,8 @@ def _fetch_missing_images(missing: Mapping[WantedImage, list[int]], deadline: fl
     it.
 
     Commands whose image is complete get it. Commands whose image is unusable are refused. All others show why they
-    wait. A fetch that failed for another reason is not counted: a later run of the job tries again.
+    wait. A fetch that failed for another reason does not make the result True: it is tried again when the job is woken
+    the next time, after at most a minute (`jobs.backstop`).
     """
     service, offers, command_ids_by_uuid = IMAGE_SERVICE.only(), dict[str, ServiceImage](), dict[str, list[int]]()
     for wanted, command_ids in missing.items():
@@ -223,8 +230,8 @@ def _fetch_missing_images(missing: Mapping[WantedImage, list[int]], deadline: fl
 def _find_service_image(service: ImageService, kind: str, value: str) -> ServiceImage:
     """Ask the service for the description of the wanted image.
 
-    Raises ImageServiceUnavailableError if it cannot be had now. Raises ImageUnusableError if there is no such image, if
-    several images have the function, or if the image is empty or too large.
+    Raises ImageServiceUnavailableError if the service cannot answer now. Raises ImageUnusableError if there is no such
+    image, if several images have the function, or if the image is empty or too large.
     """
     offer: ServiceImage | None
     if kind == "bitstream_id":

@@ -31,7 +31,7 @@ MAX_UPLOADS = 1000
 MAX_COPIES = 64
 MAX_COPIES_BYTES = 8 * 1024**3
 """Copies of Glance's images beyond this size in all (or beyond MAX_COPIES) are deleted, the longest unused first. The
-newest copy always stays."""
+newest copy always stays, and so do copies that an open command needs."""
 ABANDONED_S = 24 * 3600.0
 """A file without a row is deleted when nothing has been written to it for this many seconds."""
 
@@ -74,7 +74,11 @@ def to_image_ref(image: Image) -> dict[str, Any]:
 
 
 def check_properties(pairs: Iterable[tuple[str, str]]) -> dict[str, str]:
-    """Check the properties of an image and return them as a dict. Raises RefusedError INVALID if one breaks a limit."""
+    """Check the properties of an image and return them as a dict; of equal keys the last one counts.
+
+    Raises RefusedError INVALID for more than MAX_PROPERTIES, for an empty key, for a key above MAX_KEY characters or a
+    value above MAX_VALUE, and for NUL in either.
+    """
     checked: dict[str, str] = {}
     for key, value in pairs:
         if not key or len(key) > MAX_KEY or len(value) > MAX_VALUE or "\0" in key + value:
@@ -144,9 +148,10 @@ def delete_image(uuid: UUID, caller: Caller, source: EventSource) -> None:
 
 
 def add_glance_copy(uuid: UUID, name: str, size: int, sha256: str, properties: Mapping[str, str]) -> Image:
-    """Write the row of an image that was copied from Glance, and delete older copies that exceed the limits.
+    """Write the row of an image that was copied from Glance, and delete copies that exceed the limits.
 
-    Returns the row. The file must be in place already (`finalize_file`). Also deletes abandoned files (ABANDONED_S).
+    Returns the row; a row with this uuid is overwritten. The file must be in place already (`finalize_file`). Records
+    an event for the copy and for each deleted one. Also deletes abandoned files (ABANDONED_S).
     """
     values = {"name": name, "size": size, "sha256": sha256, "properties": dict(properties), "by": "glance"}
     with conductor.writing():
@@ -224,7 +229,7 @@ def open_partial_file(uuid: UUID | str, mode: str) -> Iterator[IO[bytes]]:
 def finalize_file(file: IO[bytes], uuid: UUID | str) -> None:
     """Flush a complete, checked file to the disk and give it its final name, so that it survives a power cut.
 
-    Raises OSError.
+    `file` is the open file of `open_partial_file`. Raises OSError if the disk fails or is full.
     """
     file.flush()
     os.fsync(file.fileno())

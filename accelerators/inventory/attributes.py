@@ -46,9 +46,10 @@ def set_operator_attribute(deployable_id: int, key: str, value: str, caller: Cal
 
 
 def remove_attribute(uuid: UUID, caller: Caller) -> None:
-    """Remove an attribute; if the agent reports it, its next report brings it back. The device's host is locked.
+    """Remove an attribute; if the agent reports it, its report, which is sent again at once, brings it back.
 
-    Raise RefusedError: NOT_FOUND if there is no such attribute; CONFLICT if programming has written it.
+    The device's host is locked. Raise RefusedError: NOT_FOUND if there is no such attribute; CONFLICT if programming
+    has written it.
     """
     with conductor.writing():
         attribute = Attribute.objects.filter(uuid=uuid).first()
@@ -85,12 +86,10 @@ def _record_attribute_change(
     """Record an event of the change, and raise an intent so that the host's deployables are synchronised with
     Placement.
 
-    Also clear the host's `applied_hash`, so that its next report is compared in full: the stored rows are no longer
-    what the last report left.
+    Also have the host's report sent again and compared in full: the stored rows are no longer what the last one left.
     """
     device, host = deployable.device, deployable.device.host
-    host.applied_hash = ""
-    host.save(update_fields=["applied_hash"])
+    conductor.forget_applied_report(host)
     conductor.record_event(
         "device.attribute",
         EventSource.API,

@@ -13,9 +13,12 @@ FROM accelerators_admissionrule WHERE enabled
 
 LOCK_HOSTS = f"""
 WITH locked AS (SELECT FROM accelerators_host WHERE id = ANY(%s) ORDER BY id FOR NO KEY UPDATE)
-SELECT ({SELECT_ENABLED_RULES}) FROM (SELECT count(*) FROM locked) AS all_of_them
+SELECT ({SELECT_ENABLED_RULES}), (
+    SELECT coalesce(json_object_agg(o.provider, h.name), '{{}}')::text
+    FROM accelerators_providerowner o JOIN accelerators_host h ON h.id = o.host_id WHERE o.provider = ANY(%s::uuid[]))
+FROM (SELECT count(*) FROM locked) AS all_of_them
 """
-"""Lock the hosts and return the enabled admission rules.
+"""Lock the hosts; return the enabled admission rules, and the owners of these providers (provider → name of its host).
 
 This cannot be part of SELECT_STORED_HOSTS: a statement sees only rows committed before it began, not those of a
 transaction for whose lock it waited. `FOR NO KEY UPDATE` still lets others insert rows that refer to a host, such as
@@ -33,12 +36,23 @@ SELECT json_build_array(h.id, h.uuid, h.name, h.applied_epoch, h.applied_seq, h.
         p.missing_since IS NOT NULL,
         coalesce((SELECT json_agg(json_build_array(a.id, a.key, a.value, a.origin))
                   FROM accelerators_attribute a WHERE a.deployable_id = p.id), '[]'),
-        coalesce((SELECT json_agg(json_build_array(t.id, t.attach_type, t.attach_info, t.missing_since IS NOT NULL))
+        coalesce((SELECT json_agg(json_build_array(t.id, t.attach_type, t.attach_info, t.missing_since IS NOT NULL,
+                    t.in_use))
                   FROM accelerators_attachhandle t WHERE t.deployable_id = p.id), '[]'),
         p.bitstream_id, p.bitstream_in_flash))
-      FROM accelerators_deployable p WHERE p.device_id = d.id), '[]'), d.state_since))
+      FROM accelerators_deployable p WHERE p.device_id = d.id), '[]'), d.state_since,
+    coalesce((SELECT json_agg(t.attach_info) FROM accelerators_deployable p
+              JOIN accelerators_attachhandle t ON t.deployable_id = p.id WHERE p.device_id = d.id AND (
+                EXISTS (SELECT FROM accelerators_acceleratorrequest r WHERE r.attach_handle_id = t.id)
+                OR EXISTS (SELECT FROM accelerators_releasedhandle w WHERE w.handle_id = t.id))), '[]'),
+    d.drain_to))
   FROM accelerators_device d WHERE d.host_id = h.id), '[]'), h.boot_id)::text
 FROM accelerators_host h WHERE h.id = ANY(%s) ORDER BY h.id
+"""
+
+UPDATE_DEVICE_KEYS = """
+UPDATE accelerators_device t SET key = x.key, updated_at = now()
+FROM jsonb_to_recordset(%s::jsonb) AS x(uuid uuid, key text) WHERE t.uuid = x.uuid
 """
 
 UPSERT_DEVICES = """
@@ -63,9 +77,10 @@ ON CONFLICT (host_id, key) DO UPDATE SET driver = excluded.driver, type = exclud
 """
 
 UPDATE_DEVICE_STATES = """
-UPDATE accelerators_device t SET state = x.state, returns_to = x.returns_to, state_reason = x.reason,
-  state_since = now(), state_by = 'agent', updated_at = now()
-FROM jsonb_to_recordset(%s::jsonb) AS x(uuid uuid, state text, returns_to text, reason text)
+UPDATE accelerators_device t SET state = x.state, returns_to = x.returns_to, drain_to = x.drain_to,
+  state_reason = x.reason, state_since = CASE WHEN t.state = x.state THEN t.state_since ELSE now() END,
+  state_by = 'agent', updated_at = now()
+FROM jsonb_to_recordset(%s::jsonb) AS x(uuid uuid, state text, returns_to text, drain_to text, reason text)
 WHERE t.uuid = x.uuid
 """
 
@@ -92,14 +107,14 @@ ON CONFLICT (deployable_id, key) DO UPDATE SET value = excluded.value, updated_a
 """
 
 UPSERT_HANDLES = """
-INSERT INTO accelerators_attachhandle AS t (uuid, deployable_id, attach_type, attach_info)
-SELECT gen_random_uuid(), p.id, x.type, x.info
-FROM ROWS FROM (jsonb_to_recordset(%s::jsonb) AS (deployable uuid, type text, info text)) WITH ORDINALITY
-  AS x(deployable, type, info, n)
+INSERT INTO accelerators_attachhandle AS t (uuid, deployable_id, attach_type, attach_info, in_use)
+SELECT gen_random_uuid(), p.id, x.type, x.info, x.use
+FROM ROWS FROM (jsonb_to_recordset(%s::jsonb) AS (deployable uuid, type text, info text, use text)) WITH ORDINALITY
+  AS x(deployable, type, info, use, n)
 JOIN accelerators_deployable p ON p.uuid = x.deployable
 ORDER BY x.n
-ON CONFLICT (deployable_id, attach_info) DO UPDATE SET attach_type = excluded.attach_type, missing_since = NULL,
-  updated_at = now()
+ON CONFLICT (deployable_id, attach_info) DO UPDATE SET attach_type = excluded.attach_type, in_use = excluded.in_use,
+  missing_since = NULL, updated_at = now()
 """
 
 DELETE_ATTRIBUTES = "DELETE FROM accelerators_attribute WHERE id = ANY(%s)"

@@ -22,8 +22,8 @@ class Command(fields.Row):
     """A command that one host's agent runs at most once. `id` is the command's number in the agent protocol.
 
     While an *exclusive* command is open, nothing is bound to its device (`Device.busy_with`). The agent's answer is
-    stored first (`answered_at`); the command ends (`ended_at`) when the report that belongs to the answer is applied,
-    or when `end_by` has passed.
+    stored first (`answered_at`); the command ends (`ended_at`) when the report that belongs to the answer is applied.
+    Without an answer it ends when `start_by` has passed before an agent took it, or when `end_by` has passed.
     """
 
     host = models.ForeignKey(Host, models.PROTECT, related_name="commands")

@@ -20,7 +20,8 @@ UNHEALTHY_STATUSES = (Health.DEGRADED.value, Health.FAILED.value)
 class Device(fields.Row):
     """A card, identified by its host and `key`.
 
-    `state` is the device's life cycle, which operators control; `status` is the health that its driver reports.
+    `state` is the device's place in its life cycle, which operators, admission rules, reports and commands change;
+    `status` is the health that its driver reports.
     """
 
     host = models.ForeignKey(Host, models.PROTECT, related_name="devices", db_index=False)
@@ -169,6 +170,20 @@ class Deployable(fields.Row):
         return self.name
 
 
+class ProviderOwner(models.Model):
+    """The host to which a resource provider belongs, for ever.
+
+    A trigger of the deployables' table writes the row when a host first names a deployable or records a provider id,
+    and refuses deployables with a provider of another host (`accelerators/migrations/sql/owners.sql`).
+    """
+
+    provider = models.UUIDField(primary_key=True)
+    host = models.ForeignKey(Host, models.CASCADE, related_name="+")
+
+    def __str__(self) -> str:
+        return f"{self.provider} of {self.host}"
+
+
 class Attribute(fields.Row):
     """A key and a value of a deployable. Reports do not change attributes with `origin` operator or conductor."""
 
@@ -194,6 +209,13 @@ class AttachHandle(fields.Row):
     deployable = models.ForeignKey(Deployable, models.PROTECT, related_name="attach_handles", db_index=False)
     attach_type = models.CharField(max_length=16, choices=HandleType.choices())
     attach_info = models.CharField(max_length=255, db_collation="C", help_text="JSON; its bytes are its identity.")
+    in_use = models.CharField(
+        max_length=16,
+        default="",
+        db_default="",
+        blank=True,
+        help_text="As last reported: guest, unknown, or empty if no guest can use it or its driver does not tell.",
+    )
     missing_since = models.DateTimeField(null=True, blank=True)
 
     class Meta:
@@ -209,12 +231,42 @@ class AttachHandle(fields.Row):
 
     @property
     def reason_not_offered(self) -> str:
-        """Return the reason why this handle is never offered to Nova, or '' if it can be."""
-        return (
-            "not offered to Nova: it is a device node, and Nova gives device nodes to no guest"
-            if self.attach_type == HandleType.DEV
-            else ""
-        )
+        """Return the reason why this handle is not offered to Nova, or '' if it can be.
+
+        Runs a query unless `release` was loaded with the handle.
+        """
+        if self.attach_type == HandleType.DEV:
+            return "not offered to Nova: it is a device node, and Nova gives device nodes to no guest"
+        release: ReleasedHandle | None = getattr(self, "release", None)
+        return f"not offered to Nova: {release.description}" if release else ""
+
+
+class ReleasedHandle(fields.Row):
+    """An attach handle whose request is gone, but of which its host has not confirmed yet that no guest uses it.
+
+    While this row exists, no request gets the handle; a trigger of the database rejects it. `created_at` is the time of
+    the release. The foreign key has no constraint, so that a conductor of the release before can still delete handles.
+    """
+
+    handle = models.OneToOneField(AttachHandle, models.CASCADE, related_name="release", db_constraint=False)
+    instance = models.UUIDField(null=True, blank=True, help_text="The instance that had the handle.")
+    ask_at = models.DateTimeField(help_text="When the host is asked again.")
+    ask_until = models.DateTimeField(
+        null=True, blank=True, help_text="When its device is quarantined; empty once that has been done."
+    )
+    answer = models.TextField(default="", blank=True, help_text="Why the host has not confirmed it yet.")
+
+    class Meta:
+        ordering = ["id"]
+
+    def __str__(self) -> str:
+        return f"{self.handle} of {self.instance}"
+
+    @property
+    def description(self) -> str:
+        """Return a phrase for operators: what the handle waits for, and why it still does."""
+        waits = f"instance {self.instance} had it, and its host has not confirmed that no guest uses it"
+        return f"{waits} ({self.answer})" if self.answer else waits
 
 
 def build_offered_condition(device: str = "") -> Q:

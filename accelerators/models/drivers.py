@@ -107,7 +107,10 @@ class HostDriver(models.Model):
 
     @property
     def reported(self) -> dict[str, Any] | None:
-        """Return the reported state, with defaults for absent fields; None if the host never reported the driver."""
+        """Return the driver's entry in `Host.drivers`, with defaults for absent fields and with `state`.
+
+        None if the host never reported the driver.
+        """
         seen = self.seen
         return seen and {"generation": 0, "version": "", "error": "", "since": None} | seen | {"state": self.state}
 

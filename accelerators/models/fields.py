@@ -51,5 +51,5 @@ def name_field(**options: Any) -> models.CharField[str, str]:
 
 
 def one_of_constraint(field: str, enum: type[StrEnum], constraint_name: str) -> models.CheckConstraint:
-    """Build a check constraint that `field` contains a value of the enum `enum`; `constraint_name` is its name."""
+    """Build a check constraint named `constraint_name`: `field` must contain a value of `enum`, or NULL."""
     return models.CheckConstraint(condition=Q(**{f"{field}__in": [word.value for word in enum]}), name=constraint_name)

@@ -105,8 +105,8 @@ class Seal(models.Model):
 class Intent(fields.Row):
     """Work to be done outside the database because of a change in it (outbox).
 
-    An intent is inserted in the transaction of the change and deleted only when the work is done. See
-    `accelerators.outbox`.
+    An intent is inserted in the transaction of the change and deleted only when the work is done. There is at most one
+    for each kind and key. It is due at `next_at`; `attempts` counts the failures. See `accelerators.outbox`.
     """
 
     kind = models.CharField(max_length=32, db_collation="C")

@@ -3,7 +3,8 @@
 This module is the only writer of requests; the life cycle is `states.REQUEST_TRANSITIONS`. It is also the last guard
 against giving one handle to two requests (promises S1 and S2): a bind finds free handles with FOR NO KEY UPDATE SKIP
 LOCKED, so it waits for no row lock on them, and a unique index in the database rejects a handle that was taken
-meanwhile.
+meanwhile. An exclusion constraint rejects a handle whose PCI function another request holds through another handle,
+device or driver (`accelerators/migrations/sql/claims.sql`). A bind takes handles only of the host that it names.
 
 Lock order: requests first, then hosts and devices.
 
@@ -31,9 +32,10 @@ from accelerators.commands.command_queue import TYPES_CREATED_ON_HOST, CommandOr
 from accelerators.domain import groups, offer
 from accelerators.domain.caller import Caller, request_id
 from accelerators.domain.errors import AcceleratorsError, RefusalReason, RefusedError
-from accelerators.domain.states import BINDABLE_STATES, EventSource, RequestState
+from accelerators.domain.states import BINDABLE_STATES, CommandState, EventSource, RequestState
+from accelerators.models import Command, Intent
 from accelerators.requests import binding_sql as sql
-from accelerators.requests import notices, profiles
+from accelerators.requests import notices, profiles, releases
 from accelerators.runtime import jobs, metrics
 
 RETRY_TIMEOUT_S = 2.0
@@ -172,13 +174,14 @@ def bind_requests(specs: Sequence[BindSpec], caller: Caller, allow_existing: boo
     and with WRONG_STATE, nothing is changed. If other transactions keep the needed handles, the bind is retried with a
     back-off for RETRY_TIMEOUT_S seconds, then UNAVAILABLE is raised and nothing is changed.
     """
-    give_up_at, pause_s = time.monotonic() + RETRY_TIMEOUT_S, 0.01
+    give_up_at, pause_s, check_claims = time.monotonic() + RETRY_TIMEOUT_S, 0.01, False
     while True:
         try:
             with conductor.writing():
-                refusal = _try_bind(specs, caller, allow_existing)
+                refusal = _try_bind(specs, caller, allow_existing, check_claims)
             break
         except (_HandlesContendedError, IntegrityError, OperationalError) as error:
+            check_claims = check_claims or isinstance(error, IntegrityError)
             if isinstance(error, OperationalError) and not isinstance(error.__cause__, DeadlockDetected):
                 raise
             if time.monotonic() > give_up_at:
@@ -195,8 +198,9 @@ def unbind_requests(uuids: Sequence[str], caller: Caller) -> None:
     """Unbind all of these requests or none: release their handles and clear their host, provider and instance.
 
     Every state is allowed (contract section 4.1); a request that is Unbound already does not change. Handles that were
-    made on a host are detached there by a command, and commands that still wait for an image are cancelled. Locks the
-    requests. Raises RefusedError NOT_FOUND if a request does not exist or is not the caller's.
+    made on a host are detached there by a command, and commands that still wait for an image are cancelled. PCI handles
+    are free when their host has confirmed that no guest uses them (`releases`). Locks the requests. Raises RefusedError
+    NOT_FOUND if a request does not exist or is not the caller's.
     """
     with conductor.writing():
         requests = _load_requests_for_update(uuids, caller)
@@ -205,15 +209,15 @@ def unbind_requests(uuids: Sequence[str], caller: Caller) -> None:
             EventSource.API,
             caller.name,
         )
-        _release_on_hosts(requests, caller)
+        _release_on_hosts(requests, caller, instance_is_gone=False)
 
 
 def delete_requests(uuids: Sequence[str], caller: Caller) -> None:
     """Delete all of these requests or none, in any state, and release their handles; records an event for each.
 
-    Handles that were made on a host are detached there by a command. Raises RefusedError: NOT_FOUND if a request does
-    not exist or is not the caller's; SERVICE_TOKEN if a request belongs to an instance and the caller sent no service
-    token.
+    Handles that were made on a host are detached there by a command. PCI handles are free when their host has confirmed
+    that no guest uses them (`releases`). Raises RefusedError: NOT_FOUND if a request does not exist or is not the
+    caller's; SERVICE_TOKEN if a request belongs to an instance and the caller sent no service token.
     """
     with conductor.writing():
         requests = _load_requests_for_update(uuids, caller)
@@ -223,20 +227,21 @@ def delete_requests(uuids: Sequence[str], caller: Caller) -> None:
                     f"ARQ {request.uuid} is bound to instance {request.instance_uuid}. Use the Compute API to manage "
                 )
                 raise RefusedError(RefusalReason.SERVICE_TOKEN, text + "instance accelerators.")
-        _delete_locked_requests(requests, caller)
+        _delete_locked_requests(requests, caller, instance_is_gone=False)
 
 
 def delete_requests_of_instance(instance_uuid: str, caller: Caller) -> None:
     """Delete the requests of an instance that the caller may see, and release their handles; there may be none.
 
-    This function does not check for a service token; its caller must.
+    Nova calls this when it has ended the instance's guest. Therefore a PCI handle is free at once if the last report
+    shows that no guest uses it. This function does not check for a service token; its caller must.
     """
     with conductor.writing():
         rows = _fetch_all(
             sql.LOCK_REQUESTS_OF_INSTANCE, {"instance": instance_uuid, "project": _get_visible_project(caller)}
         )
         if rows:
-            _delete_locked_requests([_LockedRequest.from_row(row) for row in rows], caller)
+            _delete_locked_requests([_LockedRequest.from_row(row) for row in rows], caller, instance_is_gone=True)
 
 
 def fail_overdue_binds() -> bool:
@@ -247,13 +252,45 @@ def fail_overdue_binds() -> bool:
     """
     with conductor.writing():
         overdue = [WaitingRequest(*row) for row in _fetch_all(sql.LOCK_OVERDUE, {"count": OVERDUE_BATCH_SIZE})]
-        fault = "nothing was heard from host {} before the deadline"
+        reasons = _explain_overdue_binds(overdue) if overdue else {}
         finish_binds(
-            [BindOutcome(request, fault.format(request.hostname)) for request in overdue],
-            EventSource.SYSTEM,
-            "deadlines",
+            [BindOutcome(request, reasons[request.uuid]) for request in overdue], EventSource.SYSTEM, "deadlines"
         )
     return len(overdue) == OVERDUE_BATCH_SIZE
+
+
+def _explain_overdue_binds(overdue: Sequence[WaitingRequest]) -> dict[str, str]:
+    """Return by the request's uuid what each of these binds still waited for at its deadline. Three statements."""
+    uuids = [request.uuid for request in overdue]
+    programmed = Intent.objects.filter(kind=PROGRAMMED_INTENT, key__in=uuids)
+    host_by_request = dict(programmed.values_list("key", "payload__host"))
+    provider_intents = Intent.objects.filter(kind="provider", key__in={*host_by_request.values()})
+    error_by_host = dict(provider_intents.values_list("key", "last_error"))
+    commands = Command.objects.filter(request__in=uuids).order_by("id")
+    last_command = {str(command.request): command for command in commands}
+    reasons = {}
+    for request in overdue:
+        if request.uuid in host_by_request:
+            error = error_by_host.get(host_by_request[request.uuid], "")
+            reason = (
+                f"host {request.hostname} was programmed, but its new traits were not in Placement before the deadline:"
+                f" {error or 'the job placement had not written them yet'}"
+            )
+        else:
+            reason = _describe_unfinished_command(request.hostname, last_command.get(request.uuid))
+        reasons[request.uuid] = reason[:1024]
+    return reasons
+
+
+def _describe_unfinished_command(host: str, command: Command | None) -> str:
+    """Return how far the last command of a bind had come at the bind's deadline."""
+    if command is None or (command.taken_at is None and command.answered_at is None):
+        if command is not None and command.state == CommandState.PREPARING:
+            return f"the image for host {host} was not ready before the deadline"
+        return f"nothing was heard from host {host} before the deadline"
+    if command.answered_at is None:
+        return f"host {host} accepted the command {command.op}, but did not answer it before the deadline"
+    return f"host {host} answered the command {command.op}, but its report was not applied before the deadline"
 
 
 def lock_waiting_requests(
@@ -318,9 +355,12 @@ def run_deadlines() -> None:
     jobs.run_steps("deadlines", fail_overdue_binds)
 
 
-def _try_bind(specs: Sequence[BindSpec], caller: Caller, allow_existing: bool) -> RefusedError | None:
+def _try_bind(
+    specs: Sequence[BindSpec], caller: Caller, allow_existing: bool, check_claims: bool
+) -> RefusedError | None:
     """Try the bind once, in the caller's transaction; locks the requests and the handles.
 
+    `check_claims` leaves out handles whose PCI function is held through another handle (`sql.RESERVE_HANDLES`).
     Returns None on success. Returns (does not raise) a RefusedError if the requests were moved to BindFailed: the
     caller must commit that and then raise it. A raised RefusedError or _HandlesContendedError means that the
     transaction must be rolled back.
@@ -344,7 +384,7 @@ def _try_bind(specs: Sequence[BindSpec], caller: Caller, allow_existing: bool) -
             raise RefusedError(RefusalReason.WRONG_STATE, text)
     pairs = [(request, spec_by_uuid[request.uuid]) for request in requests]
     try:
-        handles = _reserve_handles(pairs)
+        handles = _reserve_handles(pairs, check_claims)
         programmed_by = _choose_programming_requests(pairs, handles)
     except RefusedError as refused:
         _move_requests(
@@ -359,15 +399,15 @@ def _try_bind(specs: Sequence[BindSpec], caller: Caller, allow_existing: bool) -
     return None
 
 
-def _reserve_handles(pairs: Sequence[tuple[_LockedRequest, BindSpec]]) -> dict[int, _FreeHandle]:
+def _reserve_handles(pairs: Sequence[tuple[_LockedRequest, BindSpec]], check_claims: bool) -> dict[int, _FreeHandle]:
     """Lock one free handle for each request, without waiting for locks; return request id → handle. Nothing is written.
 
     If a request may need programming, the device is locked exclusively, otherwise shared. Raises RefusedError: INVALID
     for a group that names no resource, or that names both a bitstream and a function; NOT_FOUND for a provider that
-    does not exist; NONE_FREE if too few handles are available. Raises _HandlesContendedError if enough handles are free
-    but locked by others.
+    does not exist or is not on the host that the bind names; NONE_FREE if too few handles are available. Raises
+    _HandlesContendedError if enough handles are free but locked by others.
     """
-    requests_by_provider: dict[str, list[_LockedRequest]] = {}
+    requests_by_provider: dict[tuple[str, str], list[_LockedRequest]] = {}
     for request, spec in pairs:
         if groups.BITSTREAM_KEY in request.group and groups.FUNCTION_KEY in request.group:
             raise RefusedError(
@@ -376,34 +416,48 @@ def _reserve_handles(pairs: Sequence[tuple[_LockedRequest, BindSpec]]) -> dict[i
             )
         if not groups.first_resource_class(request.group):
             raise RefusedError(RefusalReason.INVALID, f"Group of ARQ {request.uuid} asks for no resource.")
-        requests_by_provider.setdefault(spec.device_rp_uuid, []).append(request)
+        requests_by_provider.setdefault((spec.hostname, spec.device_rp_uuid), []).append(request)
     handles: dict[int, _FreeHandle] = {}
-    for rp, requests in requests_by_provider.items():
+    for (host, rp), requests in requests_by_provider.items():
         exclusively = any(groups.needs_programming(request.group, None) for request in requests)
+        selection = {"host": host, "rp": rp, "check_claims": check_claims}
         rows = _fetch_all(
-            sql.RESERVE_HANDLES_EXCLUSIVELY if exclusively else sql.RESERVE_HANDLES, {"rp": rp, "count": len(requests)}
+            sql.RESERVE_HANDLES_EXCLUSIVELY if exclusively else sql.RESERVE_HANDLES,
+            selection | {"count": len(requests)},
         )
         if len(rows) < len(requests):
-            _raise_shortage_error(rp, len(requests))
+            _raise_shortage_error(selection, len(requests))
         handles |= {request.id: _FreeHandle(*row) for request, row in zip(requests, rows, strict=True)}
     return handles
 
 
-def _raise_shortage_error(rp: str, count: int) -> None:
-    """Raise the error that says why `count` handles of provider `rp` could not be locked: RefusedError or
-    _HandlesContendedError."""
-    rows = _fetch_all(sql.SELECT_SHORTAGE_FACTS, {"rp": rp})
+def _raise_shortage_error(selection: Mapping[str, Any], count: int) -> None:
+    """Raise the error that says why `count` handles could not be locked: RefusedError or _HandlesContendedError.
+
+    `selection` has the parameters of the statement that selected them: `host`, `rp` and `check_claims`.
+    """
+    rows = _fetch_all(sql.SELECT_SHORTAGE_FACTS, selection)
     if not rows:
-        raise RefusedError(RefusalReason.NOT_FOUND, f"Deployable not found with resource provider uuid={rp}")
-    ((deployable, state, busy, free, has_device_nodes, health),) = rows
+        text = f"Deployable not found with resource provider uuid={selection['rp']}"
+        raise RefusedError(RefusalReason.NOT_FOUND, text)
+    ((deployable, state, busy, free, has_device_nodes, is_on_host, health, released),) = rows
+    if not is_on_host:
+        text = f"Deployable not found with resource provider uuid={selection['rp']} on host {selection['host']}"
+        raise RefusedError(RefusalReason.NOT_FOUND, text)
     if free >= count:
         raise _HandlesContendedError
     if has_device_nodes:
         raise _build_none_free_error(deployable, "its handles are device nodes (DEV), which no guest gets")
     if state != offer.OFFERED_STATE:
         why = f"its device is {state}, not {offer.OFFERED_STATE}"
+    elif withheld := offer.describe_withheld_health(health):
+        why = withheld
     else:
-        why = offer.describe_withheld_health(health) or "all are held"
+        why = "all are held"
+        if selection["check_claims"]:
+            why += ", some of them by requests for another device at the same PCI address"
+        if released:
+            why += f", or released and not confirmed by the host as unused ({released})"
     raise _build_none_free_error(deployable, "its device is busy with a command" if busy else why)
 
 
@@ -418,7 +472,7 @@ def _choose_programming_requests(
     """Return, for each device that must be programmed, the id of the request whose image it gets.
 
     Raises RefusedError NONE_FREE if requests of this bind need different images or different deployables of one device,
-    or if another request holds the device.
+    if another request holds the device, or if a guest may still use a released handle of it.
     """
     first_by_device: dict[int, _LockedRequest] = {}
     for request, _ in pairs:
@@ -434,6 +488,9 @@ def _choose_programming_requests(
     for device, uuid in safety.query_requests_of_devices([*first_by_device], "uuid") if first_by_device else ():
         why = f"its device is held by request {uuid}: it cannot be programmed for another"
         raise _build_none_free_error(handles[first_by_device[device].id].deployable, why)
+    for release in safety.query_releases_of_devices([*first_by_device]) if first_by_device else ():
+        why = f"its device cannot be programmed: {release.description}"
+        raise _build_none_free_error(handles[first_by_device[release.handle.deployable.device_id].id].deployable, why)
     return {device: request.id for device, request in first_by_device.items()}
 
 
@@ -514,23 +571,22 @@ def _move_requests(moves: Sequence[Mapping[str, Any]], source: EventSource, acto
         metrics.count_bind_outcomes(moves)
 
 
-def _delete_locked_requests(requests: Sequence[_LockedRequest], caller: Caller) -> None:
-    """Delete locked requests and record an event for each.
+def _delete_locked_requests(requests: Sequence[_LockedRequest], caller: Caller, *, instance_is_gone: bool) -> None:
+    """Delete locked requests and record an event for each; release their handles as `_release_on_hosts` does.
 
-    Commands that still wait for an image are cancelled, and handles that were created on a host are detached. A
-    programmed image stays on its device.
+    A programmed image stays on its device.
     """
     conductor.open_cursor().execute(
         sql.DELETE_REQUESTS, {"ids": [request.id for request in requests]} | _build_actor_values(caller)
     )
-    _release_on_hosts(requests, caller)
+    _release_on_hosts(requests, caller, instance_is_gone=instance_is_gone)
 
 
-def _release_on_hosts(requests: Sequence[_LockedRequest], caller: Caller) -> None:
+def _release_on_hosts(requests: Sequence[_LockedRequest], caller: Caller, *, instance_is_gone: bool) -> None:
     """Cancel the commands of these requests that still wait for an image, and order a detach of each handle that is
-    made on a host.
+    made on a host. Keep PCI handles that a guest may still use from other requests (`releases`).
 
-    The requests need not exist any more; their state and handle are those from before the change.
+    The requests need not hold their handles any more; their state and handle are those from before the change.
     """
     command_queue.cancel_preparing_commands([request.uuid for request in requests if request.state == _S.BIND_STARTED])
     to_detach = [
@@ -545,6 +601,11 @@ def _release_on_hosts(requests: Sequence[_LockedRequest], caller: Caller) -> Non
             for one, handle in to_detach
         ],
         EventSource.API,
+    )
+    releases.hold_back_used_handles(
+        {request.handle: request.instance_uuid for request in requests if request.handle and request.state == _S.BOUND},
+        caller.name,
+        instance_is_gone=instance_is_gone,
     )
 
 

@@ -1,8 +1,8 @@
 """Cache of database rows in one process: limited in size, one load per key at a time, checked every `TTL_S` seconds.
 
-An entry stores the generation of its collection. A writer's notification (`pubsub`) drops it at once in every process.
-If the notification is lost, the entry is used for at most `TTL_S` seconds; then its generation is compared with the
-database's.
+An entry stores the generation that its collection had when it was loaded. A writer's notification about the collection
+(`pubsub`) drops all its entries at once in every process. If the notification is lost, an entry is used for at most
+`TTL_S` seconds; then its generation is compared with the database's.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class GenerationCache(Generic[Value]):
         pubsub.subscribe(collection, self.drop_all)
 
     def get(self, key: str) -> Value | None:
-        """Return the value for `key`, or None if there is none.
+        """Return the value for `key`, from the cache or else from `load`; None if `load` finds none.
 
         Threads that ask for a key that is being loaded wait for that load. If it raises, all of them get the exception.
         """
@@ -74,7 +74,10 @@ class GenerationCache(Generic[Value]):
         return self._load_and_share(key, entry, load_future, drop_count) if is_loader else load_future.result()
 
     def drop_all(self, _detail: str | None = None) -> None:
-        """Drop all entries. Loads that are under way still return their values, but do not store them."""
+        """Drop all entries, whatever the notification says.
+
+        Loads that are under way still return their values, but do not store them; later calls of `get` load again.
+        """
         with self._lock:
             self._entries.clear()
             self._loading.clear()
@@ -86,6 +89,7 @@ class GenerationCache(Generic[Value]):
         """Load the value, or keep that of `expired_entry` if its generation is current; give it to the waiting threads.
 
         `drop_count` is the count of drops when the load began: the value is stored only if nothing was dropped since.
+        If loading raises, the waiting threads and the caller get the exception.
         """
         try:
             generation = generations.current_generation(self._collection)

@@ -25,7 +25,10 @@ class OutageLog:
         self._began_at: float | None = None
 
     def log_outage(self, reason: object) -> None:
-        """Log a warning that PostgreSQL does not answer, unless one was logged within the last `REPEAT_S` seconds."""
+        """Log a warning that PostgreSQL does not answer, unless one was logged within the last `REPEAT_S` seconds.
+
+        `reason` is the error or a text; only its first line is logged.
+        """
         now = time.monotonic()
         with self._lock:
             if self._logged_at + REPEAT_S > now:

@@ -1,8 +1,8 @@
 """Declare background jobs, wake them from any process, and run them. Repeated wake-ups share one django-q2 task.
 
-`enqueue_job` inserts the job's row into `tick`; only the process that inserted the row enqueues a task (measured: never
-a task per message). The task deletes the row before it works, so no wake-up is lost. The supervisor watches the rows:
-one that is not taken up means that the cluster is stuck.
+`enqueue_job` inserts the job's row into `tick`; only the process that inserted the row enqueues a task. The task
+deletes the row before it works, so no wake-up is lost. The supervisor watches the rows: a row that nobody deletes means
+that the cluster is stuck.
 """
 
 from __future__ import annotations
@@ -48,7 +48,10 @@ def has_handler(intent_kind: str) -> bool:
 
 
 def enqueue_handler_after_commit(intent_kind: str) -> None:
-    """Wake the job for intents of this kind, if there is one, after the current transaction has committed."""
+    """Wake the job for intents of this kind, if there is one, after the current transaction has committed.
+
+    If waking fails then, the error is only logged; `backstop` wakes the job later.
+    """
     for name, job in JOBS.items():
         if job.intent_kind == intent_kind:
             transaction.on_commit(partial(enqueue_job, name), robust=True)
@@ -73,6 +76,7 @@ def _enqueue_jobs(names: Iterable[str]) -> None:
     """Wake jobs in one transaction. Costs one statement if all of them are awake already.
 
     Rows are inserted in the order of their names, so that two processes which wake the same jobs cannot deadlock.
+    Raises KeyError, and wakes none, if a job that is not awake is not registered.
     """
     from django_q.tasks import async_task
 
@@ -128,11 +132,12 @@ def clear_tick(name: str) -> None:
 
 
 def run_steps(name: str, step: Callable[[], bool]) -> None:
-    """Take up the job's tick, then call `step` under the job's lock until it returns False (no more work).
+    """Delete the job's `tick` row, then call `step` under the job's lock until it returns False (no more work).
 
     Each `step` runs in its own transaction, and the lock ends with that transaction, so a killed worker blocks nobody.
-    If another worker has the lock, try again until it is free, because that worker may have looked for work before ours
-    was committed. After `TIME_SLICE_S` seconds wake the job again and return.
+    If another worker has the lock, try again every 20 ms, because that worker may have looked for work before the
+    changes of the latest wake-up were committed. After `TIME_SLICE_S` seconds wake the job again and return. An
+    exception of `step` ends the run and is raised.
     """
     _run_steps_under_lock(name, step, _try_transaction_lock)
 
@@ -150,7 +155,10 @@ def run_steps_outside_transaction(name: str, step: Callable[[], bool]) -> None:
 def _run_steps_under_lock(
     name: str, step: Callable[[], bool], try_lock: Callable[[str], AbstractContextManager[bool]]
 ) -> None:
-    """Call `step` under `try_lock` until no work is left. After `TIME_SLICE_S` seconds wake the job and return."""
+    """Delete the job's `tick` row, then call `step` under `try_lock` until no work is left.
+
+    After `TIME_SLICE_S` seconds wake the job again and return.
+    """
     clear_tick(name)
     end = time.monotonic() + TIME_SLICE_S
     while time.monotonic() < end:
@@ -165,10 +173,10 @@ def _run_steps_under_lock(
 
 @contextmanager
 def try_connection_lock(name: str) -> Iterator[bool]:
-    """Try to take the lock of the job `name` for this database connection; yield True if it was free.
+    """Try, without waiting, to take the lock of the job `name` for this database connection; yield True if it was free.
 
-    It needs no open transaction, and ends with the connection if the worker is killed. A caller that gets False must
-    leave the work to the holder of the lock, or wake the job.
+    The lock ends with the block, or with the connection if the worker is killed; it needs no transaction. A caller that
+    gets False must leave the work to the holder of the lock, or wake the job.
     """
     key = [LOCK_CLASS, lock_id(name)]
     with connection.cursor() as cursor:

@@ -45,11 +45,11 @@ class _FileValue:
         self._stored = self._call_guarded(lambda: _FileValue.make_value(*arguments, **keywords))
 
     def inc(self, amount: float) -> None:
-        """Add `amount` to the value."""
+        """Add `amount` to the value; do nothing if the files are not usable."""
         self._call_guarded(lambda: self._stored.inc(amount))
 
     def set(self, value: float, timestamp: float | None = None) -> None:
-        """Set the value."""
+        """Set the value; do nothing if the files are not usable."""
         self._call_guarded(lambda: self._stored.set(value, timestamp))
 
     def get(self) -> float:
@@ -63,7 +63,10 @@ class _FileValue:
         """Return None: files cannot store exemplars."""
 
     def _call_guarded(self, operation: Callable[[], Any]) -> Any:
-        """Call `operation` and return its result; return None once the files of this process have proved unusable."""
+        """Call `operation` and return its result.
+
+        The first OSError in this process is logged; from then on nothing is called any more, and None is returned.
+        """
         if _FileValue.files_unusable:
             return None
         try:
@@ -82,7 +85,7 @@ class _FileValue:
 def _select_value_class() -> None:
     """Keep metrics in files if a folder is configured and usable, otherwise in memory.
 
-    This must run before the first metric is created.
+    A folder that is configured but not usable is logged as a warning. This must run before the first metric is created.
     """
     if metric_files.metrics_folder() is None:
         return
@@ -105,17 +108,27 @@ _select_value_class()
 
 
 def create_counter(name: str, description: str, *labels: str) -> Counter:
-    """Create a counter of events. By convention its name ends with `_total`."""
+    """Create and register a counter of events. By convention its name ends with `_total`.
+
+    `labels` are the names of its labels. Raises ValueError if the name is registered already.
+    """
     return Counter(name, description, labels, registry=REGISTRY)
 
 
 def create_histogram(name: str, description: str, buckets: Iterable[float], *labels: str) -> Histogram:
-    """Create a histogram of durations (its name ends with `_seconds`) or of amounts."""
+    """Create and register a histogram of durations (its name ends with `_seconds`) or of amounts.
+
+    `buckets` are the upper bounds of the buckets, `labels` the names of its labels. Raises ValueError if the name is
+    registered already.
+    """
     return Histogram(name, description, labels, registry=REGISTRY, buckets=tuple(buckets))
 
 
 def create_gauge(name: str, description: str) -> Gauge:
-    """Create a gauge of a current value; `/metrics` shows the sum over all living processes."""
+    """Create and register a gauge of a current value; `/metrics` shows the sum over all living processes.
+
+    Raises ValueError if the name is registered already.
+    """
     return Gauge(name, description, registry=REGISTRY, multiprocess_mode="livesum")
 
 
@@ -198,6 +211,7 @@ def count_bind_outcomes(moves: Collection[Mapping[str, Any]]) -> None:
     durations = [(OUTCOME_LABELS[move["state"]], move["waited"]) for move in moves if "waited" in move]
 
     def record_counts() -> None:
+        """Add the counted requests, and the times for which they waited, to the metrics."""
         for state, number in states.items():
             if state in OUTCOME_LABELS:
                 _binds_total.labels(OUTCOME_LABELS[state]).inc(number)
@@ -212,6 +226,7 @@ def count_ended_commands(commands: Iterable[tuple[str, str]]) -> None:
     counts = Tally(commands)
 
     def record_counts() -> None:
+        """Add the counted commands to the metrics."""
         for (op, outcome), number in counts.items():
             _commands_ended_total.labels(op, outcome).inc(number)
 

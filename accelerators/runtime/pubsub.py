@@ -1,9 +1,9 @@
-"""Publish and subscribe between all processes, by PostgreSQL's NOTIFY: a topic has news.
+"""Publish and subscribe between all processes, by PostgreSQL's NOTIFY.
 
-A notification carries only names and ids; the news itself is in the database. Writers call `publish` after their
-commit; code that keeps data in memory calls `subscribe`. A notification may be lost while the listener is not
-connected. Therefore subscribers are called with None after every (re)connection, and must also re-read their data from
-time to time.
+A notification says only that something of a topic has changed, with a name or an id as its detail; the data itself is
+in the database. Writers call `publish` after their commit; code that keeps data in memory calls `subscribe`. A
+notification may be lost while the listener is not connected. Therefore subscribers are called with None after every
+(re)connection, and must also re-read their data from time to time.
 """
 
 from __future__ import annotations
@@ -47,8 +47,9 @@ def publish(topic: str, detail: str = "") -> None:
 def subscribe(topic: str, subscriber: Subscriber) -> None:
     """Call `subscriber(detail)` at every notification of `topic`, and `subscriber(None)` if some may have been lost.
 
-    It runs in the listener's thread, or for notifications of this process in the thread that calls `publish`. Call
-    `start_listener` as well, to start the listener.
+    The subscriber runs in the listener's thread, or for notifications of this process in the thread that calls
+    `publish`. It must not raise: an exception would end the listener's thread. Call `start_listener` as well, to start
+    the listener.
     """
     with _lock:
         _subscribers.setdefault(topic, []).append(subscriber)
@@ -68,7 +69,7 @@ def start_listener() -> None:
 
 
 def _listen_forever() -> None:
-    """Listen for ever; connect again `RETRY_S` seconds after the connection was lost."""
+    """Listen for ever: connect again `RETRY_S` seconds after the connection was lost or refused. A loss is logged."""
     while True:
         try:
             _deliver_until_disconnected()
@@ -76,6 +77,10 @@ def _listen_forever() -> None:
             log.info(
                 "The connection that listens for notifications is lost (%s); connecting again.",
                 str(error).strip() or type(error).__name__,
+            )
+        except Exception:
+            log.exception(
+                "A subscriber failed on a notification. Connecting again; all subscribers read their data anew."
             )
         time.sleep(RETRY_S)
 
@@ -97,12 +102,17 @@ def _deliver_until_disconnected() -> None:
         for topic in list(_subscribers):
             _call_subscribers(topic, None)
         for notice in listener.notifies():
-            sender, topic, detail = notice.payload.split(" ", 2)
-            if sender != str(os.getpid()):
+            sender, _, message = notice.payload.partition(" ")
+            topic, separator, detail = message.partition(" ")
+            if not separator:
+                log.warning("A notification on the channel %s is not ours and was ignored.", CHANNEL)
+            elif sender != str(os.getpid()):
                 _call_subscribers(topic, detail)
 
 
 def _call_subscribers(topic: str, detail: str | None) -> None:
-    """Call the subscribers of `topic` in this process, in the current thread."""
+    """Call the subscribers of `topic` in this process, in the current thread; raise the exception of the first that
+    fails.
+    """
     for subscriber in _subscribers.get(topic, []):
         subscriber(detail)

@@ -30,9 +30,10 @@ class Registry(Mapping[str, Entry]):
         self._entries: dict[str, Entry] = {}
 
     def register(self, name: str, entry: Entry) -> None:
-        """Add an entry. Do nothing if an equal one has this name already; raise RegistrationError if another one has.
+        """Add `entry` under `name`; do nothing if an equal entry is registered under this name already.
 
-        A `single` registry that has an entry accepts no other name.
+        Raises RegistrationError if a different entry has this name, or if the registry is `single` and has an entry
+        under another name.
         """
         if self._entries.get(name, entry) != entry:
             raise RegistrationError(f"Another {self._kind} is already registered as {name!r}.")
@@ -48,9 +49,9 @@ class Registry(Mapping[str, Entry]):
 
     @contextmanager
     def replaced(self, name: str, entry: Entry | None) -> Iterator[None]:
-        """Have `entry` under this name, or no such entry if it is None, until the block ends; for tests.
+        """Register `entry` under `name` until the block ends, instead of the present one; for tests.
 
-        A `single` registry has no other entry meanwhile.
+        If `entry` is None, the name has no entry meanwhile. A `single` registry has no other entry meanwhile.
         """
         before, entries = self._entries, {} if self._single else dict(self._entries)
         if entry is None:

@@ -52,7 +52,7 @@ _TIME_UNITS = ((86_400, "d"), (3_600, "h"), (60, "min"))
 
 
 def render_badge(text: str, tone: Tone, tooltip: str = "") -> SafeString:
-    """Render a word with a tone and the tone's glyph; `tooltip` is shown on hover."""
+    """Render a word with a tone and the tone's glyph; `tooltip` is shown on hover. Both texts are escaped."""
     title_attribute = format_html(' title="{}"', tooltip) if tooltip else ""
     return format_html(
         '<span class="mark {}"{}><span aria-hidden="true">{}</span>{}</span>', tone, title_attribute, GLYPHS[tone], text

@@ -119,7 +119,9 @@ class ConsoleChangeList(ChangeList):
         return [str(name) for name in self.list_display if name != CHECKBOX_COLUMN]
 
     def applied_filters(self) -> Iterator[dict[str, object]]:
-        """Yield the applied filters: each with its title, its value, and the query string of the list without it."""
+        """Yield a dict per applied filter: its title (`name`), its value (`value`), and the list's query string without
+        it (`without`).
+        """
         for list_filter in self.filter_specs:
             choices = list(list_filter.choices(self))
             for choice in choices[1:]:
@@ -139,7 +141,7 @@ class ConsoleModelAdmin(ModelAdmin):
     show_facets = ShowFacets.NEVER
     list_filter_sheet = False
     list_fullwidth = True
-    list_before_template = "console/chips.html"
+    list_before_template = "console/filter_chips.html"
     actions: Sequence[Callable[..., Any] | str] | None = None
     empty = "There are none yet."
     exports: ClassVar[Mapping[str, Sequence[str]]] = {}
@@ -256,7 +258,10 @@ class ConsoleModelAdmin(ModelAdmin):
         return capfirst(str(heading_text))
 
     def load_list_memory(self, request: HttpRequest) -> Any:
-        """Return this user's columns and saved views of this list (LIST_MEMORY); loaded once per request."""
+        """Return what the function in LIST_MEMORY knows about this list: the user's `columns` and the saved `views`.
+
+        Loaded once per request.
+        """
         cache: Any = request
         if not hasattr(cache, "list_memory"):
             cache.list_memory = LIST_MEMORY.only()(request.user, self.opts.label_lower)
@@ -307,8 +312,8 @@ class BoundedPaginator(AnyPaginator):
     def count(self) -> int:
         """Return the number of rows, exact up to `EXACT`; sets `estimated` if there are more.
 
-        Then it is `EXACT` if the query has a condition, else the database's estimate for the whole table, at least
-        `EXACT`. One or two statements, once per paginator.
+        If there are more, the result is `EXACT` if the query has a condition, else the database's estimate for the
+        whole table, at least `EXACT`. One or two statements, once per paginator.
         """
         rows = cast("QuerySet[Any]", self.object_list)  # no list of this console paginates anything else
         exact = rows.order_by()[: self.EXACT + 1].count()

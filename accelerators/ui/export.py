@@ -139,7 +139,7 @@ def _stream_and_record(
 
 
 def _read_chunks(rows: Iterator[Sequence[Any]], row_counter: list[int]) -> Iterator[list[Sequence[Any]]]:
-    """Yield the rows in lists of at most ROWS_PER_CHUNK, and add their number to `row_counter[0]` beforehand."""
+    """Yield the rows in lists of at most ROWS_PER_CHUNK; before each, add its length to `row_counter[0]`."""
     while chunk := list(islice(rows, ROWS_PER_CHUNK)):
         row_counter[0] += len(chunk)
         yield chunk

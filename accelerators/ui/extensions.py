@@ -25,9 +25,10 @@ template's variable: `host.load`. The pages of hosts, devices and requests call 
 
 
 def build_sections(page: str, row: Any) -> dict[str, Any]:
-    """Return the template variables of all sections that are registered for this page, by name without the page.
+    """Return the template variables of all sections that are registered for this page, by their names.
 
-    Calls each registered function with `row`.
+    The name of a variable is that of the section without the page: `load` for `host.load`. Its value is what the
+    registered function returns for `row`.
     """
     return {
         name.removeprefix(f"{page}."): build(row)

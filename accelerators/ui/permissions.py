@@ -47,6 +47,7 @@ def require_permission(
 def build_permission_context(
     request: HttpRequest, rule: str = UPDATE_DEVICE, permission: str = "accelerators.change_device"
 ) -> dict[str, Any]:
-    """Return the template context of a page with buttons: `may`, and in `why_not` the reason if the user may not."""
+    """Return the template context of a page with buttons: `may_change`, and `read_only_reason`, which says why the user
+    may not change anything."""
     denial = explain_denial(request, rule, permission)
-    return {"may": not denial, "why_not": denial}
+    return {"may_change": not denial, "read_only_reason": denial}

@@ -26,7 +26,7 @@ PAGE_MODELS = {
 
 @dataclass(frozen=True)
 class EventRow:
-    """One event, ready for a template."""
+    """One event, ready for a template. `by` is its actor and source as text (`describe_actor`)."""
 
     at: SafeString
     action: SafeString

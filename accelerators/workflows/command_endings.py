@@ -27,7 +27,7 @@ from accelerators.models.commands import COMMAND_IS_OPEN
 from accelerators.requests import binding
 from accelerators.requests.binding import BindOutcome, WaitingRequest
 from accelerators.runtime import jobs, metrics
-from accelerators.workflows import driver_config
+from accelerators.workflows import driver_config, release_checks
 
 BATCH_SIZE = 200
 _C, _S = CommandState, DeviceState
@@ -82,6 +82,8 @@ class _Consequences:
     detach_numbers: list[int] = field(default_factory=list)
     bound_after_placement: dict[str, dict[str, str]] = field(default_factory=dict)
     """Requests that become Bound once Placement shows the traits of what was programmed: uuid → `{"host": uuid}`."""
+    answers_about_releases: list[tuple[Command, str]] = field(default_factory=list)
+    """Questions whether a released handle is unused, each with '' if it is, else with the reason (`release_checks`)."""
     ended_programs: list[_EndedProgram] = field(default_factory=list)
 
 
@@ -258,10 +260,11 @@ def _build_attach_order(request: WaitingRequest, command: Command) -> command_qu
 def _collect_device_consequences(ended: EndedCommand, device: Device, consequences: _Consequences) -> None:
     """Collect the consequences of a command for its device's state.
 
-    An install leads to ready or failed, a successful uninstall to inactive; a program stores the new content; a failed
-    detach only writes an event; a failed reset, and any other exclusive command with an unknown outcome, makes the
-    device failed. A state that a person has set since the command was ordered is kept. A reset or an uninstall that may
-    have been begun ends what the device was programmed with, unless that is in flash memory.
+    An install leads to ready or failed, a successful uninstall to inactive; a program stores the new content; a detach
+    of a PCI handle is the answer to a question about it; any other failed detach only writes an event; a failed reset,
+    and any other exclusive command with an unknown outcome, makes the device failed. A state that a person has set
+    since the command was ordered is kept. A reset or an uninstall that may have been begun ends what the device was
+    programmed with, unless that is in flash memory.
     """
     command, state_now = ended.command, build_lifecycle_state(device)
     if command.op in ("reset", "uninstall") and ended.may_have_changed_host:
@@ -276,6 +279,8 @@ def _collect_device_consequences(ended: EndedCommand, device: Device, consequenc
         _apply_program_result(ended, device, consequences)
     elif command.op == "reset" and ended.state is _C.FAILED:
         _fail_device(ended, device, consequences)
+    elif release_checks.is_question(command):
+        consequences.answers_about_releases.append((command, "" if ended.succeeded else ended.text or ended.state))
     elif command.op == "detach" and not ended.succeeded:
         why = f"a handle could not be detached: {ended.text}"
         consequences.state_changes.append(
@@ -347,5 +352,7 @@ def _write_consequences(consequences: _Consequences) -> None:
     if consequences.bind_outcomes:
         binding.finish_binds(consequences.bind_outcomes, EventSource.AGENT, "commands")
     conductor.raise_intents(binding.PROGRAMMED_INTENT, consequences.bound_after_placement)
+    if consequences.answers_about_releases:
+        release_checks.store_answers(consequences.answers_about_releases)
     command_queue.place_commands(consequences.attach_orders)
     command_queue.order_missing_detaches(consequences.detach_numbers)

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import Callable, Iterable
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import msgspec
+from django.db import DatabaseError
 
 from accelerators.commands.command_queue import CommandAnswer, CommandProgress
 from accelerators.domain import errors
@@ -41,6 +43,8 @@ CLOSE_TIMEOUT_S = 1.0
 """Seconds to wait until an agent has received the Refuse message and the close frame."""
 PROGRESS_INTERVAL_S = 0.2
 """Minimum seconds between two writes of one agent's command progress. The newest progress is always written."""
+REPORT_REQUEST_INTERVAL_S = 10.0
+"""Minimum seconds between two requests for the report of one connection."""
 MANY_HOSTS = "(many)"
 """Host name under which refusals of many hosts are counted together. An outage or a connection storm then makes one
 event a minute instead of one per host."""
@@ -48,6 +52,9 @@ MAX_PENDING_PROGRESS = 256
 """Maximum number of commands of one agent whose progress waits to be written. Progress of further ones is dropped."""
 CLOSE_MESSAGE_TOO_LARGE = 1009
 """WebSocket close code for a message that is larger than the web server accepts."""
+
+
+UnknownKind = Literal["unknown_fields", "unknown_types"]
 
 
 class GatewaySettings(Protocol):
@@ -99,7 +106,6 @@ class AgentGateway:
 
     def __init__(self, settings: GatewaySettings) -> None:
         self.settings = settings
-        self.counters = {"unknown_types": 0, "unknown_fields": 0}
         self.leases = LeaseBuffer(settings.lease_flush_s)
         self.refusals = RefusalCounter()
         self.challenges = authentication.ChallengeStore()
@@ -117,6 +123,7 @@ class AgentGateway:
             refusals=self.refusals,
             report_jitter=self.report_jitter,
             on_agent_changes=self.sessions.apply_agent_changes,
+            on_reports_needed=self._request_reports,
         )
 
     def stop(self) -> None:
@@ -157,7 +164,10 @@ class AgentGateway:
         await send({"type": "http.response.body", "body": body})
 
     def _reject_if_throttled(self, retry_after_s: int) -> None:
-        """Count and raise a 503 with Retry-After `retry_after_s`; do nothing for 0 (see `HandshakeThrottle`)."""
+        """Raise ConnectionRejectedError 503 with this Retry-After, and count it as a refusal; do nothing for 0.
+
+        `retry_after_s` is what `HandshakeThrottle` has answered.
+        """
         if retry_after_s:
             is_full = self.open_connections >= self.settings.agent_connections
             limit = "as many agents are connected as CYBORG_AGENT_CONNECTIONS allows"
@@ -231,13 +241,25 @@ class AgentGateway:
         """Add a refusal if the web server closed this connection over a message (see wire.MESSAGE_ERROR_KEY)."""
         code, reason = scope.get("state", {}).get(wire.MESSAGE_ERROR_KEY, (0, ""))
         if code == CLOSE_MESSAGE_TOO_LARGE:
-            sentence = (
-                f"the message is larger than {self.settings.max_message_bytes} bytes ({reason}): agents of this product"
-                " keep to the limit, so look at what runs on this host, or raise CYBORG_MAX_MESSAGE_BYTES"
-            )
-            self.refusals.add(host, "too-large", sentence)
+            self.refusals.add(host, "too-large", self._describe_too_large(reason))
         elif code:
             self.refusals.add(host, "malformed", f"the WebSocket data is invalid (close code {code}): {reason}")
+
+    def _reject_too_large(self, data: str | bytes) -> None:
+        """Raise SessionClosedError if a message has more bytes than the limit; a text is measured in UTF-8."""
+        limit = self.settings.max_message_bytes
+        if len(data) * 4 <= limit:  # a character has at most 4 bytes, so that most messages need not be encoded
+            return
+        size = len(data.encode() if isinstance(data, str) else data)
+        if size > limit:
+            raise SessionClosedError("too-large", self._describe_too_large(f"it has {size} bytes"))
+
+    def _describe_too_large(self, size: str) -> str:
+        """Return the reason for the refusal of a message that is too large; `size` says how large it is."""
+        return (
+            f"the message is larger than {self.settings.max_message_bytes} bytes ({size}): agents of this product"
+            " keep to the limit, so look at what runs on this host, or raise CYBORG_MAX_MESSAGE_BYTES"
+        )
 
     async def _identify_agent(self, credential: credentials.Credential) -> EnrolledAgent:
         """Have the writer thread look up or enrol the agent of a verified credential, and return it.
@@ -256,15 +278,34 @@ class AgentGateway:
             raise ConnectionRejectedError(503, "database", reason, self.throttle.schedule_return()) from None
 
     async def _send_welcome(self, session: AgentSession) -> bool:
-        """Renew the host's lease, send Welcome, and send Rotate if a new key was asked for. Return False if the agent
-        is already gone."""
+        """Note a heartbeat for the host's lease, send Welcome, and ask the agent for a new key if one was requested.
+
+        Return False if the agent is already gone.
+        """
         identity = session.identity
         self.leases.note_heartbeat(identity.host_id, session.epoch)
-        known_state = identity.epoch, identity.applied_hash, self.settings.max_message_bytes
-        welcome = wire.Welcome(self.settings.beat_s, *known_state, round(self.report_jitter.choose_jitter(), 1))
+        welcome = self._build_welcome(session, identity.applied_hash)
+        session.report_requested_at = -math.inf if identity.applied_hash else asyncio.get_running_loop().time()
         if (is_delivered := await send_message(session, welcome)) and identity.rotation_requested:
             self.sessions.request_new_key(session)
         return is_delivered
+
+    def _build_welcome(self, session: AgentSession, applied_hash: str) -> wire.Welcome:
+        """Return a Welcome that names `applied_hash` as the hash of the last applied report."""
+        known_state = session.identity.epoch, applied_hash, self.settings.max_message_bytes
+        return wire.Welcome(self.settings.beat_s, *known_state, round(self.report_jitter.choose_jitter(), 1))
+
+    def _request_reports(self, host_ids: list[int]) -> None:
+        """Forget which report is applied for these hosts, and ask those that are connected here for their reports.
+
+        A connection is asked at most once in REPORT_REQUEST_INTERVAL_S, because its report may be on its way.
+        """
+        now = asyncio.get_running_loop().time()
+        for session in filter(None, map(self.sessions.by_host.get, host_ids)):
+            session.applied_hash = ""
+            if now - session.report_requested_at >= REPORT_REQUEST_INTERVAL_S:
+                session.report_requested_at = now
+                self.sessions.request_report(session, self._build_welcome(session, ""))
 
     async def _receive_messages(self, session: AgentSession, receive: Any) -> None:
         """Receive and handle messages until the peer closes. The first one decides which connection holds the host.
@@ -277,6 +318,7 @@ class AgentGateway:
             "type"
         ] == "websocket.receive":
             data = event.get("text") or event.get("bytes") or b""
+            self._reject_too_large(data)
             try:
                 is_samples = isinstance(data, str) and data.startswith(SAMPLES_PREFIX)
                 # No sample is decoded before `claim_host`: until then another connection may still hold this host.
@@ -285,8 +327,8 @@ class AgentGateway:
                     continue
                 data = _decode_frame(data)
                 message = wire.decode_from_agent(data)
-                if peer_offers_newer:
-                    self.counters["unknown_fields"] += wire.count_unknown_fields(data, message)
+                if peer_offers_newer and (unknown_fields := wire.count_unknown_fields(data, message)):
+                    self._note_unknown(session, "unknown_fields", unknown_fields)
             except wire.MalformedMessageError as error:
                 raise SessionClosedError("malformed", str(error)) from None
             if not has_settled:
@@ -309,9 +351,10 @@ class AgentGateway:
     async def _handle_control_message(
         self, session: AgentSession, message: wire.FromAgent | wire.UnknownMessage
     ) -> None:
-        """Handle infrequent messages: those sent once per connection, and answers to the gateway's own requests.
+        """Handle any message other than Beat and Report.
 
-        A message of an unknown type is counted and dropped. Raise SessionClosedError for a message that is not allowed.
+        NewKey, Taken and Result are stored before this returns; progress is stored later. A message of an unknown type
+        is counted and dropped. Raise SessionClosedError for a message that is not allowed or cannot be stored.
         """
         if type(message) is wire.Hello:
             session.boot_id = message.boot_id
@@ -337,10 +380,24 @@ class AgentGateway:
         elif type(message) is wire.Samples:
             self.sample_cache.store_samples(session, message)
         elif type(message) is wire.UnknownMessage:
-            self.counters["unknown_types"] += 1
+            self._note_unknown(session, "unknown_types", 1)
+
+    def _note_unknown(self, session: AgentSession, kind: UnknownKind, count: int) -> None:
+        """Count fields or messages that were ignored because this release does not know them.
+
+        The first ones of a connection are also recorded as an event, which names the agent's release.
+        """
+        metrics.event_counts[kind] += count
+        if not session.has_sent_unknown:
+            session.has_sent_unknown = True
+            sentence = (
+                f"the agent stays connected, but a part of its messages ({kind.replace('_', ' ')}) was ignored: its"
+                " release may be newer than the conductor's, then upgrade the conductor"
+            )
+            self.refusals.add(session.identity.host, "unknown", sentence, is_disconnected=False)
 
     def _collect_progress(self, session: AgentSession, message: wire.Progress) -> None:
-        """Keep the newest progress of each command, and schedule the write PROGRESS_INTERVAL_S after the last one.
+        """Keep the newest progress of each command, and schedule a write, at least PROGRESS_INTERVAL_S after the last.
 
         While MAX_PENDING_PROGRESS commands wait, progress of further commands is dropped.
         """
@@ -404,8 +461,8 @@ class AgentGateway:
     async def _handle_new_key(self, session: AgentSession, new_key: wire.NewKey) -> None:
         """Replace the agent's key by the one in NewKey, and send the Ack after the commit.
 
-        Raise SessionClosedError if no new key was asked for, if a signature is wrong, or if the database refuses the
-        key.
+        Raise SessionClosedError if no new key was asked for, if a signature is wrong, if the key is refused, or if the
+        database cannot store it.
         """
         old, new, identity = session.public_key, new_key.public_key, session.identity
         signed_data = credentials.build_rotation_bytes(identity.host, old, new, session.fingerprint)
@@ -421,6 +478,9 @@ class AgentGateway:
             await self._change_trust(lambda: key_revocation.replace_key(identity.host_id, old, new))
         except errors.RefusedError as refused:
             raise SessionClosedError("rotation", refused.text) from None
+        except DatabaseError:
+            reason = "the database cannot store the new key: see the gateway's log"
+            raise SessionClosedError("database", reason) from None
         session.public_key, session.next_public_key, session.awaits_new_key = new, "", False
         await send_message(session, wire.Ack(0, "NewKey"))
 
@@ -473,9 +533,10 @@ class AgentGateway:
         await send_text(session, f'{{"type":"Ack","seq":{epoch_seq[1]},"of":"Report"}}')
 
     async def _wait_until_spooled(self, job: SpoolJob) -> bool:
-        """Wait until the report is committed to the spool. Return False if it was not stored, since it is applied.
+        """Wait until the report is committed to the spool, and return True.
 
-        Raise SessionClosedError if the database cannot store it. While the database is down, it waits.
+        Return False if it was not stored, because its content is applied already. Raise SessionClosedError if the
+        database rejects it. While the database is down, it waits.
         """
         self._pending_bytes += len(job.payload)
         try:
@@ -485,8 +546,8 @@ class AgentGateway:
             self._pending_bytes -= len(job.payload)
 
     async def _send_refusal(self, session: AgentSession, close_error: SessionClosedError) -> None:
-        """Record the refusal, send Refuse and close with 1008. Wait at most CLOSE_TIMEOUT_S for a peer that reads
-        nothing."""
+        """Count the refusal, send Refuse and close the connection with 1008. Wait at most CLOSE_TIMEOUT_S for a peer
+        that reads nothing. If the connection is gone, this is only logged."""
         self.refusals.add(session.identity.host, close_error.code, close_error.reason)
         text = wire.encode_message(wire.Refuse(close_error.code, close_error.reason[:4096]))
         try:

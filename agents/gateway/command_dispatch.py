@@ -82,7 +82,8 @@ class _DispatchState:
 def store_messages(messages: Sequence[CommandMessage]) -> set[CommandId]:
     """Store what agents sent about commands, together; return the commands that are settled.
 
-    Only an Answer can settle a command. Raise database errors.
+    A settled command needs nothing more, so its Result can be acknowledged; only a CommandAnswer can settle it. Raise
+    database errors.
     """
     if taken := [one for one in messages if not isinstance(one, (CommandProgress, CommandAnswer))]:
         command_queue.mark_commands_taken(taken)
@@ -99,12 +100,12 @@ def explain_unreachable(host: Host) -> str:
 
 
 def _describe_no_commands(host: str, release: str) -> str:
-    """Return the sentence for an agent that accepts no commands."""
+    """Return the sentence that says that the agent of `host`, of this release, accepts no commands."""
     return f"the agent of {host} (release {release or 'unknown'}) accepts no commands: update it"
 
 
 class CommandDispatcher(threading.Thread):
-    """The thread that reads what is to be sent, and hands it to the event loop.
+    """The thread that reads from the database what is to be sent to agents, and hands it to the event loop.
 
     Call `add_agent`, `remove_agent` and `watch_result` on the event loop, where the sockets are.
     """
@@ -250,9 +251,10 @@ class CommandDispatcher(threading.Thread):
             self._loop.call_soon_threadsafe(self._enqueue_messages, outgoing)
 
     def _collect_commands(self, hosts: set[int], now: float, outgoing: list[tuple[AgentSession, list[str]]]) -> bool:
-        """Append the commands that these hosts are to be sent; return True if there may be more. One query.
+        """Append to `outgoing` the commands that these hosts are to be sent, and note that they were sent at `now`.
 
-        The commands of agents that accept none are refused in the database.
+        Return True if there may be more. One query. The commands of agents that accept none are refused in the
+        database instead.
         """
         states = {host: self._states[host] for host in hosts}
         for state in states.values():
@@ -284,7 +286,7 @@ class CommandDispatcher(threading.Thread):
         return False
 
     def _collect_acknowledgements(self, outgoing: list[tuple[AgentSession, list[str]]]) -> None:
-        """Append an Ack for each watched command that is settled, and stop watching it. One query."""
+        """Append to `outgoing` an Ack for each watched command that is settled, and stop watching it. One query."""
         settled = self._unsettled_results.keys() - command_queue.select_open_commands(self._unsettled_results)
         for number in settled:
             outgoing.append((self._unsettled_results.pop(number), [wire.encode_message(wire.Ack(number[1], "Result"))]))

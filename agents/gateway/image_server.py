@@ -129,8 +129,9 @@ async def _wait_for_disconnect(receive: Any) -> None:
 def _open_image_for_agent(credential: credentials.Credential, image_id: str) -> tuple[BinaryIO, int]:
     """Open an image for the host that a verified credential belongs to; return the file and its size in bytes.
 
-    Raise ConnectionRejectedError if the key is not enrolled or barred, if no open command of the host names the image,
-    or if the file is gone; raise database errors. For a thread: it closes the thread's database connection.
+    Raise ConnectionRejectedError: 403 if the key is barred or not enrolled for this host, or if no unanswered command
+    of the host names the image; 404 if the id is not a uuid or the file is gone. Raise database errors. For a thread:
+    it closes the thread's database connection.
     """
     try:
         identity = authentication.find_enrolled([credential.public_key]).get(credential.public_key)

@@ -65,13 +65,16 @@ class LeaseBuffer:
         self._hello_data: dict[int, dict[str, object]] = {}
 
     def note_heartbeat(self, host_id: int, epoch: int) -> None:
-        """Note that a message of this host's agent has arrived now, so that the next flush renews the lease."""
+        """Note that a message of this host's agent has arrived now, so that the next flush renews the lease.
+
+        `epoch` is the agent's epoch; the lease keeps the highest one.
+        """
         self._renewals[host_id] = (time.time(), epoch)
 
     def note_hello(self, session: AgentSession, said: wire.Hello) -> None:
         """Note what an agent says about itself in Hello: version, commands, Placement writes, boot id, address.
 
-        The next flush stores it. It replaces what an earlier Hello of the host said, if that is not flushed yet.
+        The next flush stores it in the agent's row. It replaces an earlier Hello of the host that is not flushed yet.
         """
         identity = session.identity
         self._hello_data[identity.host_id] = {
@@ -111,8 +114,8 @@ class LeaseBuffer:
     ) -> None:
         """Write leases and Hello data, one statement each, without a common transaction.
 
-        This gateway is registered together with the leases, so not if there are none. Hello data that the database
-        rejects is logged and lost. Raise other database errors.
+        The statement for leases also registers this gateway if it has an address; without leases it is not executed.
+        Hello data that the database rejects is logged and lost. Raise other database errors.
         """
         with connection.cursor() as cursor:
             if renewals:
@@ -131,7 +134,8 @@ class LeaseBuffer:
 def mark_stale_hosts() -> bool:
     """Mark hosts as stale whose lease is older than two heartbeats and 2 s; unmark those that were heard again.
 
-    Hosts without an agent or a lease are never marked. Return False: the job need not run again at once.
+    Each changed host gets an event. Hosts without an agent or a lease are never marked. Always return False: the job
+    need not run again at once.
     """
     now = datetime.now(UTC)
     oldest_allowed = now - timedelta(seconds=2 * settings.KEYS.beat_s + 2)

@@ -12,7 +12,9 @@ from collections import Counter
 
 from accelerators.runtime import metrics
 
-event_counts = {"beats": 0, "reports": 0, "opened": 0, "closed": 0, "taken": 0, "shed": 0}
+event_counts = dict.fromkeys(
+    ("beats", "reports", "opened", "closed", "taken", "shed", "unknown_fields", "unknown_types"), 0
+)
 """Counts of all gateways of this process since it started. Only the event loop writes them."""
 refusals_by_code: Counter[str] = Counter()
 """Refused handshakes and fetches, and ended connections, by code. All codes are constants of this product."""
@@ -20,6 +22,11 @@ refusals_by_code: Counter[str] = Counter()
 _connections_gauge = metrics.create_gauge("cyborg_agent_connections", "Open WebSocket connections from agents.")
 _samples_counter = metrics.create_counter(
     "cyborg_agent_samples_total", "Samples messages: `taken`, or `shed` (dropped).", "outcome"
+)
+_unknown_counter = metrics.create_counter(
+    "cyborg_agent_unknown_total",
+    "Ignored parts of agents' messages: unknown `fields`, or messages of unknown `types`.",
+    "kind",
 )
 _counters = {
     "opened": metrics.create_counter("cyborg_agent_handshakes_total", "Connections from agents that were accepted."),
@@ -29,6 +36,8 @@ _counters = {
     ),
     "taken": _samples_counter.labels("taken"),
     "shed": _samples_counter.labels("shed"),
+    "unknown_fields": _unknown_counter.labels("fields"),
+    "unknown_types": _unknown_counter.labels("types"),
 }
 _refusals_counter = metrics.create_counter(
     "cyborg_agent_refusals_total",

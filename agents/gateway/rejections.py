@@ -55,9 +55,10 @@ class RefusalCounter:
         tally.reason = reason.replace("\0", "")
 
     def flush(self) -> None:
-        """Record the tallies that are due, in one statement, and delete those without new refusals.
+        """Record an event for each tally with new refusals, at most one per tally every EVENT_INTERVAL_S.
 
-        Raise if the database is down; the counts are kept then.
+        Tallies without new refusals since their last event are deleted after EVENT_INTERVAL_S. All events are written
+        in one statement. Raise OperationalError or InterfaceError if the database is down; the counts are kept then.
         """
         now = time.monotonic()
         due: dict[tuple[str, str], int] = {}

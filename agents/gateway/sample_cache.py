@@ -28,7 +28,7 @@ from agents.gateway.sessions import AgentSession, SessionClosedError
 log = logging.getLogger(__name__)
 
 SAMPLES_PREFIX = '{"type":"Samples",'
-"""The beginning of every Samples message. By it a message can be dropped without being decoded."""
+"""The beginning of every Samples message. It makes it possible to drop such a message without decoding it."""
 MAX_TOTAL_BYTES = 256 * 1024 * 1024
 """Maximum size of all samples that one gateway keeps."""
 MESSAGES_PER_S, MAX_BURST = 4.0, 8.0
@@ -80,7 +80,10 @@ class TooManyCensusesError(AgentsError):
 
 
 class _SampleCensus:
-    """The hosts of one census that have not answered yet; `complete` is set when there are none."""
+    """The hosts that have not answered yet in one census: one request for samples to many hosts (`run_census`).
+
+    `complete` is set when all have answered.
+    """
 
     def __init__(self, hosts: Collection[int]) -> None:
         self._missing = set(hosts)
@@ -111,7 +114,10 @@ class SampleCache:
         self._is_loop_late = self._is_ticking = False
 
     def register(self, session: AgentSession) -> None:
-        """Add a session whose agent has sent Hello, so that it can be asked for samples."""
+        """Add a session whose agent has sent Hello, so that it can be asked for samples.
+
+        It replaces an older session of its host, whose samples are dropped.
+        """
         self._get_state(session)
 
     def accept_message(self, session: AgentSession, size: int) -> bool:
@@ -170,9 +176,10 @@ class SampleCache:
                 census.note_answer(host)
 
     def iterate_samples(self, hosts: Collection[int] | None, since: float = 0.0) -> Iterator[tuple[int, float, bytes]]:
-        """Yield (host id, unix time, JSON text) of the samples of these hosts, or of all, since `since` (monotonic).
+        """Yield (host id, unix time of receipt, JSON text) of the last samples of these hosts; None means all hosts.
 
-        May be called from any thread.
+        Samples that were received before `since` (monotonic), and hosts without samples, are left out. May be called
+        from any thread.
         """
         states = self._states.copy()
         for host in states if hosts is None else hosts:
@@ -196,8 +203,9 @@ class SampleCache:
     async def run_census(self, hosts: Collection[int], within_s: float) -> float:
         """Ask those of these hosts that are connected here for samples now.
 
-        Wait until all have answered, or `within_s` seconds. Return when the census began (monotonic), to be given to
-        `iterate_samples` as `since`. Raise TooManyCensusesError if MAX_CENSUSES run already; no agent is asked then.
+        Wait until all have answered, but at most `within_s` seconds; the answers are in the cache then. Return when the
+        census began (monotonic), to be given to `iterate_samples` as `since`. Raise TooManyCensusesError if
+        MAX_CENSUSES run already; no agent is asked then.
         """
         began = time.monotonic()
         if not (states := self._find_connected(hosts)):
@@ -229,7 +237,10 @@ class SampleCache:
         self._refusals.add(session.identity.host, "samples", reason, is_disconnected=False)
 
     def _get_state(self, session: AgentSession) -> _SampleState:
-        """Return the session's state; make a new one if its host has none, or has one of another session."""
+        """Return the session's state; make a new one if its host has none, or has one of another session.
+
+        The state of another session is removed with its samples. Starts the timer if it does not run.
+        """
         host = session.identity.host_id
         state = self._states.get(host)
         if state is None or state.session is not session:
@@ -247,9 +258,10 @@ class SampleCache:
             self._run_tick(time.monotonic())
 
     def _run_tick(self, due_at: float) -> None:
-        """Measure how late this tick is and renew expired requests; schedule the next tick while agents are connected.
+        """Note whether this tick is late, renew expired requests, and schedule the next tick if agents are connected.
 
-        `due_at` is when this tick should have run (monotonic).
+        `due_at` is when this tick should have run (monotonic). If it runs more than MAX_TICK_DELAY_S later, samples are
+        dropped until the next tick.
         """
         now = time.monotonic()
         self._is_loop_late = now - due_at > MAX_TICK_DELAY_S

@@ -36,6 +36,7 @@ class SampleRequest(Struct, frozen=True, omit_defaults=True):
     With neither `for_s` nor `within_s`, the answer holds the last samples. With `for_s`, the agents are also asked to
     send samples every `every_s` seconds for that long; the answer comes at once. With `within_s`, the agents are asked
     now, and the answer holds only newer samples; it comes when all agents have sent theirs, or after that many seconds.
+    Agents are asked only if `hosts` names their hosts, not for None.
     """
 
     hosts: Annotated[tuple[int, ...], Meta(max_length=100_000)] | None = None
@@ -55,7 +56,7 @@ class HostSamples(Struct, frozen=True):
     said: msgspec.Raw
 
     def decode_loads(self) -> tuple[wire.DeviceLoad, ...]:
-        """Decode and return the load of the host's devices; raise DecodeError."""
+        """Decode and return the load of the host's devices; raise msgspec.DecodeError if they are no valid samples."""
         return _samples_decoder.decode(self.said).loads
 
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import secrets
 from collections.abc import Callable, Coroutine
 from typing import Any
@@ -47,7 +48,8 @@ class AgentSession:
 
     `applied_hash` is the hash of the report known to be applied for its host, '' if unknown. `last_acknowledged` is the
     newest (epoch, seq) of the reports acknowledged on this connection; that report is stored durably, or its content
-    was applied already.
+    was applied already. `report_requested_at` is when the agent was last told that no report of its host is applied, in
+    seconds of the event loop's clock; infinity before its Welcome.
     """
 
     __slots__ = (
@@ -59,6 +61,7 @@ class AgentSession:
         "epoch",
         "fingerprint",
         "has_sent_hello",
+        "has_sent_unknown",
         "highest_epoch",
         "identity",
         "is_contested",
@@ -71,6 +74,7 @@ class AgentSession:
         "progress_flushed_at",
         "progress_writes",
         "public_key",
+        "report_requested_at",
         "send",
         "task",
         "version",
@@ -92,9 +96,10 @@ class AgentSession:
         self.address = str((scope.get("client") or ("unknown",))[0])[:64]
         self.applied_hash = identity.applied_hash
         self.last_acknowledged = (0, 0)
+        self.report_requested_at = math.inf
         self.highest_epoch = highest_allowed_epoch(identity.epoch)
         self.boot_id = self.next_public_key = ""
-        self.awaits_new_key = self.is_contested = self.has_sent_hello = False
+        self.awaits_new_key = self.is_contested = self.has_sent_hello = self.has_sent_unknown = False
         self.outbox: list[str] = []
         self.pending_progress: dict[int, wire.Progress] = {}
         self.progress_flushed_at = 0.0
@@ -121,7 +126,7 @@ class AgentSession:
 class SessionRegistry:
     """The sessions of one gateway: per host the one that holds it, and those that wait for their first message.
 
-    `bar_clone` is called to store that two connections hold one key.
+    `bar_clone` is called when two processes turn out to use one key; it must have the key barred, and must not block.
     """
 
     def __init__(self, bar_clone: BarCloneCallback) -> None:
@@ -157,9 +162,10 @@ class SessionRegistry:
     async def claim_host(self, session: AgentSession) -> None:
         """Make this session, which has sent its first message, the holder of its host.
 
-        See the rule in the module's docstring. It may take PROBE_TIMEOUT_S. Raise SessionClosedError: `superseded` if a
-        newer connection holds the host, `clone` if another process still answers on the older connection; then the
-        older connection is closed as well, and the key is barred.
+        The rule is in the module's docstring. If another connection holds the host, this may wait PROBE_TIMEOUT_S for
+        the answer to a probe. Raise SessionClosedError: `superseded` if a newer connection holds the host, `clone` if
+        another process still answers on the older connection; then the older connection is closed as well, and the key
+        is barred.
         """
         host = session.identity.host_id
         while (older := self.by_host.get(host)) is not session:
@@ -213,6 +219,13 @@ class SessionRegistry:
         if not session.awaits_new_key:
             session.awaits_new_key = True
             self._start_task(send_message(session, wire.Rotate()))
+
+    def request_report(self, session: AgentSession, welcome: wire.Welcome) -> None:
+        """Ask the agent for its report again, by a further Welcome that names no applied report. It returns at once.
+
+        An agent of a release that does not know this drops the message; it sends its report with its next connection.
+        """
+        self._start_task(send_message(session, welcome))
 
     def _apply_agent_change(self, session: AgentSession, change: AgentChange) -> None:
         """Apply the agent's changed row to one session: close it, probe it, ask for a new key, or do nothing.

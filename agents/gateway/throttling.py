@@ -61,8 +61,9 @@ class HandshakeThrottle:
     def admit_challenge(self, address: str) -> int:
         """Decide about a request for a challenge: return 0 and keep a place, or the seconds for Retry-After.
 
-        The limit of open sockets does not count here: an agent that fetches an image asks for a challenge as well, and
-        opens no socket.
+        While more than half of the places are taken, an address that has its share of kept places is refused
+        (ADDRESS_SHARE). The limit of open sockets does not count here: an agent that fetches an image asks for a
+        challenge as well, and opens no socket.
         """
         now = self._clock()
         while self._kept_places and self._kept_places[0][0] < now - CHALLENGE_HOLD_S:
@@ -93,7 +94,10 @@ class HandshakeThrottle:
 
     @contextmanager
     def count_handshake(self) -> Iterator[None]:
-        """Count a handshake while it waits for the database. If the block ends without an error, it was admitted."""
+        """Count a handshake in `in_progress` while the block runs, because it waits for the database.
+
+        If the block ends without an error, the handshake counts as admitted; `rate` follows the admitted ones.
+        """
         self.in_progress += 1
         try:
             yield
@@ -103,7 +107,10 @@ class HandshakeThrottle:
             self.in_progress -= 1
 
     def schedule_return(self) -> int:
-        """Count a refusal, and return after how many whole seconds the agent should come back (for Retry-After)."""
+        """Count a refusal, and return after how many whole seconds the agent should come back (for Retry-After).
+
+        The result is 1 to MAX_RETRY_AFTER_S + 1.
+        """
         now = self._clock()
         self.refused_count += 1
         self._update_rate(now)
@@ -148,7 +155,10 @@ class ReportJitter:
         self._oldest_seen: tuple[float, int] | None = None
 
     def choose_jitter(self) -> float:
-        """Count an agent that connects, and return the seconds over which it should spread its report (for Welcome)."""
+        """Count an agent that connects, and return the seconds over which it should spread its report (for Welcome).
+
+        The result is 0 to MAX_JITTER_S.
+        """
         self._decay_expected_reports()
         self._expected_reports += 1
         return min(
@@ -161,12 +171,19 @@ class ReportJitter:
         self._expected_reports = max(0.0, self._expected_reports - 1)
 
     def update_stored_rate(self, reports: int, seconds: float) -> None:
-        """Update the rate at which reports reach the disk. Batches of fewer than 10 are ignored."""
+        """Update the rate at which reports reach the disk: `reports` were stored within `seconds`.
+
+        Batches of fewer than 10 reports are ignored.
+        """
         if reports >= 10:  # with fewer, the time is mostly that of the commit itself
             self._stored_rate = max(1.0, (self._stored_rate + reports / max(seconds, 1e-6)) / 2)
 
     def update_merge_time(self, oldest_id: int | None, newest_id: int | None) -> None:
-        """Update how long the merge needs, from the ids of the oldest and newest spooled reports (None: no reports)."""
+        """Update the seconds that the merge needs for all spooled reports.
+
+        `oldest_id` and `newest_id` are the ids of the oldest and the newest of them, None if there are none. The rate
+        of the merge is measured by how fast the oldest id grows between two calls.
+        """
         now, previous = self._clock(), self._oldest_seen
         if oldest_id is None or newest_id is None:
             self._oldest_seen, self._merge_s = None, 0.0
@@ -176,7 +193,7 @@ class ReportJitter:
             return
         if (
             oldest_id != previous[1]
-        ):  # while hosts with faults are merged first, the oldest report stays: it shows no rate
+        ):  # while hosts with faults are merged first, the oldest report stays, so that its id shows no rate
             self._merged_rate = max(1.0, (self._merged_rate + (oldest_id - previous[1]) / (now - previous[0])) / 2)
         self._merge_s = (newest_id - oldest_id + 1) / self._merged_rate
 

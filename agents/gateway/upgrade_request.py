@@ -14,7 +14,7 @@ def client_address(scope: Any) -> str:
 
 
 def choose_version(scope: Any) -> str:
-    """Return the best wire version that both sides support, or raise ConnectionRejectedError (403)."""
+    """Return the best wire version that both sides support; raise ConnectionRejectedError (403) if there is none."""
     for version in wire.VERSIONS:
         if version in scope["subprotocols"]:
             return version

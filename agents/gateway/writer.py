@@ -23,6 +23,7 @@ from typing import Any, TypeVar
 import psycopg
 from django.db import DatabaseError, InterfaceError, OperationalError, close_old_connections, connection
 
+from accelerators import conductor
 from accelerators.domain import errors
 from accelerators.runtime import database_outage, pubsub
 from accelerators.runtime import jobs as ticks
@@ -41,6 +42,12 @@ SELECT h.id, h.applied_hash FROM accelerators_host h
 WHERE h.id = ANY(%s) AND NOT EXISTS (SELECT 1 FROM spool s WHERE s.host_id = h.id)
 """
 """The hash of the last applied report per host, without hosts that have reports in the spool."""
+SELECT_HOSTS_WITHOUT_APPLIED_REPORT = """
+SELECT h.id FROM accelerators_host h
+WHERE h.applied_hash = '' AND h.reported_at IS NOT NULL AND NOT EXISTS (SELECT 1 FROM spool s WHERE s.host_id = h.id)
+"""
+"""The hosts whose last applied report does not count any more (`conductor.forget_applied_report`), and of which no
+report waits in the spool."""
 COPY_TO_SPOOL = "COPY spool (host_id, epoch, seq, received_at, payload, urgent) FROM STDIN (FORMAT BINARY)"
 COPY_TYPES = ("int8", "int8", "int8", "timestamptz", "text", "bool")
 """The binary format costs a third of the text format on our side (measured), because nothing has to be escaped."""
@@ -57,7 +64,8 @@ DEPTH_INTERVAL_S = 1.0
 NORMAL_REPORT_SHARE = 4
 """One place in NORMAL_REPORT_SHARE of each batch of reports is kept for reports without a fault."""
 CHANGES_POLL_S = 2.5
-"""Seconds between two polls for changed agent rows, which also find a decision whose notification was lost."""
+"""Seconds between two polls for changed agent rows and for hosts whose report is needed again. They also find a change
+whose notification was lost."""
 CHANGES_OVERLAP_S = 15.0
 """Seconds by which each poll for changed agent rows goes back before the last poll. A row that changed before that
 poll may have been committed, or its agent admitted, only after it."""
@@ -65,7 +73,10 @@ poll may have been committed, or its agent admitted, only after it."""
 
 @dataclass(slots=True)
 class SpoolJob:
-    """Store a report in the spool. The future gives True if it was spooled, False if its content is applied already."""
+    """Store a report in the spool. The future gives True if it was spooled, False if its content is applied already.
+
+    `payload` is the text of the Report message. An `urgent` report shows a fault and is stored before others.
+    """
 
     future: asyncio.Future[Any]
     host_id: int
@@ -111,7 +122,8 @@ class DatabaseWriter(threading.Thread):
     in batches of several commits, and resolves each job's future on the event loop after the commit.
 
     While the database is down it retries. It also flushes leases and refusals and enqueues periodic jobs.
-    `on_agent_changes` is called on the event loop with agent rows that any process has changed.
+    `on_agent_changes` is called on the event loop with agent rows that any process has changed, and `on_reports_needed`
+    with the ids of hosts whose report is needed again.
     """
 
     def __init__(
@@ -123,11 +135,12 @@ class DatabaseWriter(threading.Thread):
         refusals: RefusalCounter,
         report_jitter: ReportJitter,
         on_agent_changes: Callable[[list[key_revocation.AgentChange]], None],
+        on_reports_needed: Callable[[list[int]], None],
     ) -> None:
         super().__init__(daemon=True, name="spool-writer")
         self._interval_s, self._max_rows = interval_s, max_rows
         self._leases, self._refusals, self._report_jitter = leases, refusals, report_jitter
-        self._on_agent_changes = on_agent_changes
+        self._on_agent_changes, self._on_reports_needed = on_agent_changes, on_reports_needed
         self._jobs: queue.SimpleQueue[WriterJob | None] = queue.SimpleQueue()
         self._other_jobs: deque[WriterJob] = deque()
         self._urgent_reports: deque[SpoolJob] = deque()
@@ -146,11 +159,12 @@ class DatabaseWriter(threading.Thread):
             self._loop = asyncio.get_running_loop()
             self.start()
             pubsub.subscribe(key_revocation.TOPIC, self._on_notification)
+            pubsub.subscribe(conductor.REPORTS_TOPIC, self._on_notification)
             pubsub.start_listener()
         self._jobs.put(job)
 
     def _on_notification(self, _detail: str | None) -> None:
-        """Handle a notification that agent rows have changed: wake the thread to read them."""
+        """Handle a notification that agent rows have changed or a report is needed: wake the thread to read them."""
         if not self._stopping:
             self._has_notification = True
             self._jobs.put(None)
@@ -230,7 +244,8 @@ class DatabaseWriter(threading.Thread):
     def _retry_during_outage(self, work: Callable[[], None]) -> None:
         """Do `work`, and retry it with a back-off (0.1 to 2 s) while the database is down, until `stop`.
 
-        Nothing is acknowledged meanwhile, and nothing is lost. Other errors are raised.
+        Nothing is acknowledged meanwhile, and nothing is lost. Jobs whose connection has ended are dropped. Other
+        errors are raised. After `stop` it returns even if `work` was not done.
         """
         pause = 0.1
         while not self._stopping:
@@ -309,7 +324,7 @@ class DatabaseWriter(threading.Thread):
         """Store reports in the spool, leaving out those already applied; return for each whether it was stored.
 
         One COPY is one commit. There is no transaction around it: every round trip here takes time from the event loop.
-        If anything was stored, the job that merges it is enqueued. Raise database errors.
+        If anything was stored, the job `merge` is woken. Raise database errors.
         """
         now, began = datetime.now(UTC), time.monotonic()
         with connection.cursor() as cursor:
@@ -333,10 +348,10 @@ class DatabaseWriter(threading.Thread):
         return [(job.future, id(job) in stored_ids) for job in jobs]
 
     def _run_periodic_work(self) -> None:
-        """Do what is due: flush leases, metrics and refusals, enqueue periodic jobs, read changed agent rows, measure
-        the spool.
+        """Do what is due: flush leases, metrics and refusals, enqueue periodic jobs, read changed agent rows and the
+        hosts whose report is needed again, measure the spool.
 
-        Every SPOOL_CHECK_INTERVAL_S enqueue a merge job if the spool has rows, in case an earlier job was lost. Raise
+        Every SPOOL_CHECK_INTERVAL_S wake the job `merge` if the spool has rows, in case an earlier task was lost. Raise
         database errors.
         """
         if self._leases.flush():
@@ -345,6 +360,7 @@ class DatabaseWriter(threading.Thread):
         self._refusals.flush()
         if self._has_notification or time.monotonic() - self._changes_read_at >= CHANGES_POLL_S:
             self._read_agent_changes()
+            self._read_needed_reports()
         if self._has_spooled_reports and time.monotonic() - self._depth_measured_at >= DEPTH_INTERVAL_S:
             self._measure_spool()
         if time.monotonic() - self._spool_checked_at < SPOOL_CHECK_INTERVAL_S:
@@ -383,6 +399,18 @@ class DatabaseWriter(threading.Thread):
             with suppress(RuntimeError):  # the loop is closed, and with it every connection
                 self._loop.call_soon_threadsafe(self._on_agent_changes, changes)
 
+    def _read_needed_reports(self) -> None:
+        """Find the hosts whose report is needed again, and hand their ids to the event loop.
+
+        A host whose report is queued here is left out: that report is compared in full.
+        """
+        with connection.cursor() as cursor:
+            cursor.execute(SELECT_HOSTS_WITHOUT_APPLIED_REPORT)
+            host_ids = [host_id for (host_id,) in cursor.fetchall() if not self._reports_by_host[host_id]]
+        if host_ids and self._loop:
+            with suppress(RuntimeError):  # the loop is closed, and with it every connection
+                self._loop.call_soon_threadsafe(self._on_reports_needed, host_ids)
+
 
 def _pop_jobs(lane: deque[Any], count: int) -> list[Any]:
     """Remove up to `count` jobs from the front of a lane, and return them in order."""
@@ -404,8 +432,8 @@ def _apply_trust_change(job: TrustJob) -> Exception | None:
 
 
 def _store_command_messages(jobs: list[CommandJob]) -> FutureResults:
-    """Store messages about commands, in one go; return for each whether its command is settled. Raise database
-    errors."""
+    """Store messages about commands together; return for each whether its command is settled, so that a Result can be
+    acknowledged. Raise database errors."""
     settled = command_dispatch.store_messages([job.message for job in jobs])
     return [(job.future, job.message[:2] in settled) for job in jobs]
 

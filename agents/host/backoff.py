@@ -86,13 +86,14 @@ class PendingAcks:
         """Note an Ack. An Ack of a report counts only for the report that waits; every Ack restarts the silence
         time-out.
 
-        Any other Ack covers all heartbeats up to its `seq`, whatever `message_type` is.
+        An Ack of a Beat covers all heartbeats up to its `seq`; one of a Result or a NewKey covers none, because its
+        `seq` is another number.
         """
         self.last_ack_at = now
         if message_type == "Report":
             if seq == self.pending_report_seq:
                 self.pending_report_seq = None
-        else:
+        elif message_type == "Beat":
             self._pending_beats = {beat for beat in self._pending_beats if beat > seq}
         self._silent_since = now if self._pending_beats or self.pending_report_seq is not None else None
 

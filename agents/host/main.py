@@ -1,7 +1,7 @@
 """`cyborg-agent`: the entry point of the daemon on a compute host. It builds and connects the parts of `agents.host`.
 
-Exit status: 0 when it was asked to stop; 1 when it failed, or with --once when a driver failed; 2 when the
-configuration cannot be used.
+Exit status: 0 when it was asked to stop; 1 when it failed, with --once when a driver failed, with `check` when a check
+failed; 2 when the command line or the configuration cannot be used.
 """
 
 from __future__ import annotations
@@ -17,12 +17,15 @@ import sqlite3
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from agents import credentials, wire
 from agents.host import discovery_table
+from agents.host.checking import checks, gathering
+from agents.host.checking.facts import HostFacts
 from agents.host.connection.authority import PlacementAuthority
 from agents.host.connection.http import GatewayEndpoint
 from agents.host.connection.identity import Keyring, load_or_create_keys
@@ -37,7 +40,7 @@ from agents.host.execution.images import ImageCache
 from agents.host.execution.placement_writer import DirectPlacementWriter
 from agents.host.execution.plan_runner import HostContext
 from agents.host.journal.desired_drivers import DesiredDrivers
-from agents.host.journal.journal import Journal, WrongHostError, open_journal, read_known_host
+from agents.host.journal.journal import Journal, WrongHostError, open_journal, read_known_gateway, read_known_host
 from agents.host.log_buffer import LogTail
 from agents.host.settings import (
     AgentSettings,
@@ -66,26 +69,44 @@ LOG_FORMAT = "%(asctime)s %(levelname)-7s %(name)s: %(message)s"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the agent until SIGTERM or SIGINT; with --once, print what the drivers find. Return the exit status."""
-    arguments = _build_parser().parse_args(argv)
+    """Run the agent until SIGTERM or SIGINT; with --once, print what the drivers find; with `check`, check the host.
+
+    Return the exit status.
+    """
+    parser = _build_parser()
+    arguments = parser.parse_args(argv)
+    if arguments.once and arguments.command:
+        parser.error("check and --once are two different things: give one of them")
     if arguments.die_with_parent:
         die_with_parent()
     logging.basicConfig(
         stream=sys.stderr,
-        level=logging.DEBUG if arguments.verbose else logging.WARNING if arguments.once else logging.INFO,
+        level=_choose_log_level(arguments),
         format=LOG_FORMAT,
     )
     logging.getLogger("websockets").setLevel(logging.INFO if arguments.verbose else logging.WARNING)
     try:
         settings = read_settings(os.environ)
+        if arguments.command:
+            return asyncio.run(_check_host(settings, as_json=arguments.json))
         if arguments.once:
             return asyncio.run(_print_inventory(settings, as_json=arguments.json))
         return asyncio.run(_run_daemon(settings))
     except (ConfigurationError, WrongHostError) as error:
         sys.stderr.write(f"cyborg-agent: {error}\n")
         return 2
-    except KeyboardInterrupt:  # SIGINT came before the event loop handled signals, or during --once
-        return 0
+    except DriverError as error:  # a file of /sys or /proc that the check itself reads
+        sys.stderr.write(f"cyborg-agent: this host cannot be checked: {error}\n")
+        return 1
+    except KeyboardInterrupt:  # SIGINT came before the event loop handled signals, or during --once or check
+        return 1 if arguments.command else 0
+
+
+def _choose_log_level(arguments: argparse.Namespace) -> int:
+    """Return the least level of messages to log: only warnings where something else is printed."""
+    if arguments.verbose:
+        return logging.DEBUG
+    return logging.WARNING if arguments.once or arguments.command else logging.INFO
 
 
 def _build_parser() -> argparse.ArgumentParser:
@@ -101,15 +122,27 @@ def _build_parser() -> argparse.ArgumentParser:
         description="Finds this host's accelerators and keeps the conductor informed over one WebSocket.",
         epilog=f"""\
 first steps:
+  cyborg-agent check                        checks this host before it joins, and says what must be mended
   cyborg-agent --once                       prints what is found here; contacts nobody, writes nothing
   manage.py join_token HOST                 (on the conductor) prints the join token, one line
   CYBORG_JOIN_TOKEN=THAT_LINE cyborg-agent  joins, then runs; the token is needed only once
 
+check looks at the kernel, IOMMU, VFIO, SR-IOV, the rights of this user, the state directory, what the host itself uses,
+and what each installed driver would offer. With a join token, or on a host that has joined, it asks the conductor for a
+challenge, and checks the route, the pinned certificate and the clocks. It writes nothing and joins nothing.
+Exit status of check: 0 nothing failed, 1 something must be mended, 2 the command line or the configuration is unusable.
+
 environment (or a TOML file named by CYBORG_CONFIG):
 {table}""",
     )
+    parser.add_argument(
+        "command",
+        nargs="?",
+        choices=("check",),
+        help="check whether this host is ready, and exit; default: run the agent",
+    )
     parser.add_argument("--once", action="store_true", help="print what this host's own drivers find, and exit")
-    parser.add_argument("--json", action="store_true", help="with --once: as JSON instead of a table")
+    parser.add_argument("--json", action="store_true", help="with --once and check: as JSON instead of text")
     parser.add_argument("--verbose", action="store_true", help="log details")
     parser.add_argument("--die-with-parent", action="store_true", help="end when the process that started it ends")
     return parser
@@ -136,6 +169,47 @@ async def _print_inventory(settings: AgentSettings, *, as_json: bool) -> int:
         discovery_table.render_json(reports) if as_json else discovery_table.render_table(reports, name, limitations)
     )
     return 1 if any(report.error for report in reports) else 0
+
+
+async def _check_host(settings: AgentSettings, *, as_json: bool) -> int:
+    """Check this host and its way to the conductor, print the results, and return 1 if a check failed, else 0.
+
+    The local configuration decides which drivers count as enabled. Nothing is written. Raises ConfigurationError.
+    """
+    join, directory = read_join_token(settings), Path(settings.state_dir).absolute()
+    known_host, (address, fingerprint) = read_known_host(directory), read_known_gateway(directory)
+    host, node = determine_host_names(settings, join, known_host)
+    driver_settings = read_driver_settings(settings)
+    extract_allowed_acts(driver_settings)
+    drivers = dict(_build_driver_set(settings, node, driver_settings, None).running)
+    for name in catalogue.list_driver_names():
+        drivers.setdefault(name, _create_driver_process(settings, node, name, driver_settings.get(name, {})))
+    if join:
+        address, fingerprint = join.address, join.fingerprint
+    gateway = GatewayEndpoint(address, fingerprint) if address else None
+    machine = Machine(node)
+    try:
+        driver_facts, conductor = await asyncio.gather(
+            gathering.gather_drivers(list(drivers.values()), settings.enabled_drivers),
+            gathering.gather_conductor(gateway),
+        )
+    finally:
+        await _close_drivers(drivers)
+    usage, usage_error = gathering.gather_host_usage(machine)
+    facts = HostFacts(
+        host,
+        node,
+        known_host,
+        gathering.gather_kernel(machine),
+        gathering.gather_rights(machine, directory),
+        conductor,
+        driver_facts,
+        usage,
+        usage_error,
+    )
+    results = checks.run_checks(facts)
+    sys.stdout.write(checks.render_json(host, results) if as_json else checks.render_text(host, results))
+    return 1 if checks.has_failed(results) else 0
 
 
 async def _probe_limitations(driver: DriverProcess) -> tuple[str, ...]:
@@ -308,12 +382,16 @@ def _build_driver_set(
     for name in driver_settings.keys() - set(settings.enabled_drivers):
         log.warning("CYBORG_DRIVER_SETTINGS has a table for %s, which is not enabled", name)
 
-    def make_process(name: str, own_settings: Mapping[str, object]) -> DriverProcess:
-        """Return a driver with these settings; its process is not started yet."""
-        state_dir = _driver_state_dir(settings, name)
-        return DriverProcess(name, node, own_settings, deadline_s=settings.driver_deadline_s, state=state_dir)
-
+    make_process = partial(_create_driver_process, settings, node)
     return DriverSet(settings.enabled_drivers, driver_settings, desired_drivers, make_process)
+
+
+def _create_driver_process(
+    settings: AgentSettings, node: str, name: str, own_settings: Mapping[str, object]
+) -> DriverProcess:
+    """Return a driver with these settings; its process is not started yet."""
+    state_dir = _driver_state_dir(settings, name)
+    return DriverProcess(name, node, own_settings, deadline_s=settings.driver_deadline_s, state=state_dir)
 
 
 def _driver_state_dir(settings: AgentSettings, driver: str) -> str:
@@ -323,6 +401,8 @@ def _driver_state_dir(settings: AgentSettings, driver: str) -> str:
 
 async def _close_drivers(drivers: Mapping[str, DriverProcess]) -> None:
     """End all driver processes at once; after STOP_TIMEOUT_S stop waiting for those that have not ended."""
+    if not drivers:  # asyncio.wait refuses an empty list
+        return
     closing = [asyncio.ensure_future(driver.close()) for driver in drivers.values()]
     done, late = await asyncio.wait(closing, timeout=STOP_TIMEOUT_S)
     for task in late:

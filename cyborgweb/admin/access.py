@@ -69,13 +69,13 @@ class UserAdmin(AuditedAdminMixin, UserAdminBase, ConsoleModelAdmin):
 
     @display(description="Last login", ordering="-last_login")
     def shown_login(self, user: User) -> SafeString:
-        """Render when the user last logged in; a dash if never."""
+        """Render when the user last logged in, relative to now; a dash if never."""
         return badges.render_relative_time(user.last_login)
 
 
 @admin.register(Group)
 class GroupAdmin(AuditedAdminMixin, StockGroupAdmin, ConsoleModelAdmin):
-    """Groups of users that share permissions. A group named after a role or project gets its permissions when saved."""
+    """Groups of users that share permissions. Saving a group named after a role or project sets its permissions."""
 
     kind = "group"
     list_display = ("name",)
@@ -91,7 +91,7 @@ class GroupAdmin(AuditedAdminMixin, StockGroupAdmin, ConsoleModelAdmin):
 
 @admin.register(ApiToken)
 class ApiTokenAdmin(AuditedAdminMixin, ConsoleModelAdmin):
-    """Tokens for `X-Auth-Token`. `manage.py api_token` makes a token and shows it once; deleting it here revokes it."""
+    """List of tokens for `X-Auth-Token`. Only `manage.py api_token` makes tokens; deleting a token here revokes it."""
 
     kind = "token"
     list_display = ("name", "user", "shown_roles", "project_id", "created")
@@ -118,9 +118,9 @@ class ApiTokenAdmin(AuditedAdminMixin, ConsoleModelAdmin):
 
     @display(description="Made", ordering="-created_at")
     def created(self, token: ApiToken) -> SafeString:
-        """Render when the token was made."""
+        """Render when the token was made, relative to now."""
         return badges.render_relative_time(token.created_at)
 
     def get_queryset(self, request: HttpRequest) -> Any:
-        """Return the tokens without their hashes, which no page shows."""
+        """Return all tokens, without loading their hashes, which no page shows."""
         return super().get_queryset(request).defer("token_hash")

@@ -23,16 +23,18 @@ CHANGE_PERMISSION = "cyborgweb.change_maintenance"
 
 
 class MaintenanceAdmin(ReadOnlyModelAdmin):
-    """The page of the read-only switch. A person with its permission can always use it, also while it is on."""
+    """The page of the read-only switch. A person with the permission to change it can use it also while it is on."""
 
-    list_display = ("since", "by", "reason")  # of its export; the list itself is not shown
+    list_display = ("since", "by", "reason")  # the columns of the export; the list itself is not shown
 
     def has_change_permission(self, request: HttpRequest, obj: Model | None = None) -> bool:
-        """Return whether the user has Django's permission `cyborgweb.change_maintenance`, whatever the switch says."""
+        """Return whether the user has Django's permission `cyborgweb.change_maintenance`; the switch does not
+        matter.
+        """
         return bool(request.user.has_perm(CHANGE_PERMISSION))
 
     def changelist_view(self, request: HttpRequest, extra_context: dict[str, Any] | None = None) -> HttpResponse:
-        """Redirect to the page of the switch, because there is never more than one row to list."""
+        """Redirect to the page of the read-only switch, because there is never more than one row to list."""
         return HttpResponseRedirect(reverse("admin:cyborgweb_maintenance_change", args=[1]))
 
     def change_view(
@@ -40,13 +42,15 @@ class MaintenanceAdmin(ReadOnlyModelAdmin):
     ) -> HttpResponse:
         """GET: show whether everything is read only, since when, by whom and why. POST: switch it on or off.
 
-        After a POST, redirects to the page; a refusal (an unusable reason) becomes a message there. A POST without the
-        permission to change only shows the page. Raises PermissionDenied for a person without the view permission, and
-        for another id than 1.
+        After a POST, redirects to the page; a refusal (an unusable reason) becomes a message there. Raises
+        PermissionDenied for a person without the view permission, for a POST without the permission to change, and for
+        another id than 1.
         """
         if object_id != "1" or not self.has_view_permission(request):
             raise PermissionDenied
-        if request.method == "POST" and self.has_change_permission(request):
+        if request.method == "POST":
+            if not self.has_change_permission(request):
+                raise PermissionDenied
             reason_and_source = request.POST.get("reason", ""), EventSource.PERSON
             try:
                 read_only.switch_read_only("on" in request.POST, device_actions.get_caller(request), *reason_and_source)
@@ -59,7 +63,7 @@ class MaintenanceAdmin(ReadOnlyModelAdmin):
             "opts": self.opts,
             "now": active,
             "since": badges.render_relative_time(active.since) if active else "",
-            "may": self.has_change_permission(request),
-            "longest": MAX_REASON,
+            "may_change": self.has_change_permission(request),
+            "max_reason_length": MAX_REASON,
         }
-        return TemplateResponse(request, "console/maintenance.html", context)
+        return TemplateResponse(request, "cyborgweb/admin/read_only.html", context)

@@ -79,21 +79,22 @@ SUMMARY_VERBS = {
 
 
 class ViewSchema(AutoSchema):
-    """The part of the document for one view. Authentication is configured in the settings, so all views list the
-    same schemes.
+    """The part of the OpenAPI document for one view of our own API.
+
+    Authentication is configured in the settings, so all views list the same security schemes.
     """
 
     @property
     def collection(self) -> CollectionView:
-        """The view. This schema is set for the collections of our own API alone."""
+        """The view that this schema describes. Only collections of our own API use this schema."""
         return cast(CollectionView, self.view)
 
     def get_auth(self) -> list[dict[str, list[str]]]:
-        """Return all schemes; any one of them is enough."""
+        """Return the security schemes of an operation. They are the same for all: a token or a session is enough."""
         return [{name: []} for name in SECURITY_SCHEMES]
 
     def get_summary(self) -> str:
-        """Return the summary: a verb and the resource, such as `List devices`."""
+        """Return the operation's summary in the OpenAPI document: a verb and the resource, such as `List devices`."""
         names = self.collection.basename.replace("_", " ")
         if action_name := self.collection.collection_action_name:
             return f"{action_name.capitalize()} {names}"
@@ -101,8 +102,8 @@ class ViewSchema(AutoSchema):
         return f"{verb} {names if self.collection.action == 'list' else names.removesuffix('s')}"
 
     def get_description(self) -> str:  # type: ignore[override]  # drf-spectacular has dropped DRF's parameters
-        """Return the description: the docstring of the action if it is a verb or has its own answer, otherwise that
-        of the view.
+        """Return the operation's description in the OpenAPI document: the docstring of the view's action if it is a
+        verb such as `replay` or has an answer of its own, otherwise the docstring of the view.
         """
         uses_action_docstring = (
             self.collection.action in self.collection.member_actions
@@ -114,7 +115,9 @@ class ViewSchema(AutoSchema):
         )
 
     def get_operation_id(self) -> str:
-        """Return the operation id, without drf-spectacular's `_create` for verbs and for actions of the collection."""
+        """Return drf-spectacular's operation id. For verbs of a member or of the collection, without its ending
+        `_create`, which they have because they are sent by POST.
+        """
         operation_id: str = super().get_operation_id()
         return (
             operation_id.removesuffix("_create")
@@ -123,19 +126,23 @@ class ViewSchema(AutoSchema):
         )
 
     def get_request_serializer(self) -> Any:
-        """Return the serializer of the request body, or the schema of a binary body."""
+        """Return the serializer of the operation's request body; for an upload, a binary schema by media type."""
         if self.collection.action == "create" and hasattr(self.collection, "upload_media_type"):
             return {self.collection.upload_media_type: {"type": "string", "format": "binary", "minLength": 1}}
         return self.collection.get_body_serializer_class(self.collection.action)
 
     def get_response_serializers(self) -> Any:
-        """Return the serializer of the answer; some actions answer with something other than a row of the resource."""
+        """Return the serializer of a successful answer, as status → serializer if the view names one for this action;
+        otherwise the view's own serializer.
+        """
         status, body = self.collection.response_serializers.get(self.collection.action, (0, None))
         return {status: body} if body else super().get_response_serializers()
 
     def get_override_parameters(self) -> list[Any]:
-        """Return the query parameters: `fields` to choose from and, for lists, `ordering`; for an upload, what is
-        sent with it.
+        """Return the query parameters that drf-spectacular cannot find in the code.
+
+        For GET they are `fields`, and `ordering` for a list or the view's own parameters for a member; for an upload
+        they are what is sent with it, such as `name`.
         """
         if self.collection.action == "create" and hasattr(self.collection, "upload_parameters"):
             upload_parameters = self.collection.upload_parameters.items()
@@ -177,14 +184,14 @@ class GroupsFieldExtension(OpenApiSerializerFieldExtension):
 
 
 class ClosedSerializerExtension(OpenApiSerializerExtension):
-    """A body with fields that depend on each other."""
+    """Schema of request bodies that accept no unknown fields and whose fields may depend on each other."""
 
     target_class = "accelerators.api.own.fields.ClosedSerializer"
     match_subclasses = True
 
     def map_serializer(self, auto_schema: AutoSchema, direction: Direction) -> dict[str, Any]:
-        """Return the schema of its fields. For a request it also has the serializer's `field_conditions`, which
-        `complete_document` moves into `allOf`.
+        """Return the schema of the serializer's fields. For a request it also has the serializer's `field_conditions`,
+        under the key FIELD_CONDITIONS_KEY, from which `complete_document` moves them into `allOf`.
         """
         schema: dict[str, Any] = auto_schema._map_serializer(self.target, direction, bypass_extensions=True)
         conditions = self.target.field_conditions
@@ -192,13 +199,13 @@ class ClosedSerializerExtension(OpenApiSerializerExtension):
 
 
 class TargetSerializerExtension(OpenApiSerializerExtension):
-    """Where the number of units is changed: given either by device, or by host and backend."""
+    """Schema of a target of a change of the number of units: either a device, or a host and a backend."""
 
     target_class = "accelerators.api.own.accelerators.TargetSerializer"
     priority = 1
 
     def map_serializer(self, auto_schema: AutoSchema, direction: Direction) -> dict[str, Any]:
-        """Return the schema with the two alternatives."""
+        """Return the schema of one target: it has either the field `device`, or the fields `host` and `backend`."""
         schema: dict[str, Any] = auto_schema._map_serializer(self.target, direction, bypass_extensions=True)
         alternatives = (["device"], ["host", "backend"])
         schemas = [{"required": names, "maxProperties": len(names)} for names in alternatives]
@@ -211,7 +218,7 @@ class SettingsFieldExtension(OpenApiSerializerFieldExtension):
     target_class = "accelerators.api.own.rollouts.SettingsField"
 
     def map_serializer_field(self, auto_schema: AutoSchema, direction: Direction) -> dict[str, Any]:
-        """Return the schema of an object with any properties."""
+        """Return the schema of a driver's settings: an object with any properties."""
         return {"type": "object", "additionalProperties": {}}
 
 
@@ -229,8 +236,8 @@ class UuidReferenceFieldExtension(OpenApiSerializerFieldExtension):
 
 
 def complete_document(result: dict[str, Any], **options: Any) -> dict[str, Any]:
-    """Add to the document what drf-spectacular does not know: error responses, ETags, field descriptions and closed
-    request bodies.
+    """Add to the OpenAPI document what drf-spectacular does not know: error responses, ETags, field descriptions, and
+    that request bodies accept no unknown fields. Changes `result` and returns it.
     """
     components = result.setdefault("components", {})
     components["securitySchemes"] = SECURITY_SCHEMES
@@ -264,7 +271,7 @@ def complete_document(result: dict[str, Any], **options: Any) -> dict[str, Any]:
 
 
 def _add_field_descriptions(name: str, schema: dict[str, Any]) -> None:
-    """Describe fields that have no description in the code with the manual's sentence."""
+    """Add the manual's sentence to each field of the schema `name` that has no description in the code."""
     for field, field_schema in schema.get("properties", {}).items():
         if field_schema.keys().isdisjoint({"$ref", "description"}) and (
             sentence := fields.api_field_sentence(name, field)
@@ -273,7 +280,7 @@ def _add_field_descriptions(name: str, schema: dict[str, Any]) -> None:
 
 
 def _iterate_operations(result: dict[str, Any]) -> Iterator[tuple[str, str, dict[str, Any]]]:
-    """Yield the address, the method and the operation of each operation in the document."""
+    """Yield each operation of the OpenAPI document with its address and its method (in lower case)."""
     for address, methods in result["paths"].items():
         for method, operation in methods.items():
             yield address, method, operation
@@ -286,7 +293,8 @@ def _get_body_reference(operation: dict[str, Any]) -> str:
 
 
 def _get_possible_errors(method: str) -> list[str]:
-    """Return the error statuses that are possible for a method.
+    """Return the error statuses that are possible for a method, as texts: 409 only for methods that change something,
+    413 and 415 only for methods with a body, and all others of ERROR_DESCRIPTIONS.
 
     404 is possible for every method: a list answers it for a bad cursor, and a creation if its body refers to a row
     that does not exist.
@@ -312,19 +320,20 @@ def generate_document() -> dict[str, Any]:
 
 
 def validate_document() -> None:
-    """Validate the document against OpenAPI's schema. Raises jsonschema's ValidationError. Takes a second, so do not
-    call it in a request.
+    """Validate our OpenAPI document against OpenAPI's schema. Takes a second, so do not call it in a request.
+
+    Raises jsonschema's ValidationError if it is invalid, ValueError as `generate_document` does.
     """
     validate_schema(generate_document())
 
 
 def render_yaml() -> str:
-    """Return the document as YAML. Raises ValueError as `generate_document` does."""
+    """Return the OpenAPI document as YAML. Raises ValueError as `generate_document` does."""
     document: bytes = OpenApiYamlRenderer2().render(generate_document(), renderer_context={})
     return document.decode()
 
 
 def render_json() -> str:
-    """Return the document as JSON. Raises ValueError as `generate_document` does."""
+    """Return the OpenAPI document as JSON. Raises ValueError as `generate_document` does."""
     document: bytes = OpenApiJsonRenderer2().render(generate_document(), renderer_context={})
     return document.decode()

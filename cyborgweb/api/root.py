@@ -66,7 +66,7 @@ class ApiRootView(UnauthenticatedView):
     """
 
     def get(self, request: Request) -> Response:
-        """Return the address of every resource."""
+        """Return the address of every resource of our own API, by name."""
         base = request.build_absolute_uri("/api/")
         return Response({name: f"{base}{name}/" for name in (*COLLECTIONS, *OTHER_RESOURCES, "schema", "docs")})
 
@@ -75,7 +75,7 @@ class ApiNotFoundView(UnauthenticatedView):
     """Answer 404, in the API's error shape, for every address that does not exist."""
 
     def get(self, request: Request, **kwargs: str) -> Response:
-        """Raise Http404."""
+        """Raise Http404, for every method."""
         raise Http404
 
     post = patch = put = delete = get
@@ -93,7 +93,7 @@ def serve_openapi_document(request: HttpRequest) -> HttpResponse:
 
 @lru_cache(maxsize=2)
 def _render_document(as_json: bool) -> str:
-    """Return the document as JSON or YAML, rendered once per process."""
+    """Return the OpenAPI document as JSON or YAML, rendered once per process. Raises ValueError if it has gaps."""
     from cyborgweb.api import openapi
 
     return openapi.render_json() if as_json else openapi.render_yaml()
@@ -103,12 +103,13 @@ def show_documentation(request: HttpRequest) -> HttpResponse:
     """Show Swagger UI, served from our own static files."""
     crumbs = [("API", "/api/"), ("docs", "/api/docs/")]
     page = {"title": "Documentation", "crumbs": crumbs, "navigation": build_navigation(request.path)}
-    return render(request, "api/docs.html", page)
+    return render(request, "cyborgweb/api/docs.html", page)
 
 
 def _build_routes() -> Iterator[URLPattern]:
-    """Yield the routes of each collection, its members and its verbs, with and without a slash at the end, as v2 has
-    them.
+    """Yield the routes of each collection of our own API, of its members and of its verbs.
+
+    As in v2, a slash at the end of an address is optional.
     """
     for name, view in COLLECTIONS.items():
         key = view.lookup_url_kwarg or view.lookup_field

@@ -18,14 +18,17 @@ PASSWORD_FIELD = "password"
 
 
 class AuditedAdminMixin:
-    """A mixin for a ModelAdmin: records an event `<kind>.created`, `.changed` or `.deleted` for each change."""
+    """A mixin for a ModelAdmin: records an event `<kind>.created`, `.changed` or `.deleted` for each change.
+
+    The ModelAdmin must set `kind`, the word for its objects in events, such as `user`.
+    """
 
     kind: ClassVar[str]
 
     def construct_change_message(self, request: HttpRequest, form: Any, formsets: Any, add: bool = False) -> Any:
         """Record an event with the old and new values of the changed fields, then return Django's message.
 
-        Of a password, the event only says that there is another one.
+        The old values of a new object are None. About a password, the event only says that there is another one.
         """
         changes = {
             name: [
@@ -57,7 +60,9 @@ class AuditedAdminMixin:
 
 
 def _to_event_value(value: Any) -> Any:
-    """Return the value as it is stored in an event: objects by their names, collections as sorted lists."""
+    """Return the value as it is stored in an event: None, bool, int and str unchanged, a collection as a sorted list of
+    names, and any other object by its name.
+    """
     if value is None or isinstance(value, (bool, int, str)):
         return value
     return sorted(map(str, value)) if isinstance(value, Iterable) else str(value)

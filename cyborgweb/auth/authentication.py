@@ -63,10 +63,11 @@ class CallerAuthentication(BaseAuthentication):
     """Finds the caller of a request. An unknown or missing token is answered with 401; there is no anonymous caller."""
 
     def authenticate(self, request: Request) -> tuple[Caller, Any]:
-        """Return the caller and None. If there is an `X-Auth-Token` header, the session is ignored.
+        """Return the caller and None. If there is an `X-Auth-Token` header, the session is ignored; a LocalRequest
+        brings its own caller.
 
-        Raises AuthenticationFailed (401), PermissionDenied for a session without a valid CSRF token, and
-        KeystoneUnavailableError (503).
+        Raises AuthenticationFailed (401) if there is no valid token or session, PermissionDenied for a write with a
+        session but without a valid CSRF token, and KeystoneUnavailableError (503) if Keystone cannot be asked.
         """
         if isinstance(request._request, LocalRequest):
             return request._request.caller, None
@@ -87,7 +88,10 @@ class CallerAuthentication(BaseAuthentication):
 
 
 def _get_token_url(request: Request) -> str:
-    """Return the public URL of Keystone, or our own root with local tokens or if no Keystone is configured."""
+    """Return the URL that clients are told to get a token from: Keystone's public URL.
+
+    With local tokens, or if no usable Keystone is configured, it is the root URL of this server.
+    """
     if get_keys().auth == "keystone":
         try:
             return get_keys().www_authenticate_uri or keystone.get_auth_url()
@@ -110,7 +114,10 @@ def _caller_from_session(request: Request) -> Caller | None:
 
 
 def _caller_from_table(token: str, service_token: str) -> Caller | None:
-    """Return the caller from our own table, or None if one of the tokens is not valid. Costs one statement."""
+    """Return the caller from our own table, or None if one of the tokens is not valid. Costs one statement.
+
+    `service_token` may be ''. If it is given, it must have one of the service roles; the caller then has `service` set.
+    """
     hashes = [hash_token(secret) if _is_well_formed(secret) else "" for secret in (token, service_token)]
     row_by_hash = {row[0]: row[1:] for row in conductor.open_cursor().execute(SELECT_TOKENS, [hashes]).fetchall()}
     name, user_id, roles, project_id = row_by_hash.get(hashes[0], ("", 0, [], ""))
@@ -124,7 +131,8 @@ def _caller_from_table(token: str, service_token: str) -> Caller | None:
 def _caller_from_keystone(token: str, service_token: str) -> Caller | None:
     """Return the caller from the cache or from Keystone, or None if one of the tokens is not valid.
 
-    With a valid service token, the user's token is accepted after its expiry, too. Raises KeystoneUnavailableError.
+    `service_token` may be ''. If it is given, it must have one of the service roles; the caller then has `service` set,
+    and the user's token is accepted after its expiry, too. Raises KeystoneUnavailableError if Keystone cannot be asked.
     """
     try:
         if service_token:
@@ -142,7 +150,7 @@ def _caller_from_keystone(token: str, service_token: str) -> Caller | None:
 
 
 def _is_well_formed(token: str) -> bool:
-    """Return whether the text has the syntax of a token (`TOKEN_PATTERN`). Nothing is asked."""
+    """Return whether the text has the syntax of a token (`TOKEN_PATTERN`). Its validity is not checked."""
     return TOKEN_PATTERN.fullmatch(token) is not None
 
 

@@ -32,7 +32,7 @@ def service_session() -> Any:
     """Return this process's keystoneauth1 Session for the service user, from `CYBORG_CLOUD` or the `OS_…` variables.
 
     Creating it sends no request; it logs in when it is used, and again when its token has expired. Raises
-    ConfigurationError with one sentence.
+    ConfigurationError if no cloud is configured, or if its configuration is not usable.
     """
     if not get_keys().has_cloud:
         raise ConfigurationError(
@@ -61,9 +61,10 @@ def _with_v3_path(url: str) -> str:
 
 
 def get_auth_url() -> str:
-    """Return the `/v3` URL of Keystone at which the service user logs in; other users use it by default.
+    """Return the URL of Keystone, ending in `/v3`, at which the service user logs in. Tokens and passwords are checked
+    there, too.
 
-    Raises ConfigurationError.
+    Raises ConfigurationError if no usable cloud is configured, or if it names no Keystone. Sends no request.
     """
     if url := getattr(service_session().auth, "auth_url", None):
         return _with_v3_path(url)
@@ -72,14 +73,15 @@ def get_auth_url() -> str:
 
 @lru_cache(maxsize=1)
 def get_token_cache() -> TokenCache:
-    """Return this process's one cache of Keystone's answers about tokens. Asks nothing by itself."""
+    """Return this process's only cache of Keystone's answers about tokens, which is created at the first call."""
     return TokenCache(validate_token)
 
 
 def validate_token(token: str, allow_expired: bool) -> TokenResult:
     """Ask Keystone about a token, without the cache. Return its answer; UNKNOWN_TOKEN if it does not know the token.
 
-    `allow_expired` also accepts tokens that expired recently. Raises TokenCheckUnavailableError.
+    `allow_expired` also accepts tokens that expired recently. Raises TokenCheckUnavailableError if Keystone gave no
+    answer about the token: unreachable, a server error, throttled, the service user refused, or an unreadable answer.
     """
     with _translate_errors():
         response = service_session().get(
@@ -103,7 +105,9 @@ def validate_token(token: str, allow_expired: bool) -> TokenResult:
 
 @dataclass(frozen=True)
 class AuthenticatedPerson:
-    """A person whose password Keystone accepted: the caller in the project they named, and their own domain's name."""
+    """A person whose password Keystone accepted: `caller` is the person in the project that was named at the login,
+    `domain` the name of the domain that the person belongs to.
+    """
 
     caller: Caller
     domain: str
@@ -113,8 +117,8 @@ def check_password(name: str, password: str, domain: str, project: str) -> Authe
     """Ask Keystone to check a password; return the person, or None if Keystone refuses the login: wrong name, password,
     domain or project.
 
-    `domain` is the name of the domain of the user and of the project. Password and token are not stored. Raises
-    TokenCheckUnavailableError.
+    `domain` is the name of the domain of both the user and the project. Password and token are not stored. Raises
+    TokenCheckUnavailableError if Keystone cannot be asked.
     """
     from keystoneauth1 import exceptions
     from keystoneauth1.identity.v3 import Password

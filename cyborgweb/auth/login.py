@@ -69,7 +69,8 @@ class LoginForm(AuthenticationForm):
     def clean(self) -> dict[str, Any]:
         """Check the password with Keystone, update the person's user and groups, and return the form's data.
 
-        Raises ValidationError if Keystone cannot be asked, refuses the login, or the roles give no access.
+        Raises ValidationError if Keystone cannot be asked or refuses the login, if the roles give no access to the
+        console, or if the person's user is not active here. Asks nothing if a field is wrong.
         """
         data: dict[str, Any] = self.cleaned_data
         if self.errors:
@@ -122,8 +123,8 @@ def update_user(person: keystone.AuthenticatedPerson) -> Any:
 
 @receiver(user_logged_in)
 def _store_caller_in_session(sender: Any, request: Any, user: Any, **_: Any) -> None:
-    """Store the person's roles and project in the session after a login with Keystone, and make the session end
-    `console_session_h` hours later. Do nothing for other logins.
+    """After a login with Keystone, store the person's name, id, roles and project in the session, and make the session
+    end after CYBORG_CONSOLE_SESSION_H hours. Do nothing for other logins.
     """
     if caller := getattr(user, "keystone_caller", None):
         facts = {"name": caller.name, "id": caller.user_id, "project": caller.project_id, "roles": sorted(caller.roles)}

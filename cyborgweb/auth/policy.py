@@ -44,7 +44,7 @@ reader."""
 
 
 class PolicyDeniedError(CyborgwebError, PermissionDenied):
-    """403 with upstream's sentence. `remedy` is our own additional sentence: which role would be sufficient."""
+    """403 with upstream's sentence, which names the rule. `remedy` is our own additional sentence: what would help."""
 
     def __init__(self, rule: str | None, remedy: str = "") -> None:
         super().__init__(f"Access was denied to the following resource: {rule}")
@@ -59,10 +59,11 @@ class RulePermission(BasePermission):
     """
 
     def has_permission(self, request: Request, view: Any) -> bool:
-        """Return True, or raise PolicyDeniedError (403).
+        """Return True if the rule for the request's method allows the caller, or if the caller runs `manage.py`;
+        otherwise raise PolicyDeniedError (403).
 
-        Raises ReadOnlyError (503) for a permitted write while everything is read only; a view with `only_reads` is
-        exempt.
+        Also raises ReadOnlyError (503) for a permitted write while everything is read only, except for views with
+        `only_reads`; KeyError if the view names an unknown rule.
         """
         if _get_caller(request).is_local:
             return True
@@ -99,7 +100,10 @@ def describe_remedy(caller: Caller, rule: str) -> str:
 
 
 def find_sufficient_role(caller: Caller, rule: str) -> str:
-    """Return the first of the usual roles with which the rule would allow this caller; '' if there is none."""
+    """Return the first of reader, member, manager, operator and admin with which the rule would allow this caller.
+
+    Returns '' if none of these roles is sufficient. Raises KeyError for an unknown rule.
+    """
     usual_roles = (*RANKED_ROLES[:3], OPERATOR, "admin")
     return next((role for role in usual_roles if is_allowed(replace(caller, roles=IMPLIED_ROLES[role]), rule)), "")
 
@@ -116,14 +120,14 @@ class PolicyFileError(CyborgwebError):
 
 @dataclass(frozen=True)
 class LoadedRules:
-    """One loaded set of rules, and the cached decisions made with it. Without an `enforcer` nobody may do anything."""
+    """A loaded set of policy rules, and the decisions made with it. Without `enforcer` nobody may do anything."""
 
     enforcer: Any = None
     decisions: dict[tuple[str, frozenset[str], str, str], bool] = field(default_factory=dict)
 
 
 class Policy:
-    """The rules in force: the defaults and the overrides in the policy file. Thread-safe.
+    """The policy rules in force: the defaults and the overrides in the policy file. Thread-safe.
 
     The file is checked twice a second at most, and read again when it has changed. If it is broken, this is logged once
     and the last good rules stay in force. If there are none yet, everybody is refused until the file is repaired,
@@ -138,8 +142,11 @@ class Policy:
         self._loaded = LoadedRules()
 
     def allows(self, caller: Caller, rule: str) -> bool:
-        """See the module's `is_allowed`. A token without a project, or with domain or system scope, is always refused,
-        whatever the policy file says (CVE-2026-40213, CVE-2026-40214)."""
+        """Return whether the rule allows the caller, from the cache if possible. Raises KeyError for an unknown rule.
+
+        A token without a project, or with domain or system scope, is always refused, whatever the policy file says
+        (CVE-2026-40213, CVE-2026-40214). The policy file is checked first if the last check is long enough ago.
+        """
         if not caller.project_id or caller.system_scope or caller.domain_id:
             return False
         if self._monotonic() >= self._next_check_at:
@@ -154,8 +161,8 @@ class Policy:
         return allowed
 
     def _check_file(self) -> None:
-        """Reload the rules if the policy file has changed. Do nothing if it was checked less than
-        `FILE_CHECK_INTERVAL_S` ago.
+        """Reload the policy rules if the policy file has changed. Do nothing if the file was checked less than
+        `FILE_CHECK_INTERVAL_S` seconds ago.
         """
         with self._reload_lock:
             if self._monotonic() < self._next_check_at:
@@ -167,8 +174,10 @@ class Policy:
             self._next_check_at = self._monotonic() + FILE_CHECK_INTERVAL_S
 
     def _reload(self, file_exists: bool) -> None:
-        """Put the defaults and the file's overrides in force, with an empty cache of decisions. If the file is
-        unusable, or is gone after rules were loaded, log this and keep the rules that are in force.
+        """Put the default rules and the policy file's overrides in force, with an empty cache of decisions.
+
+        If the file is unusable, or is gone after rules were loaded, log this and keep the rules that are in force. If
+        none are in force yet, nobody may do anything until the file is repaired.
         """
         has_rules = self._loaded.enforcer is not None
         if has_rules and not file_exists:
@@ -198,8 +207,8 @@ _RULE_NAMES = frozenset(rule.name for rule in RULES)
 
 
 def _file_signature(path: Path) -> tuple[int, int, int] | None:
-    """Return the file's time of change, size and inode, to notice a change; None if it does not exist or cannot be
-    looked at.
+    """Return the file's time of change, size and inode, which show whether it has changed; None if it does not exist or
+    its folder cannot be entered.
     """
     try:
         status = path.stat()
@@ -223,7 +232,11 @@ def _evaluate_rule(enforcer: Any, caller: Caller, rule: str) -> bool:
 
 
 def _parse_file(path: Path) -> dict[str, str]:
-    """Return the operator's overrides, rule → check. Raises PolicyFileError if the file cannot be used."""
+    """Return the operator's overrides in a policy file: rule → check.
+
+    Raises PolicyFileError if the file cannot be read, is too large, is not YAML with texts, or has a check that
+    oslo.policy does not understand.
+    """
     oslo = _import_oslo_policy()
     try:
         with path.open("rb") as file:
@@ -248,7 +261,7 @@ def _parse_file(path: Path) -> dict[str, str]:
 
 
 def _build_enforcer(overrides: Mapping[str, str], new_defaults: bool) -> Any:
-    """Return an Enforcer with the default rules and the `overrides`; it never reads files itself.
+    """Return an Enforcer of oslo.policy with the default rules and the `overrides`; it never reads files itself.
 
     Raises PolicyFileError if a rule refers to itself or to an unknown rule.
     """
@@ -266,7 +279,9 @@ def _build_enforcer(overrides: Mapping[str, str], new_defaults: bool) -> Any:
 
 
 def _effective_check(rule: PolicyRule, new_defaults: bool) -> str:
-    """Return the rule's check; with the legacy check as an alternative unless `new_defaults`."""
+    """Return the rule's check. Unless `new_defaults` is set, the rule's legacy check, if any, is added to it
+    with `or`.
+    """
     return rule.check if new_defaults or not rule.legacy else f"({rule.check}) or ({rule.legacy})"
 
 
@@ -277,7 +292,7 @@ def _build_documented_default(oslo: Any, rule: PolicyRule) -> Any:
 
 
 def _import_oslo_policy() -> Any:
-    """Import `oslo_policy.policy` and silence its log."""
+    """Import `oslo_policy.policy`, silence its log, and return the module."""
     from oslo_policy import policy
 
     # oslo.policy would log long tracebacks; `Policy` logs one line instead.

@@ -40,8 +40,9 @@ class PolicyRule:
 
 
 def _rule_with_legacy(name: str, check: str, description: str) -> PolicyRule:
-    """Return a rule with the legacy check of upstream's old defaults. It allows every token of a project, because the
-    target of a check is the caller's own project.
+    """Return a rule with the legacy check of upstream's old defaults.
+
+    The legacy check allows every token of a project, because the target of a check is the caller's own project.
     """
     return PolicyRule(name, check, description, legacy="is_admin:True or project_id:%(project_id)s")
 

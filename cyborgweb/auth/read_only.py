@@ -39,9 +39,10 @@ class ReadOnlyError(CyborgwebError, ApiError):
 
 
 def get_maintenance() -> Maintenance | None:
-    """Return the row while everything is read only, otherwise None.
+    """Return the row of the read-only switch while everything is read only, otherwise None.
 
-    The row is cached for TTL_S, or until a change is notified: one statement every few seconds in each process.
+    The result is cached in this process for TTL_S seconds, or until a change is notified; so it costs one statement
+    every few seconds.
     """
     global _cached
     cached = _cached
@@ -52,7 +53,7 @@ def get_maintenance() -> Maintenance | None:
 
 
 def describe_maintenance(maintenance: Maintenance) -> str:
-    """Return the message for a caller who is refused: since when, by whom and why everything is read only."""
+    """Return the message for a caller whose change is refused: since when, by whom and why everything is read only."""
     why = f": {maintenance.reason}" if maintenance.reason else ""
     since = f"{maintenance.since:%Y-%m-%d %H:%M} UTC"
     return f"All of this is read only since {since}, by {maintenance.by}{why}. Try again later."
@@ -65,10 +66,11 @@ def refuse_if_read_only() -> None:
 
 
 def switch_read_only(on: bool, actor: Caller, reason: str, source: EventSource) -> Maintenance | None:
-    """Make everything read only (`on`), or end that. Return the row in force, None when writing is allowed.
+    """Make everything read only (`on`), or end that. Return the row that is now in force, None if changes are allowed.
 
-    A change locks the row, records an event and notifies all processes after the commit. If the switch is already in
-    that position, nothing changes. Raises RefusedError INVALID for an unusable reason.
+    A change records an event in the same transaction and notifies all processes after the commit. If the switch is
+    already in that position, nothing changes. The existing row is locked. Raises RefusedError INVALID if the reason is
+    too long or contains NUL.
     """
     check_reason(reason)
     with conductor.writing():
@@ -89,12 +91,12 @@ def switch_read_only(on: bool, actor: Caller, reason: str, source: EventSource) 
 
 
 def _notify_processes() -> None:
-    """Tell all processes to drop their cached row."""
+    """Notify all processes, so that they drop their cached row of the read-only switch."""
     pubsub.publish(TOPIC)
 
 
 def _drop_cached(_detail: str | None) -> None:
-    """Forget the cached row, so that the next `get_maintenance` reads the table. Called for each notification."""
+    """Forget the cached row of the read-only switch, so that the next `get_maintenance` reads the table."""
     global _cached
     _cached = None
 

@@ -59,8 +59,8 @@ def get_group(name: str) -> Group:
 
 
 def set_permissions(group: Group) -> None:
-    """Replace the Django permissions of a role's or project's group by those that its name stands for. Other groups are
-    not changed.
+    """Replace the Django permissions of a group that is named after a role or a project by the permissions that this
+    name stands for. Do nothing for other groups.
     """
     name, view_permissions = group.name, Permission.objects.filter(codename__startswith="view_")
     if name.startswith(PROJECT_PREFIX):
@@ -101,7 +101,7 @@ def get_group_names(user: Any) -> list[str]:
 
 
 def get_only_project(user: Any) -> str:
-    """Return the id of the only project that the user sees.
+    """Return the id of the only project that the user sees: that of the user's project group, the first by name.
 
     Returns '' for a superuser and a member of a role's group, who see all projects, and for a user without a project's
     group.
@@ -131,7 +131,8 @@ def get_keystone_roles(user: Any) -> frozenset[str]:
 
 
 def get_session_caller(user: Any, session: Any) -> Caller | None:
-    """Return a logged-in user as the Caller that the APIs see.
+    """Return a logged-in user as the Caller that the APIs see: with Keystone from the session's data, otherwise from
+    the user's groups.
 
     Returns None for a user who may not enter the console, and with Keystone for a session without Keystone's data.
     """
@@ -145,15 +146,18 @@ def get_session_caller(user: Any, session: Any) -> Caller | None:
 
 
 def get_caller(request: HttpRequest) -> Caller | None:
-    """Return the Caller for the user and session of this request; None as in `get_session_caller`."""
+    """Return the Caller for the user and session of this request.
+
+    Returns None if the user may not enter the console, or if the session lacks the data of the login with Keystone.
+    """
     return get_session_caller(request.user, getattr(request, "session", {}))
 
 
 def explain_refusal(request: HttpRequest, rule: str, permission: str) -> str:
     """Return why the request's user may not do what `rule` covers, and what would help; '' if the user may.
 
-    The Django permission `permission`, given to the user or to any group of theirs, is sufficient as well. While
-    everything is read only, nobody may.
+    The Django permission `permission`, given to the user or to one of the user's groups, is sufficient as well. While
+    everything is read only, nobody may, and the returned text says so. Raises KeyError for an unknown rule.
     """
     if maintenance := read_only.get_maintenance():
         return read_only.describe_maintenance(maintenance)

@@ -35,8 +35,8 @@ MAX_ENTRIES = 10_000
 class TokenCheckUnavailableError(CyborgwebError):
     """Keystone gave no answer about a token. `reason` is one line.
 
-    `unreachable` is True if the network or Keystone itself failed, and False if Keystone rejects the service user or
-    our configuration is unusable.
+    `unreachable` is True if the network or Keystone itself failed, and False for every other reason: a refused service
+    user, throttling, an unreadable answer, or an unusable configuration.
     """
 
     def __init__(self, reason: str, unreachable: bool) -> None:
@@ -61,8 +61,9 @@ _CacheKey = tuple[bytes, bool]
 class TokenCache:
     """Finds the caller of a token, from the cache or from Keystone. Thread-safe.
 
-    Concurrent calls for one token ask Keystone once. A valid answer is cached for 300 s and never beyond the token's
-    expiry, a refusal for 15 s. While Keystone is unreachable, an old answer stays valid until the token expires.
+    Concurrent calls for one token ask Keystone once. An answer about a known token is cached for 300 s, but never
+    beyond the token's expiry; the answer that a token is unknown is cached for 15 s. While Keystone is unreachable, an
+    old answer about a known token stays valid until the token expires.
     """
 
     def __init__(
@@ -93,13 +94,18 @@ class TokenCache:
         return None if not allow_expired and self._clock() >= result.expires_at else result.caller
 
     def _get_cached(self, key: _CacheKey) -> TokenResult | None:
-        """Return the cached answer if it is fresh or its token has expired; otherwise None. Does not ask Keystone."""
+        """Return Keystone's cached answer if it is fresh, or if its token has expired (then no question is needed).
+
+        Otherwise return None. Does not ask Keystone.
+        """
         result, fresh_until = self._valid.get(key) or self._unknown.get(key) or (UNKNOWN_TOKEN, 0.0)
         is_expired = not key[1] and result.caller is not None and self._clock() >= result.expires_at
         return result if is_expired or self._monotonic() < fresh_until else None
 
     def _ask_once(self, key: _CacheKey, token: str) -> TokenResult:
-        """Ask Keystone once per token at a time: the first thread asks, the others wait and get the same result."""
+        """Ask Keystone once per token at a time: the first thread asks, the others wait and get the same result or the
+        same TokenCheckUnavailableError.
+        """
         with self._lock:
             if result := self._get_cached(key):
                 return result
@@ -142,8 +148,9 @@ class TokenCache:
     def _ask_unless_paused(self, token: str, allow_expired: bool) -> TokenResult:
         """Ask Keystone and remember whether it could be reached. Raises TokenCheckUnavailableError.
 
-        After Keystone was unreachable, that error is raised without asking for `UNREACHABLE_PAUSE_S`. Then one thread
-        asks, and the others still get the error until it has an answer, for at most `PROBE_TIMEOUT_S`.
+        For `UNREACHABLE_PAUSE_S` seconds after Keystone was unreachable, Keystone is not asked and the error is raised
+        at once. Then one thread asks; the others still get the error until that thread has an answer, for at most
+        `PROBE_TIMEOUT_S` seconds.
         """
         with self._lock:
             if failure := self._last_failure:

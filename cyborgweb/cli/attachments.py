@@ -119,7 +119,7 @@ def _detach(cli_context: CliContext, uuids: Sequence[str], reason: str, wait: bo
     """
 
     def detach(uuid: str) -> dict[str, Any]:
-        """Order the detachment, follow it if that is wanted, and return the row to show. Raises CliError."""
+        """Order the detachment of one attachment; with `wait`, follow it. Return the row to show. Raises CliError."""
         current = cli_context.api.post(f"attachments/{uuid}/detach/", options.drop_empty({"reason": reason}))
         if wait:
             current = _follow_attachment(cli_context, current, "detach", GONE_STATES)

@@ -118,7 +118,7 @@ def discover_services(
 
 
 def describe_ended_command(command: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields that a command adds to its row when it has ended: outcome, exit code, state and text.
+    """Return the fields with which an ended command updates its output row: outcome, exit code, state and text.
 
     Every state but `succeeded` counts as failed, with the code REFUSED.
     """

@@ -64,7 +64,8 @@ def _describe_sampled(load: dict[str, Any] | None) -> str:
 
 
 def _report_missing_hosts(census: dict[str, Any]) -> None:
-    """Print on standard error which hosts did not answer, with the reason, and how many hosts were not asked.
+    """Print on standard error which hosts did not answer and why, and how many were left out because there are too
+    many.
 
     At most MAX_MISSING_NAMED hosts are named; the others are counted.
     """

@@ -35,7 +35,7 @@ NEVER_SENT_ERRORS = ("NewConnectionError", "NameResolutionError")
 
 
 class ApiClient(ABC):
-    """A client of the API below `/api/`. Every method raises CliError, with the API's own error message if any."""
+    """A client of the API below `/api/`. A request that fails raises CliError, with the API's own message if any."""
 
     @property
     @abstractmethod
@@ -46,9 +46,9 @@ class ApiClient(ABC):
     def send_request(
         self, method: str, path: str, *, params: Mapping[str, Any] | None = None, json: Any = None, data: Any = None
     ) -> dict[str, Any]:
-        """Send a request to `path` below `/api/` and return the decoded answer.
+        """Send a request to `path` below `/api/` and return the decoded answer, {} if it is empty.
 
-        The body is `json`, or the bytes that `data` can read.
+        `params` is the query. The body is `json`, or the bytes that `data` can read. Raises CliError.
         """
 
     def spell_verb(self, verb: str) -> str:
@@ -80,9 +80,10 @@ class ApiClient(ABC):
         return self.send_request("POST", path, params=query, data=content)
 
     def iterate_rows(self, path: str, limit: int, **query: Any) -> Iterator[dict[str, Any]]:
-        """Yield at most `limit` rows of a list, fetching page after page.
+        """Yield at most `limit` rows of a list, fetching page after page. `query` holds the filters.
 
-        Only the query of a `next` link is used, so the token is never sent to any address but the configured one.
+        Of the link to the next page only the query is used, so the token is never sent to any address but the
+        configured one. Raises CliError, also when the answer is not a list.
         """
         query |= {"limit": min(limit, PAGE_SIZE)}
         while limit > 0:
@@ -104,7 +105,10 @@ class HttpApiClient(ApiClient):
 
     @property
     def server_name(self) -> str:
-        """The server's address; without --url it is looked up in the service catalogue, which costs a login."""
+        """The server's URL without `/api`; without --url it is looked up in the service catalogue, which costs a login.
+
+        Raises the errors of `open_session`.
+        """
         return str(self._session_and_url[1])
 
     @cached_property
@@ -118,7 +122,8 @@ class HttpApiClient(ApiClient):
     def send_request(self, method: str, path: str, **request_options: Any) -> dict[str, Any]:
         """Send a request, logging in first if necessary, and return the decoded answer.
 
-        Raises CliError. If a change may have been made although no answer came, the text says so.
+        Raises CliError if the login fails, the server cannot be reached or trusted, or it answers with an error. If a
+        change may have been made although no answer came, the text says so.
         """
         from keystoneauth1 import exceptions
 
@@ -203,9 +208,9 @@ def decode_response(response: Any, server_url: str) -> dict[str, Any]:
 
 
 def _describe_cause(error: Exception) -> str:
-    """Return the message of the operating system or of TLS in an error that libraries have wrapped.
+    """Return the message of the operating system or of TLS that the text of a library's error contains.
 
-    Without such a message return the first 300 characters of the error.
+    If it contains none, return the first 300 characters of the error on one line.
     """
     text = " ".join(str(error).split())
     found = re.search(r"\[Errno -?\d+\] ([^'\")\]]+)|certificate verify failed: ([^(]+)", text)

@@ -1,4 +1,4 @@
-"""Commands for devices (list, show, ready, maintain, drain, retire), and agent-list."""
+"""Commands that list and show devices and change their state, and agent-list."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ DEVICE_STATES = ("inactive", "installing", "ready", "maintenance", "failed", "qu
 DEVICE_COLUMNS = ("uuid", "state", "status", "type", "model", "address", "host=host.name", "driver", "backend", "held")
 MAX_HISTORY = 10
 PROGRESS_STEP = 200
-"""If more devices than these are changed, the number of those that are done is printed after each such step."""
+"""After this many devices, and each time as many more are done, the progress is printed; never for fewer devices."""
 ACTION_COLUMNS = ("uuid=target", "outcome", "state", "host", "address", "text")
 AGENT_COLUMNS = ("host=host.name", "state", "seen_at", "version", "address", "barred_reason")
 AGENT_STATES = ("up", "late", "down", "revoked", "clone")
@@ -188,9 +188,10 @@ def agent_list(cli_context: CliContext, limit: int, **filters: Any) -> None:
 def _apply_action(
     cli_context: CliContext, devices: Sequence[str], action: str, body: dict[str, str]
 ) -> list[dict[str, Any]]:
-    """Apply an action to devices and return a row for each. Nothing is changed if a name is wrong.
+    """Apply an action to devices, one after the other, and return a row for each. `body` is sent with each request.
 
-    Raises the errors of `resolve_device` for a wrong name. A refusal becomes a row or, with a single device, CliError.
+    For a wrong name, nothing is changed and the error of `resolve_device` is raised. A refusal becomes a row; with a
+    single device, CliError is raised instead.
     """
     uuids = names.resolve_devices(cli_context.api, devices)
     numbers = itertools.count(1)
@@ -206,7 +207,9 @@ def _apply_action(
 
 
 def _build_device_row(shown: dict[str, Any]) -> dict[str, Any]:
-    """Convert a device of the API into an output row; its text names the requests still draining, or why it failed."""
+    """Convert a device of the API into an output row. The row's text says how many requests the drain still waits for,
+    or why the device failed; otherwise it is ''.
+    """
     draining = shown["draining"]
     drain_text = ""
     if draining:

@@ -78,7 +78,7 @@ def read_settings_file(context: click.Context, parameter: click.Parameter, path:
 
 
 def _parse_settings(text: str, path: str) -> Any:
-    """Parse settings as TOML, JSON or YAML, chosen by the ending of `path`. Raises ValueError."""
+    """Parse settings as TOML or JSON if `path` ends so, else as YAML. Raises ValueError if they cannot be parsed."""
     if path.endswith(".toml"):
         import tomllib
 
@@ -96,9 +96,9 @@ def _parse_settings(text: str, path: str) -> Any:
 def _parse_set_options(
     context: click.Context, parameter: click.Parameter, assignments: tuple[str, ...]
 ) -> dict[str, Any]:
-    """Parse the `name=value` options; a value that is valid JSON is decoded, any other stays text.
+    """Parse the `name=value` options into a dict; a value that is valid JSON is decoded, any other stays text.
 
-    Raises BadParameter.
+    Raises BadParameter for another form, or for too many options.
     """
     return {
         name: _parse_value(text) for name, text in options.parse_key_values(context, parameter, assignments).items()
@@ -243,7 +243,7 @@ def _merge_settings(file: dict[str, Any] | None, values: dict[str, Any]) -> dict
 
 
 def _describe_hosts(rollout_options: dict[str, Any]) -> str:
-    """Describe the selected hosts in words, for the question before uninstalling."""
+    """Return a text that describes the selected hosts, for the question before uninstalling."""
     like_text = f" like {rollout_options['hosts_like']}" if rollout_options["hosts_like"] else ""
     having_text = f" with {rollout_options['hosts_with']}" if rollout_options["hosts_with"] else ""
     return ", ".join(rollout_options["hosts"]) or (
@@ -267,9 +267,10 @@ def _start_rollout(
 ) -> None:
     """Start a rollout and show the state of each of its hosts; with `wait`, first follow it until it has ended.
 
-    `changes` are the request's fields for this `op`. Raises UsageError if the hosts are not selected in one of the
-    three ways; CliError if a host in `hosts` does not exist or the rollout is refused. Exits with REFUSED, or PARTIAL,
-    if hosts have failed or were skipped.
+    `changes` are the request's fields for this `op`. Raises UsageError unless the hosts are selected in exactly one
+    way: by `hosts`, by `hosts_like` and `hosts_with` (one or both), or by `all_hosts`; CliError if a host in `hosts`
+    does not exist or the rollout is refused. Exits with REFUSED if all hosts have failed or were skipped, with PARTIAL
+    if some have.
     """
     criteria = {"name": hosts_like, "driver": hosts_with, "all": all_hosts or None}
     selector = {name: value for name, value in criteria.items() if value}
@@ -294,7 +295,7 @@ def _start_rollout(
 
 
 def _follow_rollout(cli_context: CliContext, rollout: dict[str, Any], title: str) -> dict[str, Any]:
-    """Follow a rollout until it has ended and no host is at work any more; return it as it is then.
+    """Follow a rollout until it has ended and no host changes its driver any more; return it as the API shows it then.
 
     Raises CliError in the same cases as `follow_until_ended`.
     """

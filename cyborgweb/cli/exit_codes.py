@@ -11,7 +11,10 @@ from cyborgweb.errors import CyborgwebError
 
 
 class ExitCode(IntEnum):
-    """Exit codes of the command, documented in `docs/cli.md`."""
+    """Exit codes of the command, documented in `docs/cli.md`.
+
+    AWAY: the server cannot be reached or trusted, or is busy. PARTIAL: several targets ended with different codes.
+    """
 
     DONE = 0
     REFUSED = 1
@@ -39,14 +42,14 @@ class CliError(CyborgwebError, click.ClickException):
         return f"{self.message} [{self.reason}]" if self.reason else self.message
 
     def show(self, file: IO[Any] | None = None) -> None:
-        """Print the message, after the command's name, on `file` or standard error."""
+        """Print the error's message, after the command's name, on `file`; on standard error if it is None."""
         click.echo(f"cyborg: {self.format_message()}", file=file, err=True)
 
 
 def to_printable_line(text: str) -> str:
     """Return `text` on one line: white space becomes blanks, other characters that cannot be printed become U+FFFD.
 
-    Hosts and tenants wrote some of it, and control characters could change the terminal.
+    The text may come from hosts and tenants, and their control characters could change the terminal.
     """
     return "".join(
         sign if sign.isprintable() else " " if sign.isspace() else "\N{REPLACEMENT CHARACTER}" for sign in text

@@ -38,7 +38,8 @@ def follow_until_ended(title: str, later_command: str, poll: Callable[[], WorkPr
     """Call `poll` repeatedly and show its progress until the work has ended.
 
     `title` names the work; `later_command` is the command with which the user can look again, named in error messages.
-    Raises CliError on Ctrl-C, on any error of `poll`, and when the server could not be reached for `MAX_OUTAGE_S`.
+    If `poll` raises CliError with AWAY, it is called again for up to `MAX_OUTAGE_S` seconds. Raises CliError when these
+    have passed, for any other CliError of `poll`, and on Ctrl-C. The work goes on at the server in any case.
     """
     printed_text, pause, answered_at = "", FIRST_PAUSE_S, time.monotonic()
     try:
@@ -78,8 +79,8 @@ def wait_for_commands(
 ) -> dict[str, dict[str, Any]]:
     """Follow commands until all of them have ended; return the ended commands by uuid, successful or not.
 
-    `title` and `later_command` are those of `follow_until_ended`, and CliError is raised in the same cases. Without any
-    uuids nothing happens.
+    `title` and `later_command` are those of `follow_until_ended`, and CliError is raised in the same cases. A command
+    that failed raises nothing. Without any uuids nothing is fetched.
     """
     command_by_uuid: dict[str, dict[str, Any]] = {uuid: {} for uuid in uuids}
 

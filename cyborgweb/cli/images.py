@@ -24,7 +24,7 @@ CHUNK_BYTES = 1_048_576
 
 @dataclass
 class FileWithProgress:
-    """A file of `size` bytes that is being sent; every read advances the progress bar, if there is one."""
+    """A file of `size` bytes that is being sent; every read advances the progress bar `bar`, which may be None."""
 
     file: IO[bytes]
     size: int
@@ -39,14 +39,14 @@ class FileWithProgress:
         return iter(lambda: self.read(CHUNK_BYTES), b"")
 
     def read(self, number: int = -1) -> bytes:
-        """Return at most `number` bytes, by default all that are left, and advance the progress bar."""
+        """Return at most `number` bytes of the file, by default all that are left, and advance the progress bar."""
         chunk = self.file.read(number)
         if self.bar:
             self.bar.update(len(chunk))
         return chunk
 
     def readline(self, number: int = -1) -> bytes:
-        """Return at most `number` bytes, without regard to line ends, because an upload has no lines.
+        """Return at most `number` bytes of the file, without regard to line ends, because an upload has no lines.
 
         WSGI requires this method.
         """

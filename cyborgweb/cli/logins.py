@@ -81,9 +81,10 @@ def open_session(login: LoginOptions) -> tuple[Any, str]:
 
 
 def _choose_login_field(login: LoginOptions) -> str:
-    """Return which of LOGIN_FIELDS to use: the one given as an option, else the first one set in the environment.
+    """Return which of LOGIN_FIELDS to use: the one given as an option, else the first of them that is set at all.
 
-    If none is set, return `os_cloud`, because the OS_… variables may be set. Raises CliError for several options.
+    If none is set, return `os_cloud`, because the OS_… variables may be set. Raises CliError if several are given as
+    options.
     """
     given_options = [way for way in LOGIN_FIELDS if way in login.from_command_line]
     if len(given_options) > 1:

@@ -102,5 +102,5 @@ for command in VERB_COMMANDS:
 
 
 def main() -> None:
-    """Run the command line; never returns, because click ends the process."""
+    """Run the command line; never returns, because click ends the process with the exit code."""
     cli(prog_name="cyborg")

@@ -14,7 +14,7 @@ STOPPING_CODES = (ExitCode.AWAY, ExitCode.NOT_ALLOWED)
 
 
 def run_for_each(targets: Sequence[str], action: Callable[[str], dict[str, Any]]) -> list[dict[str, Any]]:
-    """Call `action` on every target and return one row for each, with `outcome` `done` or `refused`.
+    """Call `action` on each target in turn, and return one row for each, with `outcome` `done` or `refused`.
 
     A CliError becomes a `refused` row with its message, reason and exit code; after one of STOPPING_CODES the remaining
     targets are not tried. With a single target the CliError is raised instead.

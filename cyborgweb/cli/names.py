@@ -56,7 +56,9 @@ def resolve_device(api: ApiClient, text: str) -> str:
 
 
 def resolve_devices(api: ApiClient, texts: Iterable[str]) -> list[str]:
-    """Return the uuids of devices, each once; raises as `resolve_device` does for the first wrong name."""
+    """Return the uuids of devices in this order, each once. For the first wrong name raises as
+    `resolve_device` does.
+    """
     return list(dict.fromkeys(resolve_device(api, text) for text in texts))
 
 

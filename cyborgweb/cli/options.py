@@ -86,7 +86,8 @@ def verb_command(
 
 
 def connection_options(hidden: bool = False) -> list[click.Parameter]:
-    """Return the connection options: server address, authentication, TLS, timeout.
+    """Return the connection options: server address, authentication, TLS, timeout. They store what they are given in
+    `CliContext.login`.
 
     With `hidden` they are left out of the help and read no environment variables, because the visible options of the
     group already do.
@@ -119,7 +120,7 @@ def connection_options(hidden: bool = False) -> list[click.Parameter]:
 
 
 def output_options() -> list[click.Parameter]:
-    """Return the output options --format, --json and --columns."""
+    """Return the options --format, --json and --columns, which store what they are given in `CliContext.output`."""
     return [
         click.Option(
             ["--format", "-f"],
@@ -155,7 +156,7 @@ def _store_in_context(
     """
 
     def store(context: click.Context, parameter: click.Parameter, value: Any) -> None:
-        """Store the converted value; do nothing if it is empty."""
+        """Store the option's converted value in the CliContext; do nothing if it is empty."""
         if not value:
             return
         cli_context = context.ensure_object(CliContext)
@@ -201,7 +202,9 @@ command_reason_option = click.option(
 
 
 def read_dash(context: click.Context, parameter: click.Parameter, words: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the words of an argument without repetitions; the word - stands for the words on standard input."""
+    """Return the words of an argument without repetitions. The word `-` is replaced by the words on standard input,
+    which is read to its end.
+    """
     return tuple(dict.fromkeys(one for word in words for one in (sys.stdin.read().split() if word == "-" else [word])))
 
 

@@ -41,7 +41,9 @@ UNCUT_COLUMNS = ("uuid", "id", "command")
 
 @dataclass
 class OutputOptions:
-    """The output options. `columns` are names of the verb's columns, or paths into a row, such as host.name."""
+    """The output options. `format` is one of FORMATS; `columns` are names of the verb's columns, or paths into a row,
+    such as host.name, () for the verb's own columns.
+    """
 
     format: str = "table"
     columns: tuple[str, ...] = ()
@@ -53,7 +55,7 @@ def print_rows(
     """Print rows on standard output in the chosen format.
 
     A column is a field, or `name=path` with a path into the row. `empty_text` is printed on standard error if a table
-    has no rows. Raises UsageError for an unknown column.
+    has no rows. Raises UsageError if the user chose a column that the first row does not have.
     """
     row_list = list(rows)
     path_by_name = dict(_parse_column(column) for column in columns)
@@ -97,9 +99,10 @@ def _prepend_header(names: Iterable[str], cells: list[list[str]], output: Output
 
 
 def print_row(row: Mapping[str, Any], output: OutputOptions) -> None:
-    """Print one row: in the table format a line for each non-empty field, in JSON and YAML the whole object.
+    """Print one row on standard output: as a table, a line for each non-empty field; as CSV, a line for each field; as
+    JSON or YAML, the whole object.
 
-    Raises UsageError for an unknown field.
+    If `output` has columns, only these fields are printed, also empty ones. Raises UsageError for an unknown field.
     """
     chosen_values = {name: _value_at_path(row, name) for name in output.columns} or dict(row)
     if unknown := [name for name in chosen_values if name.split(".")[0] not in row]:
@@ -151,7 +154,9 @@ def format_table_lines(rows: Sequence[Sequence[str]], width: int) -> Iterable[st
 
 
 def format_cell(value: Any) -> str:
-    """Format a value on one line for people."""
+    """Format a value on one line for people: '' for None, yes or no for a bool, a list with commas, an object as
+    `_format_object` does, and a time of the API to the second.
+    """
     match value:
         case None:
             return ""
@@ -165,7 +170,10 @@ def format_cell(value: Any) -> str:
 
 
 def format_lines(value: Any) -> list[str]:
-    """Format a value for people, one line for each part of a list or each line of a text."""
+    """Format a value for people, as one or more lines.
+
+    A list of objects or of texts with blanks gives one line for each element, a text one line for each of its lines.
+    """
     match value:
         case list() if any(isinstance(one, dict) or " " in str(one) for one in value):
             return [_format_values(one) if isinstance(one, dict) else format_cell(one) for one in value]
@@ -177,7 +185,7 @@ def format_lines(value: Any) -> list[str]:
 
 
 def _format_object(value: Mapping[str, Any]) -> str:
-    """Format an object on one line: as its name, as its PCI address, else as `key=value` pairs."""
+    """Format an object on one line: by its name if it has one, else as a PCI address or as `key=value` pairs."""
     match value:
         case {"name": name}:
             return format_cell(name)

@@ -63,9 +63,10 @@ def choose_socket_folder(wanted: Path) -> Path:
 
 
 def find_binaries(pg_bin: str = "", wanted_major: int | None = None) -> PostgresBinaries:
-    """Return the first usable binaries: of the version `wanted_major` if given, otherwise of any supported version.
+    """Return the best installed binaries: of the version `wanted_major` if given, otherwise of any supported version.
 
-    Raises PostgresError if there are none.
+    If `pg_bin` is set, only that folder is searched. Raises PostgresError if there are none, or if `wanted_major` is
+    older than MIN_MAJOR.
     """
     binaries = _list_binaries(pg_bin)
     usable = [b for b in binaries if b.major >= MIN_MAJOR and wanted_major in (None, b.major)]
@@ -82,9 +83,10 @@ def find_binaries(pg_bin: str = "", wanted_major: int | None = None) -> Postgres
 
 
 def find_client_program(name: str, major: int, pg_bin: str = "") -> Path:
-    """Return the path of `pg_dump` or `pg_restore` for a server of this major version.
+    """Return the path of the program `name` (`pg_dump` or `pg_restore`) for a server of this major version.
 
-    Prefers the same version, then the next later one that is installed. Raises PostgresError if there is none.
+    Prefers the same version, then the next later one that is installed. If `pg_bin` is set, only that folder is
+    searched. Raises PostgresError if there is none.
     """
     candidates = [
         (version, folder / name)
@@ -137,8 +139,10 @@ def _read_major_version(program: Path) -> int | None:
 class Postgres:
     """One PostgreSQL server for one data directory. Call `start`, then `stop`.
 
-    If this process is killed, the server stops by itself (fast shutdown), where `setpriv` is installed. `durable=False`
-    is for data that nobody keeps.
+    `home` is the folder of the data directory, the socket and the log; `pg_bin` is the folder of the binaries, '' to
+    search for them. If this process is killed, the server stops by itself (fast shutdown), where `setpriv` is
+    installed. `durable=False` is for data that nobody keeps. A start ends as soon as `should_give_up` returns True.
+    `process` is the server's process, None before the first start.
     """
 
     home: Path
@@ -158,10 +162,12 @@ class Postgres:
         return choose_socket_folder(self.home / "run")
 
     def start(self) -> None:
-        """Start the server and return when it accepts connections. Create the data directory first if there is none.
+        """Start the PostgreSQL server and return when it accepts connections. Create the data directory if there is
+        none.
 
-        Raises PostgresError if there are no binaries for the data directory, if a folder cannot be used, after
-        `START_S` seconds without success, or as soon as `should_give_up` returns True.
+        Raises PostgresError if there are no binaries for the data directory, if the socket's folder belongs to another
+        user, if the data directory cannot be created, after `START_S` seconds without success, or as soon as
+        `should_give_up` returns True; OSError if a folder cannot be created.
         """
         version = self.data / "PG_VERSION"
         binaries = find_binaries(self.pg_bin, int(version.read_text()) if version.exists() else None)
@@ -205,8 +211,8 @@ class Postgres:
         new_data.rename(self.data)
 
     def _run_server(self, binaries: PostgresBinaries, user_prefix: list[str]) -> None:
-        """Start the server process, again and again until it accepts connections. Raises PostgresError with the end of
-        its log after `START_S` seconds, or when `should_give_up` returns True.
+        """Start the PostgreSQL process, and again if it ends, until it accepts connections. Raises PostgresError with
+        the end of its log after `START_S` seconds, or when `should_give_up` returns True.
         """
         values = (
             f"unix_socket_directories={self.socket}",
@@ -236,8 +242,8 @@ class Postgres:
             time.sleep(0.3)  # an old server may still be shutting down, and its lock file still exist
 
     def _wait_until_accepting(self, end: float) -> bool:
-        """Return True when the server accepts connections; False if it has ended, at `end` (monotonic clock), or when
-        `should_give_up` returns True.
+        """Return True when PostgreSQL accepts connections; False if the server has ended, at `end` (monotonic clock),
+        or when `should_give_up` returns True.
         """
         import psycopg
 
@@ -264,9 +270,9 @@ class Postgres:
                 connection.execute(sql.SQL("CREATE DATABASE {}").format(sql.Identifier(name)))
 
     def stop(self, timeout: float = 5.0) -> None:
-        """Stop the server: fast shutdown, then immediate shutdown, then SIGKILL, with `timeout` seconds for each.
+        """Stop the PostgreSQL server: fast shutdown, then immediate shutdown, then SIGKILL, each for `timeout` seconds.
 
-        Returns when the server has ended, or after the last timeout.
+        Returns when the server has ended, or after the last timeout. Does nothing if it was never started.
         """
         if self.process is None:
             return

@@ -33,17 +33,21 @@ log = logging.getLogger(__name__)
 _watcher_gauge = metrics.create_gauge("cyborg_console_watchers", "Console pages that are open in a browser.")
 
 MAX_ROWS_PER_PAGE = 15
-"""Changed rows sent to one page per look; the others follow in the next looks."""
+"""Largest number of changed rows sent to one page per look; the others follow in the next looks."""
 MAX_RENDERED_ROWS = 300
+"""Largest number of rows that are rendered per look, for all pages together; also when one page begins to follow a
+list.
+"""
 MAX_CACHED_ROWS = 1000
 """Rendered rows kept in memory per list; a list that reaches this number is rendered again."""
 MAX_RELOAD_HINTS = 2
-"""Pages per look, of all, that are told to reload themselves: with a thousand open pages this makes four requests a
-second.
+"""How many of all open pages are told per look to reload themselves. With two looks a second, this makes at most four
+requests a second, however many pages are open.
 """
 MAX_RELOAD_DELAY_S = 5.0
-"""Seconds after which a page that still waits for its reload is no longer shown as live."""
+"""Seconds after which a page that still waits for its reload hint is no longer shown as live."""
 KEEPALIVE_INTERVAL_S = 8.0
+"""Seconds after which a live page gets a message even if nothing has changed."""
 CLOCK_RENDER_INTERVAL_S = 10.0
 """Seconds between two renderings of lists that read tables without a generation, because some of their text depends
 on the time.
@@ -105,30 +109,45 @@ class ConsoleWatcher:
     post: Callable[[str | int], None]
     user: Any = None
     permission_fingerprint: str = ""
+    """The user's `session_permissions.fingerprint_permissions` when the page was admitted."""
     is_plain_page: bool = False
     """Whether the page has reported that it is not a list."""
     snapshot: ListSnapshot | None = None
+    """The list that the page shows; None for a page that is not a list."""
     sent_rows: dict[Any, tuple[object, dict[str, int]]] = field(default_factory=dict)
+    """Primary key of each row on the page → the row's version and the fingerprints of its cells, as they were sent
+    last."""
     row_names: dict[Any, str] = field(default_factory=dict)
+    """Primary key → the text by which the page names the row."""
     synced_state: object = None
     """The state (see `LiveFeed._compute_list_state`) at which the page was last up to date; None if it still waits for
     rows.
     """
     is_live: bool = False
+    """Whether the page is being kept up to date now."""
     announced_live: bool = False
+    """The value of `is_live` that was sent to the page last."""
     pending_message: dict[str, Any] = field(default_factory=dict)
+    """The content of the next message to the page."""
     sending_since: float | None = None
+    """When the message was posted that the page has not accepted yet (monotonic clock); None if there is none."""
     next_keepalive_at: float = 0.0
     hinted_at: float = 0.0
+    """When the page was told last to reload itself (monotonic clock)."""
     waiting_since: float | None = None
+    """Since when the page waits to be told to reload itself; None if it does not."""
     new_count: int = 0
+    """The number of new rows that was noted for the page last."""
     counted_state: object = None
+    """The state at which its new rows were counted last."""
     next_count_at: float = 0.0
 
 
 class LiveFeed:
-    """The feed thread and its queue. `add_watcher`, `follow_rows` and `remove_watcher` are called from the event loop
-    and do not block; the private methods run in the thread, which starts with the first `add_watcher`.
+    """The thread that keeps open console pages up to date, and its queue of calls.
+
+    `add_watcher`, `follow_rows` and `remove_watcher` are called from the event loop and do not block. The private
+    methods run in the thread, which starts with the first `add_watcher`.
     """
 
     def __init__(self, intervals: FeedIntervals = FeedIntervals()) -> None:
@@ -144,10 +163,11 @@ class LiveFeed:
         self._stopping = False
 
     def add_watcher(self, watcher: ConsoleWatcher) -> None:
-        """Register a page, and find out whose session it has.
+        """Register an open console page, and find out who is logged in with its session. The feed's thread does it
+        later.
 
-        Its socket is closed with SIGNED_OUT if the session's user may not enter the console, and with TRY_AGAIN_LATER
-        if the database fails.
+        SIGNED_OUT is posted to the page if nobody is logged in with the session or the user may not enter the console,
+        and TRY_AGAIN_LATER if the database fails. The page is not registered then.
         """
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="live", daemon=True)
@@ -155,18 +175,21 @@ class LiveFeed:
         self._calls.put((self._admit_watcher, (watcher,)))
 
     def follow_rows(self, watcher: ConsoleWatcher, path: str, query: str, rows: list[str]) -> None:
-        """Follow these rows of the list at `path?query` for this page from now on. An empty `path` means that the
-        page is not a list.
+        """Follow these rows (keys as texts) of the list at `path?query` for this page from now on, in place of all rows
+        that it followed before. An empty `path` means that the page is not a list. The feed's thread does it later.
+
+        If the list cannot be followed, a close code is posted to the page.
         """
         self._calls.put((self._start_following, (watcher, path, query, rows)))
 
     def remove_watcher(self, watcher: ConsoleWatcher) -> None:
-        """Remove a page that has disconnected. Nothing is posted to it."""
+        """Remove a page that has disconnected; the feed's thread does it later. Nothing is posted to the page."""
         self._calls.put((self._watchers.discard, (watcher,)))
 
     def stop(self) -> None:
-        """Stop the thread, which closes its database connection, and wait for it for at most 15 s. For tests; a real
-        process just ends.
+        """Stop the feed's thread, which closes its database connection, and wait for it for at most 15 s.
+
+        For tests; a real process just ends.
         """
         self._stopping = True
         self._calls.put((lambda: None, ()))
@@ -174,8 +197,8 @@ class LiveFeed:
             self._thread.join(15)
 
     def _run(self) -> None:
-        """The thread's loop: process calls and look at all pages until `stop`. It survives every error: all pages are
-        then marked as not live.
+        """The loop of the feed's thread: process queued calls and check all pages until `stop`. After an error all
+        pages are marked as not live, and the loop goes on.
         """
         while not self._stopping:
             try:
@@ -190,8 +213,10 @@ class LiveFeed:
         connection.close()
 
     def _process_next_call(self) -> None:
-        """Process one queued call, or wait until the next look is due. Without watchers it closes the database
-        connection and waits for a call; after each call it rests as long as the call took, at most 0.5 s.
+        """Process one queued call; if none comes, return when the next look is due.
+
+        Without watchers it closes the database connection and waits for a call. After a call it rests as long as the
+        call took, but at most 0.5 s.
         """
         if not self._watchers:
             connection.close()
@@ -201,8 +226,8 @@ class LiveFeed:
             time.sleep(min(0.5, _measure_duration(lambda: method(*arguments))))
 
     def _admit_watcher(self, watcher: ConsoleWatcher) -> None:
-        """Find out the user of the page's session and add the page, or post SIGNED_OUT if that user may not enter the
-        console. Post TRY_AGAIN_LATER if the database fails.
+        """Find out the user of the page's session and add the page to the watchers. Post SIGNED_OUT instead if there is
+        no user or the user may not enter the console, and TRY_AGAIN_LATER if that cannot be found out.
         """
         try:
             self._read_generations()
@@ -259,10 +284,10 @@ class LiveFeed:
 
     def _check_all_pages(self) -> None:
         """Check all pages once: read generations, periodically check permissions, then send changed rows, counts of new
-        rows and reload hints.
+        rows and reload hints, and a keep-alive message where one is due.
 
-        If this fails, mark all pages as not live and tell them so. Pages that have not accepted their last message yet
-        are left out.
+        If this fails, mark all pages as not live and send them that. Pages that have not accepted their last message
+        yet are left out.
         """
         now = time.monotonic()
         try:
@@ -299,16 +324,17 @@ class LiveFeed:
                 self._send_pending_message(watcher)
 
     def _read_generations(self) -> None:
-        """Read all generations. This is the first statement of every piece of work, because it also sets the
-        statement timeout for the following ones.
+        """Read all generations, which count the writes to tables, and set the connection's statement timeout.
+
+        This must be the first statement of every piece of work.
         """
         with connection.cursor() as cursor:
             cursor.execute(SELECT_GENERATIONS, [str(STATEMENT_TIMEOUT_MS)])
             self._generations = {name: value for name, value, _ in cursor.fetchall()}
 
     def _mark_all_not_live(self, error: Exception) -> None:
-        """Handle a failed look: mark all pages as not live, close the connection, and compare everything at the next
-        look.
+        """Handle a failed look: log the error, mark all pages as not live, close the database connection, and make the
+        next look compare all rows. Sends nothing.
         """
         log.warning(
             "live pages cannot be updated now: %s",
@@ -321,8 +347,8 @@ class LiveFeed:
         connection.close()
 
     def _check_permissions(self) -> None:
-        """Disconnect pages whose session has ended or whose user's permissions changed in any way. A page that
-        reconnects gets the permissions that hold then.
+        """Remove the pages whose session has ended, or whose user's password or permissions have changed in any way,
+        and post SIGNED_OUT to them. A page that connects again gets the permissions that are valid then.
         """
         live_sessions = session_permissions.filter_live_sessions({one.session_key for one in self._watchers})
         fingerprints = session_permissions.fingerprint_permissions({one.user.pk for one in self._watchers})
@@ -357,8 +383,8 @@ class LiveFeed:
         """Find the rows that differ on these pages, list by list, and note them in the pages' pending messages.
 
         At most MAX_RENDERED_ROWS rows are rendered; pages beyond that wait for a later look. If one list fails, its
-        pages are removed and closed with TRY_AGAIN_LATER, and the others go on. OperationalError and InterfaceError
-        are raised, and any error if the connection is lost.
+        pages are removed and closed with TRY_AGAIN_LATER, and the other lists go on. But OperationalError and
+        InterfaceError are raised, and every error is raised if the database connection is lost.
         """
         by_list: dict[Any, list[ConsoleWatcher]] = defaultdict(list)
         for watcher in watchers:
@@ -379,8 +405,10 @@ class LiveFeed:
     def _update_pages_of_list(
         self, watchers: list[ConsoleWatcher], state_by_watcher: dict[ConsoleWatcher, tuple[object, ...]], budget: int
     ) -> int:
-        """Compare all rows that pages of one list show with the database, and note what to send. Return how many
-        rows were rendered.
+        """Compare all rows that these pages of one list show with the database, and note in the pages' pending messages
+        what differs. Render at most `budget` rows, and return how many were rendered.
+
+        A page that is live gets at most MAX_ROWS_PER_PAGE rows; the others follow in a later look.
         """
         snapshot, budget_before = watchers[0].snapshot, budget
         assert snapshot
@@ -407,8 +435,11 @@ class LiveFeed:
         budget: int,
         state_by_watcher: dict[ConsoleWatcher, tuple[object, ...]],
     ) -> int:
-        """Render rows that differ, once for all pages that see them alike; return how many. Pages whose rows exceed
-        `budget` wait for a later look.
+        """Render the rows that differ, once for these pages, which all see them alike, and note them in the pages'
+        pending messages. Return how many rows were rendered; those already rendered in this version are reused.
+
+        A page with which the number would exceed `budget` gets nothing now and waits for a later look. The other pages
+        are live from now on.
         """
         snapshot = changed_by_watcher[0][0].snapshot
         assert snapshot
@@ -433,8 +464,11 @@ class LiveFeed:
         return len(keys_to_render)
 
     def _count_new_rows(self, watchers: list[ConsoleWatcher], now: float) -> None:
-        """Count, for each page, the rows that the list would show now and the page does not. The slower the query,
-        the less often it runs.
+        """Count, for each live page, the rows that its list would show now and the page does not show. Note the number
+        in the page's pending message if it has changed.
+
+        A page is counted only if its list may have changed since the last count. The slower the query, the less often
+        it runs.
         """
         keys_by_list: dict[object, set[Any]] = {}
         for one in watchers:
@@ -453,8 +487,10 @@ class LiveFeed:
 
     @staticmethod
     def _read_page_keys(snapshot: ListSnapshot, keys_by_list: dict[object, set[Any]]) -> None:
-        """Load the keys that this page of the list would show now into `keys_by_list`, unless they are there. If the
-        query fails, store the empty set; raise its error if the connection is lost.
+        """Load the primary keys that this page of the list would show now into `keys_by_list`, unless they are there.
+
+        If the query fails, for example because it takes too long, store the empty set; but if the connection is lost,
+        raise the error.
         """
         if snapshot.shared_key in keys_by_list:
             return
@@ -463,13 +499,13 @@ class LiveFeed:
         except Exception:
             if not connection.is_usable():
                 raise
-            keys_by_list[snapshot.shared_key] = set()  # it took too long: report no new rows
+            keys_by_list[snapshot.shared_key] = set()  # usually a query that took too long: report no new rows
 
     def _send_reload_hints(self, pages: list[ConsoleWatcher], now: float) -> None:
-        """Note for pages that are not lists that they must reload, if anything has changed since their last hint.
+        """If anything has changed, note in the pending messages of `pages`, which are not lists, that they must reload.
 
-        At most MAX_RELOAD_HINTS pages are told per call, longest waiting first, and each at most once in
-        `reload_hint_s` seconds. A page that has waited for MAX_RELOAD_DELAY_S is not live until it is told.
+        At most MAX_RELOAD_HINTS pages get the hint per call, those that have waited longest first, and each at most
+        once in `reload_hint_s` seconds. A page that has waited for MAX_RELOAD_DELAY_S seconds is not live until then.
         """
         if pages and now >= self._next_uncounted_at:
             self._next_uncounted_at = now + self._intervals.uncounted_query_s
@@ -490,7 +526,7 @@ class LiveFeed:
 
     @staticmethod
     def _send_pending_message(watcher: ConsoleWatcher) -> None:
-        """Post what has been noted for the page, and whether it is live, as one JSON text; then nothing is pending."""
+        """Post the page's pending message, and whether the page is live, as one JSON text. Then nothing is pending."""
         from msgspec import json
 
         watcher.sending_since = time.monotonic()
@@ -501,7 +537,10 @@ class LiveFeed:
 
 
 def _add_row_to_message(watcher: ConsoleWatcher, key: Any, rendered: RenderedRow) -> None:
-    """Note what to send about this row: that it is gone, or the cells that differ from those sent last."""
+    """Note in the page's pending message that this row is gone, or the cells that differ from those sent last.
+
+    `watcher.sent_rows` is updated. If no cell differs, nothing is noted.
+    """
     sent_fingerprints = watcher.sent_rows[key][1]
     version, cells, fingerprints = rendered
     watcher.sent_rows[key] = version, fingerprints

@@ -42,7 +42,9 @@ Cells = dict[str, str]
 
 @lru_cache(maxsize=1)
 def lists_by_path() -> dict[str, admin.ModelAdmin[Any]]:
-    """Return the console's lists by their address. Models whose first field is not the primary key are left out."""
+    """Return address → ModelAdmin of each list of the console. Models whose first field is not the primary key are left
+    out, because the versions of their rows could not be read.
+    """
     return {
         reverse(f"admin:{model._meta.app_label}_{model._meta.model_name}_changelist"): one
         for model, one in admin.site._registry.items()
@@ -51,8 +53,10 @@ def lists_by_path() -> dict[str, admin.ModelAdmin[Any]]:
 
 
 class ListSnapshot:
-    """The list at `path?query` as `user` sees it. Raises PermissionDenied if the user may not view it, KeyError if
-    there is no list at `path`. If the query is invalid, the exception of the admin's change list is passed on.
+    """The console's list at `path?query` as `user` sees it. The methods query the rows anew.
+
+    To create it runs the list's own queries once. Raises PermissionDenied if the user may not view the list, KeyError
+    if there is no list at `path`. If the query is invalid, the exception of the admin's change list is passed on.
     """
 
     def __init__(self, path: str, query: str, user: User, session: Any) -> None:
@@ -68,7 +72,9 @@ class ListSnapshot:
         """SQL of all rows that this person may see; it may differ from person to person."""
         tables = set(TABLE_PATTERN.findall(self.visible_rows_sql))
         self.collections = {COLLECTION_BY_TABLE[table] for table in tables if table in COLLECTION_BY_TABLE}
+        """The generations that count the writes to tables of this list."""
         self.is_fully_counted = tables <= COLLECTION_BY_TABLE.keys()
+        """Whether every table of this list has such a generation."""
         self.shared_key = (self.admin.opts.label_lower, query, self.columns, self.visible_rows_sql)
         """Key for sharing: rows rendered for one person can be sent to all whose key is equal."""
         self.first_keys = {row.pk for row in self._changelist.result_list}
@@ -77,7 +83,9 @@ class ListSnapshot:
         self._changelist.result_list = self._changelist.queryset = None
 
     def parse_keys(self, texts: Iterable[str]) -> dict[str, Any]:
-        """Return the primary key for each text by which pages name rows. Texts that cannot be a key are left out."""
+        """Return text → primary key, for texts by which a page names rows. Texts that cannot be a key are left out;
+        whether the rows exist is not checked.
+        """
         key_by_text = {}
         for text in texts:
             try:
@@ -87,20 +95,22 @@ class ListSnapshot:
         return key_by_text
 
     def load_versions(self, keys: Collection[Any]) -> dict[Any, int]:
-        """Return a hash for each existing row; it changes when the row, or anything joined to it, changes. One
-        statement.
+        """Return primary key → hash of the row, which changes when the row, or anything joined to it, changes.
+
+        Rows that do not exist, or that the person may not see, are left out. One statement, or none without keys.
         """
         if not keys:
             return {}
-        # The ORM's own statement in a plain one: PostgreSQL hashes the rows, so that they need not be transferred.
+        # The ORM's statement is wrapped in a plain one, so that PostgreSQL hashes the rows and sends only the hashes.
         sql, parameters = self.rows.filter(pk__in=keys).query.sql_with_params()
         with connection.cursor() as cursor:
             cursor.execute(f"SELECT q.the_key, hashtextextended(q::text, 0) FROM ({sql}) AS q(the_key)", parameters)
             return dict(cursor.fetchall())
 
     def render_rows(self, keys: Collection[Any]) -> dict[Any, Cells]:
-        """Return the cells of these rows as HTML, by primary key and `field-<column>`. Rows that the person may not
-        see, or that do not exist, are left out.
+        """Render these rows as the console's list does: primary key → `field-<column>` → the HTML inside the cell.
+
+        Rows that the person may not see, or that do not exist, are left out.
         """
         return {row.pk: self._render_cells(row) for row in self.rows.filter(pk__in=keys)}
 
@@ -118,8 +128,9 @@ class ListSnapshot:
         }
 
     def _build_request(self, path: str) -> HttpRequest:
-        """Build a GET request for the page, with the person's user and session and the list's query. No middleware has
-        seen it.
+        """Build a GET request for the list's page, with the person's user and session and the list's query.
+
+        No middleware has seen the request.
         """
         request = HttpRequest()
         request.method, request.path, request.path_info = "GET", path, path
@@ -129,5 +140,7 @@ class ListSnapshot:
 
 
 def hash_cell(html: str) -> int:
-    """Return a hash of a cell's HTML that ignores the words of relative times. Compare it in the same process only."""
+    """Return a hash of a cell's HTML that ignores the text of relative times, such as `3 min ago`. Compare it only with
+    hashes of the same process.
+    """
     return hash(RELATIVE_TIME.sub(r"\1", html))

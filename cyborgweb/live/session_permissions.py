@@ -16,8 +16,9 @@ from django.http import HttpRequest
 
 
 def user_of_session(session: str) -> Any | None:
-    """Return the logged-in user of this session after Django's own checks, or None if there is none. Whether the user
-    may enter the console is not checked.
+    """Return the user who is logged in with this session key, after Django's own checks; None if there is none.
+
+    Whether the user may enter the console is not checked.
     """
     request = HttpRequest()
     request.session = SessionStore(session)
@@ -26,8 +27,8 @@ def user_of_session(session: str) -> Any | None:
 
 
 def fingerprint_permissions(user_ids: Collection[int]) -> dict[int, str]:
-    """Return, for each of these users that may enter the console, a text that changes when their password or
-    permissions change, by user id. Users who may not enter the console are left out. One statement.
+    """Return user id → a text that changes when the user's password or superuser status changes, or a permission of the
+    user or of the user's groups. Users who may not enter the console are left out. One statement.
     """
     own_permissions, group_permissions = User.user_permissions.through, Group.permissions.through
     rows = User.objects.filter(pk__in=user_ids, is_active=True, is_staff=True).values_list(
@@ -43,6 +44,6 @@ def fingerprint_permissions(user_ids: Collection[int]) -> dict[int, str]:
 
 
 def filter_live_sessions(sessions: Collection[str]) -> set[str]:
-    """Return those of these sessions that still exist and have not expired. One statement."""
+    """Return those of these session keys whose session still exists and has not expired. One statement."""
     live_sessions = Session.objects.filter(session_key__in=sessions, expire_date__gt=Now())
     return set(live_sessions.values_list("session_key", flat=True))

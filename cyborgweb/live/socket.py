@@ -24,7 +24,7 @@ TOO_LARGE, TOO_MANY = 1009, 4429
 
 
 class FollowRequest(msgspec.Struct, forbid_unknown_fields=True):
-    """What a page shows: its address, and the keys of its rows. Raises ValueError for sizes above the limits."""
+    """What a console page sends: the path and the query of its address, and the keys of the rows that it shows."""
 
     path: str
     query: str = ""
@@ -82,8 +82,8 @@ class ConsoleSocket:
             await send({"type": "websocket.close", "code": code})
 
     async def _receive_requests(self, watcher: ConsoleWatcher, receive: Any) -> int:
-        """Pass what the page sends to the feed until it disconnects (returns 0) or breaks a limit (returns a close
-        code).
+        """Pass what the page sends to the feed. Return 0 when the page has disconnected, or a close code when it sends
+        too often, too much, or something that is no FollowRequest.
         """
         loop = asyncio.get_running_loop()
         credit, counted_at = MAX_MESSAGE_BURST, loop.time()
@@ -106,7 +106,10 @@ class ConsoleSocket:
 
 
 async def _send_messages(watcher: ConsoleWatcher, outbox: asyncio.Queue[str | int], send: Any) -> int:
-    """Send what the feed posts, in order, until it posts a close code; return that code."""
+    """Send the texts that the feed has put into the outbox, in order, until a close code comes; return that code.
+
+    When the page has accepted a text, `watcher.sending_since` becomes None.
+    """
     while isinstance(message := await outbox.get(), str):
         await send({"type": "websocket.send", "text": message})
         watcher.sending_since = None
@@ -120,8 +123,8 @@ def _put_threadsafe(loop: asyncio.AbstractEventLoop, outbox: asyncio.Queue[str |
 
 
 async def _wait_for_first(*coroutines: Any) -> int:
-    """Wait for the first of these coroutines to end, cancel the others, and return its result. Raises what that
-    coroutine raised.
+    """Run these coroutines until the first of them ends, cancel the others, and return its result. If it has raised an
+    exception, raise that.
     """
     tasks = [asyncio.ensure_future(one) for one in coroutines]
     try:
@@ -133,8 +136,8 @@ async def _wait_for_first(*coroutines: Any) -> int:
 
 
 def _is_same_origin(headers: dict[bytes, bytes]) -> bool:
-    """Return whether the page that opens the socket is ours. A page of another site could open one with our cookie,
-    but its browser names that site in the Origin header.
+    """Return whether the Origin header names the same host as the Host header, which means that our own page opens the
+    socket. A page of another site could open a socket with our cookie, but the browser names that site in Origin.
     """
     origin, host = headers.get(b"origin", b"").decode("latin-1"), headers.get(b"host", b"").decode("latin-1")
     return bool(host) and urlsplit(origin).netloc.lower() == host.lower()

@@ -42,8 +42,8 @@ TOO_MANY_LISTENERS = b"Too many listeners are connected: try again later, or ask
 
 @dataclass(frozen=True)
 class StreamIntervals:
-    """Seconds between two events, between two permission checks of a listener, and for how long these checks may
-    fail before the stream ends.
+    """Seconds between two events of a usage stream (`event_s`), between two permission checks of a listener, and for
+    how long these checks may fail before the stream ends.
     """
 
     event_s: float = 1.0
@@ -53,9 +53,10 @@ class StreamIntervals:
 
 @dataclass(eq=False)
 class _UsageListener:
-    """A client that listens to one device. If it is slow, only the newest event is kept for it.
+    """A client that listens to the device `uuid`. If it is slow, only the newest event is kept for it.
 
-    `values` are the fields that the client asked for, with their last values.
+    `values` are the fields that the client asked for, with their last values. `event` is the newest event in the format
+    of server-sent events; `has_event` is set when it must be sent, or when the stream must end (`ended`).
     """
 
     uuid: str
@@ -79,8 +80,9 @@ class _UsageListener:
 
 
 class UsageStream:
-    """The ASGI application, which serves at most MAX_LISTENERS streams. `json_application` is the application that
-    serves the same resource as JSON, on a bounded number of threads.
+    """The ASGI application that serves devices' usage as server-sent events, to at most MAX_LISTENERS clients.
+
+    `json_application` serves the same resource as JSON, on a bounded number of threads.
     """
 
     def __init__(self, json_application: Any, intervals: StreamIntervals = StreamIntervals()) -> None:
@@ -102,13 +104,13 @@ class UsageStream:
         )
 
     def end_all_streams(self) -> None:
-        """End all streams, because the process is about to stop or the reader has ended."""
+        """End all usage streams, because the process is about to stop or the reader of samples has ended."""
         for listener in self._listeners:
             listener.end_stream()
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        """Serve one stream. If the JSON resource refuses the client, pass on its answer; answer 503 if there are too
-        many streams.
+        """Serve one stream until it ends. If the JSON resource does not answer 200, pass on its answer; answer 503 if
+        there are too many streams.
         """
         if self._open_streams >= MAX_LISTENERS:
             await _send_response(
@@ -129,9 +131,10 @@ class UsageStream:
 
     async def _serve_stream(self, scope: Any, listener: _UsageListener, receive: Any, send: Any) -> None:
         """Send events, the first at once, until the client disconnects, loses its permission, is too slow, or all
-        streams are ended. The response must be started; it is ended here unless the client has disconnected.
+        streams are ended. Then end the response, unless the client has disconnected.
 
-        Registers the listener meanwhile, and starts the reader of samples if none runs. Errors are logged, not raised.
+        The caller must have started the response. The listener is registered meanwhile, and the reader of samples is
+        started if it does not run. Errors are logged, not raised.
         """
         self._listeners.add(listener)
         listener.set_next_event({})
@@ -157,16 +160,20 @@ class UsageStream:
             await _send_last_chunk(send)
 
     async def _query_json_resource(self, scope: Any) -> tuple[int, list[tuple[bytes, bytes]], bytes]:
-        """Ask the JSON resource with the client's own request; return its status, headers and body."""
+        """Send the client's own request, with its token or session, to the JSON resource; return the status, headers
+        and body of the answer.
+        """
         headers = [(name, value) for name, value in scope["headers"] if name not in (b"accept", b"if-none-match")]
         inner = dict(scope) | {"headers": [*headers, (b"accept", b"application/json")]}
         started: list[dict[str, Any]] = []
         body = b""
 
         async def receive() -> dict[str, Any]:
+            """Return an empty request body."""
             return {"type": "http.request", "body": b"", "more_body": False}
 
         async def send(event: dict[str, Any]) -> None:
+            """Keep the start of the answer and its body, in place of sending them."""
             nonlocal body
             if event["type"] == "http.response.start":
                 started.append(event)
@@ -191,7 +198,12 @@ class UsageStream:
                 return
 
     async def _read_samples(self) -> None:
-        """Read samples every `StreamIntervals.event_s` seconds and pass them to all listeners, until there are none."""
+        """Read samples every `StreamIntervals.event_s` seconds and pass them to the listeners, until no listener is
+        left.
+
+        While the database fails, which is logged, the listeners get no new samples. After any other error all streams
+        end.
+        """
         loop = asyncio.get_running_loop()
         try:
             while self._listeners:
@@ -208,15 +220,15 @@ class UsageStream:
                 await asyncio.sleep(max(0.0, started_at + self._intervals.event_s - loop.time()))
         finally:
             self._reader_task = None
-            # there are no listeners left, or the reader failed and would never tell them anything
+            # There are no listeners left, or the reader has failed and would never send them anything.
             self.end_all_streams()
 
     def _load_samples(self, uuids: Iterable[str]) -> dict[str, dict[str, Any]]:
-        """Ask the gateways for the devices' last samples, and their agents to send samples for `SAMPLE_REQUEST_S` more
-        seconds. Return the samples by uuid; runs in the thread.
+        """Ask the gateways for the devices' last samples, and the devices' agents to send samples for
+        `SAMPLE_REQUEST_S` more seconds. Return, by uuid, what `telemetry.describe_device_load` says of each device.
 
-        The host and key of each device are cached, because they do not change. Unknown devices are left out. Raises
-        DatabaseError.
+        Runs in the thread. The host and key of each device are cached, because they do not change. Unknown devices are
+        left out. Raises DatabaseError if the database fails.
         """
         wanted = set(uuids)
         try:
@@ -227,7 +239,7 @@ class UsageStream:
             hosts = {host for host, _ in self._host_and_key.values()}
             loads = telemetry.request_periodic_loads(hosts, self._intervals.event_s, SAMPLE_REQUEST_S)
         finally:
-            connection.close()  # a new connection is needed every few seconds at most
+            connection.close()  # the database is needed only every few seconds, so no connection is kept
         return {uuid: telemetry.describe_device_load(loads, *place) for uuid, place in self._host_and_key.items()}
 
 
@@ -239,8 +251,8 @@ def _create_listener(scope: Any, body: bytes) -> _UsageListener:
 
 
 async def _send_events(listener: _UsageListener, send: Any) -> None:
-    """Send each new event until the stream ends, and a comment after `SEND_TIMEOUT_S` seconds without one. Raises
-    TimeoutError if the client accepts nothing.
+    """Send each new event of the listener until its stream is ended, and a comment after `SEND_TIMEOUT_S` seconds
+    without an event. Raises TimeoutError if the client does not accept one within `SEND_TIMEOUT_S` seconds.
     """
     while not listener.ended:
         text = b": still here\n\n"

@@ -22,7 +22,7 @@ from cyborgweb.cli.exit_codes import CliError, ExitCode
 
 
 class LocalApiClient(ApiClient):
-    """A client that acts as `caller`; `spellings` maps verbs of `cyborg` to what people type in `manage.py`."""
+    """A client that acts as `caller`; `spellings` maps a verb of `cyborg` to the command line of `manage.py` for it."""
 
     server_name = "manage.py"
 
@@ -69,7 +69,7 @@ class LocalApiClient(ApiClient):
         finally:
             request_id.reset(token)
         if response.status_code == HTTPStatus.SERVICE_UNAVAILABLE:
-            close_old_connections()  # a broken one, so that whoever waits goes on when PostgreSQL is back
+            close_old_connections()  # broken ones, so that a command that waits goes on when PostgreSQL is back
         answer = SimpleNamespace(
             status_code=response.status_code, headers=response.headers, json=lambda: orjson.loads(response.content)
         )

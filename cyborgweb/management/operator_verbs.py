@@ -32,7 +32,10 @@ DJANGO_OPTIONS = {"--settings", "--pythonpath"}
 
 
 def _drop_django_options(verb: click.Command) -> click.Command:
-    """Return the verb without the spellings in DJANGO_OPTIONS of its options; their other spellings stay."""
+    """Return a copy of the verb without the option names in DJANGO_OPTIONS, which Django would take for its own.
+
+    Each option keeps its other names, such as `--settings-file`.
+    """
     copied = copy.copy(verb)
     copied.params = [copy.copy(parameter) for parameter in verb.params]
     for parameter in copied.params:
@@ -112,7 +115,9 @@ class VerbsCommand(BaseCommand):
         parser.add_argument("words", nargs="*")
 
     def run_from_argv(self, argv: list[str]) -> None:
-        """Run with the words of the command line; argparse must not take any of them for an option of its own."""
+        """Run the command with all words of the command line, options included, as arguments: `--` keeps argparse from
+        parsing them.
+        """
         super().run_from_argv([*argv[:2], "--", *argv[2:]])
 
     def print_help(self, prog_name: str, subcommand: str) -> None:
@@ -120,7 +125,11 @@ class VerbsCommand(BaseCommand):
         self.handle(words=["--help"])
 
     def handle(self, *args: Any, **options: Any) -> None:
-        """Run a verb. Raises CommandError for a refusal and an interruption; ends the process for any other failure."""
+        """Run the verb that `words` names, as the person who runs `manage.py`.
+
+        Raises CommandError if the API refuses it or the user interrupts it. Ends the process with 2 for wrong usage,
+        and with 1 if the verb itself exits without success.
+        """
         verbs = VERBS[self.noun]
         group = VerbGroup(self.noun, commands=dict(verbs), help=self.help)
         try:

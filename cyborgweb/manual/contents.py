@@ -17,7 +17,9 @@ FIELDS_PAGE = "fields"
 
 @dataclass(frozen=True)
 class ContentsEntry:
-    """A page in the table of contents; `name` is its path below docs/ without the extension."""
+    """A page in the table of contents: the heading of its `part`, its path below docs/ without the extension (`name`),
+    and its `title`.
+    """
 
     part: str
     name: str
@@ -26,7 +28,7 @@ class ContentsEntry:
 
 @cache
 def load_entries() -> tuple[ContentsEntry, ...]:
-    """Return all pages in reading order. The file is read once per process."""
+    """Return all pages of the manual in reading order, from `docs/contents.toml`, which is read once per process."""
     table = tomllib.loads((DOCS_FOLDER / "contents.toml").read_text())
     return tuple(
         ContentsEntry(part["title"], name, title) for part in table["part"] for name, title in part["pages"].items()
@@ -35,6 +37,6 @@ def load_entries() -> tuple[ContentsEntry, ...]:
 
 @cache
 def list_public_files() -> frozenset[str]:
-    """Return the pictures and other files that pages may show or link to, as paths below docs/."""
+    """Return the pictures and other files that the manual's pages may show or link to, as paths below docs/."""
     pictures = (path for path in (DOCS_FOLDER / "images").iterdir() if path.suffix in (".png", ".svg"))
     return frozenset(str(path.relative_to(DOCS_FOLDER)) for path in pictures) | OTHER_FILES

@@ -44,15 +44,19 @@ def load_sentences() -> dict[str, dict[str, str]]:
 
 
 def field_sentence(kind: str, name: str, code_text: str = "") -> str:
-    """Return the sentence for a field of a kind (`device`, `agent`), '' if there is none. The kind's own table comes
-    first, then `code_text` (the text in the code), then the table for all kinds.
+    """Return the sentence for the field `name` of a kind (the model's name, such as `device`), '' if there is none.
+
+    The sentence in the kind's own table of `docs/fields.toml` takes precedence, then `code_text` (the model's help
+    text), then the sentence in the table for all kinds.
     """
     sentences = load_sentences()
     return sentences.get(kind, {}).get(name) or code_text or sentences[ANY_KIND].get(name, "")
 
 
 def api_field_sentence(component: str, name: str) -> str:
-    """Return the sentence for a property of one of the API's schemas, '' if there is none."""
+    """Return the sentence for the property `name` of the API's schema `component` (such as `PatchedDeviceRequest`), ''
+    if there is none.
+    """
     kind = component.removeprefix("Patched")
     for end in ("Reference", "Request", "WithTimeline", "WithSteps"):
         kind = kind.removesuffix(end) or kind
@@ -60,8 +64,8 @@ def api_field_sentence(component: str, name: str) -> str:
 
 
 def iterate_console_fields(site_admin: Any) -> Iterator[tuple[str, str, str]]:
-    """Yield every field of one kind in the console: its name, its heading, its sentence. Of fields with the same
-    heading only the first is yielded.
+    """Yield every field in the list and the form of one ModelAdmin: its name, its heading, and its sentence, '' if
+    there is none. Of fields with the same heading only the first is yielded.
     """
     model: type[Model] = site_admin.model
     fields_by_name = {field.name: field for field in model._meta.get_fields()}
@@ -77,7 +81,9 @@ def iterate_console_fields(site_admin: Any) -> Iterator[tuple[str, str, str]]:
 
 
 def iterate_lists() -> Iterator[tuple[str, Any]]:
-    """Yield every list of the console with its admin: first those in the navigation, in its order, then the others."""
+    """Yield the title and the ModelAdmin of every list of the console: first those in the sidebar, in its order, then
+    the others.
+    """
     from cyborgweb.pages.navigation import SIDEBAR_GROUPS
 
     registry = admin.site._registry

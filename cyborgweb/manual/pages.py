@@ -35,13 +35,13 @@ class ManualSection:
 
     @property
     def plain_text(self) -> str:
-        """Return the text on one line."""
+        """Return the section's text on one line."""
         return " ".join(" ".join(self.text).split())
 
 
 @dataclass(frozen=True)
 class RenderedPage:
-    """A rendered page without its frame. The first section is the page itself."""
+    """A rendered page of the manual without its frame. The first of its sections begins with the page's title."""
 
     name: str
     html: str
@@ -49,8 +49,10 @@ class RenderedPage:
 
 
 def render_page(name: str, source: str, address: AddressFunction) -> RenderedPage:
-    """Render the Markdown in `source`. `address` turns a path below docs/ into the address in this edition; relative
-    links are resolved from the place of page `name`.
+    """Render the Markdown in `source` as HTML, and extract its sections for the search.
+
+    `address` turns a path below docs/ into the address in this edition. Relative links are resolved from the folder of
+    the page `name`. Raises IndexError if a link leads out of docs/.
     """
     parser = MarkdownIt("commonmark", {"html": False}).enable("table")
     for rule, render_rule in RENDER_RULES.items():
@@ -73,8 +75,9 @@ def render_page(name: str, source: str, address: AddressFunction) -> RenderedPag
 
 
 def resolve_link(name: str, link: str) -> str:
-    """Return the path below docs/, with its anchor, that a relative link on page `name` leads to. Raises IndexError if
-    it leads out of docs/.
+    """Return the path below docs/, with its anchor, to which a relative link on the manual's page `name` leads.
+
+    Raises IndexError if it leads out of docs/.
     """
     path, _, anchor = link.partition("#")
     folder = PurePosixPath(name).parent
@@ -88,12 +91,14 @@ def resolve_link(name: str, link: str) -> str:
 
 
 def diagram_path(name: str, anchor: str) -> str:
-    """Return the path below docs/ of the drawing that the page shows for the Mermaid block under this heading."""
+    """Return the path below docs/ of the drawing that page `name` shows for the Mermaid block under this heading."""
     return f"images/{PurePosixPath(name).name}-{anchor}.svg"
 
 
 def _replace_link_targets(tokens: Sequence[Token], name: str, address: AddressFunction) -> None:
-    """Replace the targets of links and pictures by their addresses in this edition."""
+    """Replace the relative targets of links and pictures on page `name` by their addresses in this edition, and note
+    the path below docs/ in the token. Raises IndexError if a target is outside docs/.
+    """
     for token in tokens:
         key = {"link_open": "href", "image": "src"}.get(token.type)
         link = str(token.attrGet(key) or "") if key else ""
@@ -103,7 +108,9 @@ def _replace_link_targets(tokens: Sequence[Token], name: str, address: AddressFu
 
 
 def _build_anchor(title: str, counts: Counter[str]) -> str:
-    """Return the heading's anchor as GitHub builds it, so that a link works in both places."""
+    """Return the heading's anchor as GitHub builds it, so that a link works in both places. A repeated heading gets a
+    number, for which `counts` is updated.
+    """
     slug = re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-")
     counts[slug] += 1
     return slug if counts[slug] == 1 else f"{slug}-{counts[slug] - 1}"
@@ -115,7 +122,7 @@ def _plain_text(token: Token) -> str:
 
 
 def _iterate_text(tokens: Sequence[Token]) -> Iterator[str]:
-    """Yield the text of each token, a blank for a line break, and '' for markup."""
+    """Yield the text of each token: a blank for a line break, and '' for markup such as emphasis."""
     for token in tokens:
         yield token.content if token.type in ("text", "code_inline", "image") else " " * (token.type == "softbreak")
 
@@ -126,8 +133,9 @@ def _render_text(self: Any, tokens: Sequence[Token], at: int, options: Any, env:
 
 
 def _render_code_block(self: Any, tokens: Sequence[Token], at: int, options: Any, env: Any) -> str:
-    """Render a block of code, or the drawing for a Mermaid block. In the info string, the word after the language is a
-    file name and becomes the caption.
+    """Render a block of code, or for a Mermaid block the drawing that belongs to the heading above it (`diagram_path`).
+
+    What stands after the language in the block's first line is a file name and becomes the caption.
     """
     token = tokens[at]
     language, _, name = token.info.partition(" ")
@@ -141,7 +149,9 @@ def _render_code_block(self: Any, tokens: Sequence[Token], at: int, options: Any
 
 
 def _render_image(self: Any, tokens: Sequence[Token], at: int, options: Any, env: Any) -> str:
-    """Render a picture: a photograph by its file; an SVG drawing inline, so that it uses the page's colours."""
+    """Render a picture: an SVG drawing of docs/images/ inline, so that it uses the page's colours; any other by its
+    address.
+    """
     token = tokens[at]
     path = token.meta.get("docs", "")
     if path.endswith(".svg") and path in contents.list_public_files():
@@ -150,7 +160,10 @@ def _render_image(self: Any, tokens: Sequence[Token], at: int, options: Any, env
 
 
 def _read_drawing(path: str, label: str) -> str:
-    """Return an SVG file of docs/ as an element of the page; `label` is its accessible name."""
+    """Return an SVG file of docs/ as an `<svg>` element of the page; `label` is its accessible name.
+
+    Raises FileNotFoundError if there is no such file.
+    """
     drawing = (contents.DOCS_FOLDER / path).read_text().partition("<svg ")[2].strip()
     return f'<svg role="img" aria-label="{escapeHtml(label)}" {drawing}'
 

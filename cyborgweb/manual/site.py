@@ -34,26 +34,29 @@ MAX_HITS = 40
 
 @dataclass(frozen=True)
 class ManualEdition:
-    """Addresses in one edition. `root` is the relative path from the current page to the manual's folder, '' for the
-    served edition.
+    """The addresses in one edition of the manual: the one served below `/help/`, or the one written as files.
+
+    `root` is the relative path from the current page to the manual's folder, '' for the served edition.
     """
 
     root: str = ""
 
     def page_url(self, name: str) -> str:
-        """Return the address of a page, given by its path below docs/ without the extension."""
+        """Return the address, in this edition, of a manual page, given by its path below docs/ without the
+        extension.
+        """
         if self.root:
             return f"{self.root}{name}.html"
         return f"/help/{'' if name == FIRST_PAGE else f'{name}/'}"
 
     def docs_url(self, place: str) -> str:
-        """Return the address of something below docs/: a page (`guide.md#words`) or a file."""
+        """Return the address, in this edition, of something below docs/: a page (`guide.md#words`) or a file."""
         path, _, anchor = place.partition("#")
         url = self.page_url(path.removesuffix(".md")) if path.endswith(".md") else f"{self.root or '/help/'}{path}"
         return f"{url}#{anchor}" if anchor else url
 
     def static_url(self, path: str) -> str:
-        """Return the address of one of the console's static files. In the edition of files it is in `assets/`."""
+        """Return the address, in this edition, of one of the console's static files; among files it is in `assets/`."""
         return f"{self.root}assets/{Path(path).name}" if self.root else f"{settings.STATIC_URL}{path}"
 
 
@@ -62,7 +65,7 @@ SERVED_EDITION = ManualEdition()
 
 @dataclass(frozen=True)
 class ManualHit:
-    """A section that the search found."""
+    """A section that the search found: its address, the title of its page, its own title, and an excerpt."""
 
     url: str
     page: str
@@ -71,12 +74,12 @@ class ManualHit:
 
 
 def file_edition(name: str) -> ManualEdition:
-    """Return the edition that is written as files, with addresses relative to the page `name`."""
+    """Return the edition of the manual that is written as files, with addresses relative to the page `name`."""
     return ManualEdition("../" * name.count("/") or "./")
 
 
 def render_body(name: str, edition: ManualEdition) -> RenderedPage:
-    """Render a page without its frame. Raises KeyError if the table of contents does not have it."""
+    """Render a page of the manual without its frame. Raises KeyError if the table of contents does not have it."""
     from cyborgweb.manual import pages  # its parser takes a while to import, and most processes never show a page
 
     if name not in {entry.name for entry in contents.load_entries()}:
@@ -87,7 +90,10 @@ def render_body(name: str, edition: ManualEdition) -> RenderedPage:
 
 @cache
 def complete_page(name: str, edition: ManualEdition = SERVED_EDITION) -> str:
-    """Return a complete page; the result is cached. Raises KeyError if the table of contents does not have it."""
+    """Return the HTML of a complete page of the manual; it is cached for the life of the process.
+
+    Raises KeyError if the table of contents does not have the page.
+    """
     rendered = render_body(name, edition)
     all_entries = contents.load_entries()
     position = [entry.name for entry in all_entries].index(name)
@@ -105,8 +111,8 @@ def complete_page(name: str, edition: ManualEdition = SERVED_EDITION) -> str:
 
 
 def render_frame(edition: ManualEdition, name: str, title: str, extra_context: dict[str, object]) -> str:
-    """Return the HTML of a page in its frame, with the table of contents and the search. `extra_context` holds the
-    page's own content.
+    """Return the HTML of a manual page in its frame, with the table of contents and the search. `extra_context` holds
+    the page's own content.
     """
     parts: dict[str, list[tuple[str, str, bool]]] = {}
     for entry in contents.load_entries():
@@ -121,13 +127,14 @@ def render_frame(edition: ManualEdition, name: str, title: str, extra_context: d
         "script": edition.static_url(THEME_SCRIPT),
         "icon": edition.static_url("console/icon.svg"),
     }
-    return render_to_string("help/page.html", context | extra_context)
+    return render_to_string("cyborgweb/manual/page.html", context | extra_context)
 
 
 @cache
 def all_sections() -> tuple[tuple[ContentsEntry, ManualSection], ...]:
-    """Return all sections that can be found, each with its page, in the order of the contents. Renders all pages once
-    per process.
+    """Return all sections of the manual, which the search covers, each with its page, in the order of the contents.
+
+    Renders all pages once per process.
     """
     return tuple(
         (entry, one) for entry in contents.load_entries() for one in render_body(entry.name, SERVED_EDITION).sections
@@ -135,8 +142,9 @@ def all_sections() -> tuple[tuple[ContentsEntry, ManualSection], ...]:
 
 
 def search_sections(term: str) -> list[ManualHit]:
-    """Return at most `MAX_HITS` sections that contain every word of `term`; those with more of the words in their
-    headings come first.
+    """Return at most `MAX_HITS` sections of the manual that contain every word of `term`; none for an empty term.
+
+    Sections with more of the words in their headings come first.
     """
     words = term.lower().split()
     ranked = []
@@ -168,7 +176,10 @@ def excerpt_around(text: str, words: list[str]) -> str:
 
 
 def write_files(folder: Path) -> int:
-    """Write the edition in files into `folder`, which is deleted first; return the number of pages."""
+    """Delete `folder`, write the manual as files into it, with a search page, and return the number of pages.
+
+    Raises OSError if a file cannot be written.
+    """
     shutil.rmtree(folder, ignore_errors=True)
     (folder / "assets").mkdir(parents=True)
     for entry in contents.load_entries():
@@ -193,5 +204,5 @@ def write_files(folder: Path) -> int:
 
 
 def _link_to(entry: ContentsEntry, edition: ManualEdition) -> tuple[str, str]:
-    """Return the address and the title of a page."""
+    """Return the address of a manual page in this edition, and its title."""
     return edition.page_url(entry.name), entry.title

@@ -29,7 +29,10 @@ PERMISSIONS_POLICY = "camera=(), display-capture=(), geolocation=(), microphone=
 
 @lru_cache(maxsize=8)
 def build_content_policy(extra_sources: tuple[tuple[str, str], ...] = ()) -> str:
-    """Return the value of Content-Security-Policy; `extra_sources` are pairs of a directive and its sources."""
+    """Return the value of Content-Security-Policy: SOURCES, with the `extra_sources` (directive, sources) added.
+
+    An extra directive that is not in SOURCES is ignored.
+    """
     extra_by_directive = dict(extra_sources)
     return "; ".join(f"{name} {value} {extra_by_directive.get(name, '')}".rstrip() for name, value in SOURCES.items())
 

@@ -20,8 +20,9 @@ or they end the maintenance."""
 
 
 class RequestIdMiddleware:
-    """Sets `x-openstack-request-id: req-<uuid>` on every response (contract section 1.7), and the context variable
-    `request_id` while the request is handled."""
+    """Gives each request a new id: it is the header `x-openstack-request-id: req-<uuid>` of the response (contract
+    section 1.7), and the value of the context variable `request_id` while the request is handled.
+    """
 
     def __init__(self, get_response: Callable[[HttpRequest], HttpResponse]) -> None:
         self.get_response = get_response

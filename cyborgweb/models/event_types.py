@@ -13,13 +13,13 @@ from accelerators.domain.choices import Choice
 
 
 class NotificationKind(StrEnum):
-    """The kind of event that a message reports, with the title of such a message and what it means."""
+    """The kind of event that a message reports. `label` is the title of its messages, `meaning` says what happened."""
 
     label: str
     meaning: str
 
     def __new__(cls, value: str, label: str, meaning: str) -> Self:
-        """Make a member; `label` is the title."""
+        """Make a member from its value, its title (`label`) and a sentence that explains it (`meaning`)."""
         member = str.__new__(cls, value)
         member._value_, member.label, member.meaning = value, label, meaning
         return member

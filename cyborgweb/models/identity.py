@@ -37,8 +37,8 @@ class ApiToken(models.Model):
 
     @classmethod
     def create_with_secret(cls, name: str, user: object, roles: list[str], project_id: str) -> str:
-        """Create a token and return its secret, which is not stored and cannot be shown again. No event is recorded
-        here.
+        """Create a token of this user and return its secret, of which only a hash is stored, so that it cannot be shown
+        again. No event is recorded here.
         """
         secret = secrets.token_urlsafe(32)
         cls.objects.create(name=name, user=user, token_hash=hash_token(secret), roles=roles, project_id=project_id)

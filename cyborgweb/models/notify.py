@@ -101,8 +101,10 @@ class Subscription(fields.Row):
 
     @property
     def destination(self) -> str:
-        """The target in a form that everybody may see: of a webhook's URL only scheme, host and port, because the path
-        may hold a token; the whole e-mail address; `the inbox` if there is no target.
+        """The subscription's target in a form that everybody may see.
+
+        For a webhook it is the scheme, host and port of the URL, because the path may hold a token; for mail it is the
+        whole address; for an inbox it is `the inbox`.
         """
         if self.way == DeliveryWay.WEBHOOK:
             parts = urlsplit(self.target)
@@ -111,7 +113,7 @@ class Subscription(fields.Row):
 
 
 class Delivery(models.Model):
-    """One message for one subscription. `message` is its id, which is the same at every attempt."""
+    """One message for one subscription, and the progress of its delivery. `message` is the message's id."""
 
     message = models.UUIDField(
         default=uuid.uuid4,

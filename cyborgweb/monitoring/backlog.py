@@ -56,10 +56,12 @@ class IntentBacklog:
 class Backlog:
     """Numbers of everything that has begun and not ended, and of unhealthy devices.
 
-    `spool`: reports not merged yet. `tasks`: tasks in the clusters' queues. `tick_oldest`: when the oldest wake-up of a
-    job was requested. `binding`: binds under way; `near` of them have at most NEAR_DEADLINE_S left, `overdue` are past
-    their deadline and also counted as near. `bulks`: running bulk actions. `degraded`, `broken`: devices by the health
-    that they report. `missing_held`: missing devices that a request holds. `intents` are by kind.
+    `spool`: reports not merged yet; `spool_oldest`: when the oldest arrived. `tasks`: tasks in the clusters' queues.
+    `tick_oldest`: when the oldest wake-up of a job was requested. `binding`: binds under way; `near` of them have less
+    than NEAR_DEADLINE_S seconds left, `overdue` are past their deadline and also counted as near. `commands`: commands
+    that have not ended. `draining`: devices that drain. `bulks`: running bulk actions. `degraded`, `broken`: devices
+    whose reported health is `degraded`, or `failed`. `missing_held`: missing devices that a request holds. `intents`
+    are by kind. A time is None if there is nothing.
     """
 
     spool: int
@@ -97,7 +99,7 @@ class Backlog:
 
 
 def read_backlog() -> Backlog:
-    """Read all numbers from the database in one statement. Nothing is locked."""
+    """Read how much work is unfinished, and how many devices are unhealthy, in one statement. Nothing is locked."""
     with connection.cursor() as cursor:
         cursor.execute(SELECT_BACKLOG, {"near": NEAR_DEADLINE_S, "stuck": STUCK_AFTER})
         document: Any = cursor.fetchone()[0]

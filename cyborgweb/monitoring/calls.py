@@ -15,7 +15,7 @@ from accelerators.runtime import metrics
 SERVICES = {"placement": "placement", "compute": "nova", "image": "glance", None: "keystone", "identity": "keystone"}
 """Service name by keystoneauth1's service type; Keystone is called by URL, without a type."""
 COUNTED_AT = "_cyborg_counted_at"
-"""Attribute set on an exception: when it was counted, by `time.monotonic`."""
+"""Name of the attribute that is set on an exception: the time at which it was counted, by `time.monotonic`."""
 METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE"})
 
 _calls = metrics.create_counter(
@@ -35,20 +35,23 @@ _seconds = metrics.create_histogram(
 
 
 def count_calls(session: Any) -> Any:
-    """Make this keystoneauth1 session count its calls from now on, and return it."""
+    """Make this keystoneauth1 session count and time its calls from now on, and return it. Call it once per session."""
     session.request = _count_requests(session.request)
     return session
 
 
 def _count_requests(send: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that calls `send` and counts the call with its service, method, status and duration. Errors are
-    counted and raised as they are.
+    """Return a function that calls `send` and counts the call with its service, method, status and duration.
+
+    Errors are raised as they are, and counted unless they come from an inner call that has been counted.
     """
 
     def request(url: str, method: str, *positional: Any, **options: Any) -> Any:
+        """Call `send`, count the call, and return its answer or raise its error. See `_count_requests`."""
         started = time.monotonic()
 
         def count(status: str) -> None:
+            """Count the call with this status, and record how long it has taken."""
             service = SERVICES.get((options.get("endpoint_filter") or {}).get("service_type"), "other")
             verb = method if method in METHODS else "other"
             _calls.labels(service, verb, status).inc()

@@ -2,7 +2,8 @@
 clients with the token.
 
 A collection is served to everybody for `CACHE_S` seconds, so ten scrapers cost as much as one. A request that arrives
-during a collection gets the previous one. A collection is bounded: a fixed number of statements, each with a timeout.
+while a new collection is made gets the previous one. A collection is bounded: a fixed number of statements, each with a
+timeout.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ class MetricsSnapshot:
 
 
 class MetricsCache:
-    """Cache of the last collection; one thread at a time makes a new one."""
+    """Cache of the metrics that were collected last. One thread at a time collects new ones."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -62,8 +63,9 @@ class MetricsCache:
     def render_metrics(self, accept: str) -> tuple[bytes, str]:
         """Return the metrics in the format that `accept` prefers, and its content type.
 
-        If the last collection is older than `CACHE_S` seconds, make a new one. While another thread does so, return the
-        last one; wait for that thread only if it is older than `STALE_S` seconds or not yet rendered in this format.
+        If the last collection is older than `CACHE_S` seconds, make a new one. While another thread makes one, return
+        the last one; but if that is older than `STALE_S` seconds or not yet rendered in this format, wait for the
+        thread.
         """
         encode, media = choose_encoder(OPENMETRICS if OPENMETRICS in accept else "")
         last = self._last
@@ -81,7 +83,7 @@ class MetricsCache:
         return last.rendered[media], media
 
     def clear(self) -> None:
-        """Drop the cached collection (for tests)."""
+        """Drop the cached metrics, so that the next request collects them anew. For tests."""
         self._last = MetricsSnapshot()
 
 

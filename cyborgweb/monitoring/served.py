@@ -70,7 +70,9 @@ def format_route(route: str) -> str:
 
 
 def _simplify_pattern(pattern: str) -> str:
-    """Replace groups and converters by `{name}`, and remove anchors and optional endings."""
+    """Return the pattern of a route with groups and converters as `{name}`, and without anchors and optional
+    endings.
+    """
     readable = replace_named_groups(pattern) if "(?P" in pattern else pattern
     short = re.sub(r"\(\?:/\[\^/\]\+\)\?|\(\?:\\\.json\)\?|/\?|\\Z|\$$|\^", "", readable)
     return re.sub(r"<(?:\w+:)?(\w+)>", r"{\1}", short)

@@ -34,11 +34,11 @@ log = logging.getLogger(__name__)
 STATEMENT_TIMEOUT_MS = 3000
 """Timeout of one statement, in milliseconds."""
 MAX_SERIES = 50_000
-"""Time series of devices that are exported at most."""
+"""The largest number of time series of devices that are exported."""
 MAX_SAMPLE_AGE_S = 180.0
 """Seconds after which a host's sample is no longer exported: a host sends one a minute."""
 MAX_SERIES_PER_HOST = 1_000
-"""Time series of one host at most, so that it does not take the place of others."""
+"""The largest number of time series of one host, so that it does not take the place of others."""
 METRIC_NAME = re.compile(
     r"utilization_percent|memory_(?:used|total)_bytes|temperature_celsius(?:_[1-9]\d?)?|power_watts|energy_joules_total"
     r"|busy_seconds_total|errors_(?:correctable|nonfatal|fatal)_total",
@@ -56,13 +56,17 @@ class GaugeList:
     gauges: list[Metric] = field(default_factory=list)
 
     def add_gauge(self, name: str, text: str, value: float) -> None:
-        """Add a gauge with one value."""
+        """Add a gauge with one value. `text` is its help text."""
         self.gauges.append(GaugeMetricFamily(name, text, value=value))
 
     def add_labelled_gauge(
         self, name: str, text: str, labels: Iterable[str], values: Iterable[tuple[Iterable[str], float]]
     ) -> None:
-        """Add a gauge with one value for each combination of label values."""
+        """Add a gauge with the label names `labels`. `values` are pairs: the values of these labels, and the gauge's
+        value.
+
+        `text` is the gauge's help text.
+        """
         family = GaugeMetricFamily(name, text, labels=list(labels))
         for label_values, value in values:
             family.add_metric(list(label_values), value)
@@ -70,7 +74,9 @@ class GaugeList:
 
 
 def collect_gauges() -> Iterator[Metric]:
-    """Yield all gauges. If the database fails, yield only the build information and `cyborg_database_up` 0."""
+    """Yield all gauges. If the database fails, log it and yield only `cyborg_build_info` and
+    `cyborg_database_up` (0).
+    """
     gauges = GaugeList()
     gauges.add_labelled_gauge(
         "cyborg_build_info",
@@ -99,7 +105,7 @@ def collect_gauges() -> Iterator[Metric]:
 
 
 def _add_fleet(gauges: GaugeList) -> None:
-    """Add the gauges of hosts, agents and devices."""
+    """Add the gauges of hosts, agents and devices. Two statements."""
     enrolled = Q(agent__isnull=False)
     barred = [word for word in AgentState if word not in liveness.LIVENESS_STATES]
     counts = {word: Count("pk", filter=enrolled & Q(agent__barred=word)) for word in barred}
@@ -126,10 +132,14 @@ def _add_fleet(gauges: GaugeList) -> None:
 
 
 def _add_work(gauges: GaugeList) -> None:
-    """Add the gauges of unfinished work: queues, intents, binds, commands, attachments, rollouts and discrepancies."""
+    """Add the gauges of unfinished work: queues, intents, binds, commands, attachments, rollouts and discrepancies.
+
+    Two statements. Intents are added only for kinds that have a handler in this process.
+    """
     now, work = datetime.now(UTC), backlog.read_backlog()
 
     def age(moment: datetime | None) -> float:
+        """Return the seconds since `moment`, 0 for None."""
         return max(0.0, (now - moment).total_seconds()) if moment else 0.0
 
     gauges.add_gauge("cyborg_spool_reports", "Reports that are acknowledged but not merged yet.", work.spool)
@@ -206,8 +216,10 @@ def _add_counts_by_state(gauges: GaugeList) -> None:
 
 
 def _add_loads(loads: telemetry.LoadSnapshot, gauges: GaugeList) -> None:
-    """Add the loads of devices from their hosts' last samples, which are not stored. Values that are too many, unknown
-    by name or of an unknown device are counted and left out.
+    """Add the loads of devices from their hosts' last samples, and the number of silent gateways. One statement.
+
+    Samples older than MAX_SAMPLE_AGE_S are ignored. A value is left out, and only counted, if a limit on the number of
+    series is reached, if METRIC_NAME does not allow its name, or if its device is unknown.
     """
     since = time.time() - MAX_SAMPLE_AGE_S
     fresh_loads = {host: said.devices for host, said in sorted(loads.hosts.items()) if said.at >= since}

@@ -90,8 +90,9 @@ class SubscriptionForm(SubscriptionModelForm):
             standing_field.choices = [(word, word) for word in dict.fromkeys(map(str, standings))]
 
     def clean(self) -> dict[str, Any]:
-        """Return the form's values. Raises ValidationError if they do not fit together; for this check `way` and
-        `scope` are the instance's if the form does not have them.
+        """Return the values of a subscription's form. Raises ValidationError if they do not fit together.
+
+        Fields that the form does not have (`way`, `scope`) are checked with their stored values.
         """
         data = cast("dict[str, Any]", super().clean())  # only `clean` of a subclass may return None
         if not self.errors:
@@ -113,7 +114,7 @@ class SubscriptionAdmin(RefusalAsMessage, ConsoleModelAdmin):
     ordering = ("-id",)
     search_fields = ("uuid__startswith", "name__icontains", "project_id__startswith")
     search_help_text = "name, project, uuid"
-    change_form_outer_before_template = "notify/subscription_before.html"
+    change_form_outer_before_template = "cyborgweb/notify/subscription_state.html"
     exports = {
         "shown_standing": ("standing", "last_error"),
         "shown_way": ("way",),
@@ -129,8 +130,8 @@ class SubscriptionAdmin(RefusalAsMessage, ConsoleModelAdmin):
 
     @display(description="Standing", ordering="standing")
     def shown_standing(self, row: Subscription) -> SafeString:
-        """Return the standing as a badge with the last error; `failing` for an active subscription whose last attempts
-        failed.
+        """Return the subscription's standing as a badge with the last error. It is `failing` for an active subscription
+        whose last attempts failed.
         """
         if row.failures and row.standing == SubscriptionStanding.ACTIVE:
             return badges.render_badge("failing", "warn", row.last_error)
@@ -138,28 +139,30 @@ class SubscriptionAdmin(RefusalAsMessage, ConsoleModelAdmin):
 
     @display(description="Delivered by", ordering="way")
     def shown_way(self, row: Subscription) -> SafeString | str:
-        """Return the way, and where it leads (`Subscription.destination`): never the whole URL, which
-        may hold a token.
+        """Return how the subscription's messages are delivered, and where to: `Subscription.destination`, never the
+        whole URL, which may hold a token.
         """
         destination = "" if row.way == DeliveryWay.INBOX else row.destination
         return format_html('{} <span class="faint">{}</span>', row.way, destination)
 
     @display(description="Messages")
     def shown_kinds(self, row: Subscription) -> str:
-        """Return the kinds of messages separated by commas; `everything` if all kinds are chosen."""
+        """Return the subscription's kinds of messages, separated by commas; `everything` if all kinds are chosen."""
         return "everything" if len(row.kinds) == len(NotificationKind) else ", ".join(row.kinds)
 
     @display(description="Covers", ordering="scope")
     def shown_scope(self, row: Subscription) -> str:
-        """Return the project or `the whole cloud`, followed by the filters on host, type and label that are set."""
+        """Return what the subscription covers: its project or `the whole cloud`, then its filters on host,
+        type, label.
+        """
         scope_text = "the whole cloud" if row.scope == SubscriptionScope.CLOUD else f"project {row.project_id}"
         filters = {name: getattr(row, name) for name in ("host", "type", "label")}
         return ", ".join([scope_text, *(f"{name} {value}" for name, value in filters.items() if value)])
 
     @display(description="Belongs to", ordering="person")
     def shown_owner(self, row: Subscription) -> str:
-        """Return the user's name, or the project of a subscription that belongs to no person. A person without a Django
-        user is shown by id.
+        """Return whom the subscription belongs to: the user's name, or the project if it belongs to no person. A person
+        without a Django user is shown by id.
         """
         if not row.person:
             return f"project {row.project_id}"
@@ -211,8 +214,8 @@ class SubscriptionAdmin(RefusalAsMessage, ConsoleModelAdmin):
         return field_names if obj else tuple(name for name in field_names if name != "standing")
 
     def lookup_allowed(self, lookup: str, value: str, request: HttpRequest) -> bool:
-        """Refuse filters on `HIDDEN_FIELDS` fields: a URL may hold a token, which a filter would let people guess
-        letter by letter.
+        """Return whether a list may be filtered by this lookup: never by a field of HIDDEN_FIELDS, because a URL may
+        hold a token, which a filter would let people guess letter by letter.
         """
         return lookup.partition("__")[0] not in HIDDEN_FIELDS and super().lookup_allowed(lookup, value, request)
 
@@ -249,7 +252,7 @@ class SubscriptionAdmin(RefusalAsMessage, ConsoleModelAdmin):
         subscriptions.delete(obj.pk, caller, EventSource.PERSON)
 
     def delete_queryset(self, request: HttpRequest, queryset: QuerySet[Subscription]) -> None:
-        """Delete the selected subscriptions one by one, so that each gets its own event."""
+        """Delete the selected subscriptions one by one with `delete_model`, so that each gets its own event."""
         for row in queryset:
             self.delete_model(request, row)
 
@@ -269,7 +272,7 @@ class SubscriptionAdmin(RefusalAsMessage, ConsoleModelAdmin):
             recent_deliveries = row.deliveries.order_by("-id")[:MAX_RECENT_DELIVERIES]
             context["row"], context["standing"] = row, self.shown_standing(row)
             context["failing"] = badges.render_relative_time(row.failing_since) if row.failing_since else ""
-            context["lately"] = [
+            context["recent_messages"] = [
                 (render_progress(one), one.kind, badges.render_relative_time(one.at), one.last_error)
                 for one in recent_deliveries
             ]
@@ -277,14 +280,17 @@ class SubscriptionAdmin(RefusalAsMessage, ConsoleModelAdmin):
         return super().render_change_form(request, context, add, change, form_url, obj)
 
     def get_urls(self) -> list[Any]:
-        """Add the address of `perform_action` to the pages of this list."""
+        """Return the URL patterns of the subscriptions' pages, with that of `perform_action` added."""
         action_view = self.admin_site.admin_view(self.perform_action)
         return [path("<int:pk>/do/<str:verb>/", action_view, name="cyborgweb_subscription_do"), *super().get_urls()]
 
     def perform_action(self, request: HttpRequest, pk: int, verb: str) -> HttpResponseBase:
-        """On POST, send a test message or rotate the secret; then redirect to the subscription's page with a message. A
-        new secret, or the reason of a refusal, is in that message. Raises PermissionDenied if the user may not change
-        it.
+        """On POST, send a test message (`verb` is `test`) or rotate the secret (`rotate`), then redirect to the
+        subscription's page.
+
+        A message there has the new secret, or the reason of a refusal. For another verb, or a subscription that the
+        user may not see, redirects with a message, too. Answers 405 to other methods. Raises PermissionDenied if the
+        user may not change the subscription.
         """
         row, caller = self.get_queryset(request).filter(pk=pk).first(), get_caller(request)
         if row is None or verb not in SUBSCRIPTION_ACTIONS:
@@ -345,12 +351,12 @@ class DeliveryAdmin(ReadOnlyModelAdmin):
 
     @display(description="When", ordering="-at")
     def when(self, row: Delivery) -> SafeString:
-        """Return when the event happened, relative to now."""
+        """Return when the event of the delivery happened, relative to now."""
         return badges.render_relative_time(row.at)
 
     @display(description="Message", ordering="kind")
     def told(self, row: Delivery) -> str:
-        """Return the message as one readable sentence."""
+        """Return the delivery's message as one readable sentence."""
         return describe_event(row.kind, row.data)
 
     @display(description="Subscription", ordering="subscription__name")
@@ -361,7 +367,7 @@ class DeliveryAdmin(ReadOnlyModelAdmin):
 
     @display(description="Progress", ordering="progress")
     def shown_progress(self, row: Delivery) -> SafeString:
-        """Return the progress as a coloured word with the last error."""
+        """Return the delivery's progress as a coloured word with the last error."""
         return render_progress(row)
 
     @display(description="Next attempt", ordering="next_at")
@@ -373,6 +379,8 @@ class DeliveryAdmin(ReadOnlyModelAdmin):
     def replay(self, request: HttpRequest, queryset: QuerySet[Delivery]) -> None:
         """Deliver the selected messages again with the same ids. Inbox messages and deliveries that are still waiting
         are left out. If one of the subscriptions is not active, nothing is sent and the reason is shown.
+
+        Raises PermissionDenied if the session has no caller.
         """
         caller = get_caller(request)
         if caller is None:

@@ -117,7 +117,9 @@ class SubscriptionSerializer(RowSerializer):
         )
 
     def validate_standing(self, standing: str) -> str:
-        """Accept only the standings that a person may set."""
+        """Return a subscription's standing unchanged. Raises ValidationError unless it is `active` or `off`, which are
+        the only ones that a person may set.
+        """
         if standing not in subscriptions.SETTABLE_STANDINGS:
             raise serializers.ValidationError(
                 f"Set it to {' or '.join(subscriptions.SETTABLE_STANDINGS)}; the others are set by the service."
@@ -125,8 +127,8 @@ class SubscriptionSerializer(RowSerializer):
         return standing
 
     def to_representation(self, instance: Subscription) -> dict[str, Any]:
-        """Return the fields. A webhook's URL may hold a token, so it is shown in full only to callers that may change
-        it.
+        """Return the subscription's fields for an answer. `target` is complete only if the context has `whole`;
+        otherwise it is `Subscription.destination`, because a webhook's URL may hold a token.
         """
         shown: dict[str, Any] = super().to_representation(instance)
         if "target" in shown and not self.context.get("whole"):
@@ -226,11 +228,13 @@ class SubscriptionView(CollectionView):
     queryset = Subscription.objects.all()
 
     def get_queryset(self) -> QuerySet[Subscription]:
-        """Return the subscriptions that the caller may see."""
+        """Return the subscriptions that the caller may see; see `filter_visible`."""
         return filter_visible(self, super().get_queryset())
 
     def get_serializer_context(self) -> dict[str, Any]:
-        """Add `whole`: whether webhook URLs are shown in full."""
+        """Add `whole` to the context: True if the rule `cyborg:subscription:update` allows the caller, who then sees
+        webhook URLs in full.
+        """
         whole = bool(self.request) and self.is_rule_satisfied("cyborg:subscription:update")
         return super().get_serializer_context() | {"whole": whole}
 
@@ -300,7 +304,9 @@ class DeliveryView(CollectionView):
     queryset = Delivery.objects.select_related("subscription")
 
     def get_queryset(self) -> QuerySet[Delivery]:
-        """Return the deliveries of the subscriptions that the caller may see."""
+        """Return all deliveries for a caller who sees all projects, otherwise those of the subscriptions that the
+        caller may see (`filter_visible`).
+        """
         rows = super().get_queryset()
         return (
             rows
@@ -342,7 +348,9 @@ class InboxView(CollectionView):
     queryset = Delivery.objects.select_related("subscription")
 
     def get_queryset(self) -> QuerySet[Delivery]:
-        """Return the caller's inbox messages in the caller's project."""
+        """Return the caller's inbox messages in the caller's project; those of subscriptions to the whole cloud only if
+        the rule `cyborg:subscription:elevated` allows the caller.
+        """
         elevated = policy.is_allowed(self.caller, "cyborg:subscription:elevated")
         return subscriptions.inbox_in_project(self.caller, elevated).select_related("subscription")
 

@@ -24,8 +24,8 @@ MAX_EVENTS = 1000
 SELECT_OLDEST_TRANSACTION = (
     "SELECT coalesce(min(xact_start), now()) FROM pg_stat_activity WHERE datname = current_database()"
 )
-"""Start of the oldest running transaction. No event that is not yet visible can be older. Must be queried before the
-snapshot that sets the horizon is taken. Plain SQL, because it reads a view of PostgreSQL's statistics.
+"""Start of the oldest running transaction. No event that is not yet visible can be older. Must be queried before
+FAN_OUT_EVENTS, whose snapshot sets the horizon. Plain SQL, because it reads a view of PostgreSQL's statistics.
 """
 
 _KINDS_OF_EVENT = """array_remove(ARRAY[

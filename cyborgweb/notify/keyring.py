@@ -32,8 +32,8 @@ def decrypt_secret(encrypted: str) -> str:
 
 
 def _create_fernet() -> Fernet:
-    """Return a Fernet with a key derived from Django's SECRET_KEY: if that changes, no stored secret can
-    be decrypted.
+    """Return a Fernet (cipher) with a key derived from Django's SECRET_KEY. If SECRET_KEY changes, no stored secret can
+    be decrypted any more.
     """
     key = hashlib.blake2b(settings.SECRET_KEY.encode(), digest_size=32, person=b"webhook-secrets").digest()
     return Fernet(base64.urlsafe_b64encode(key))

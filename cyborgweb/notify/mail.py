@@ -22,8 +22,9 @@ FOOTER = "You get this mail because of a subscription in the accelerator control
 
 
 def build_mail(to: str, messages: Sequence[MailMessage], message_id: str) -> EmailMessage:
-    """Build the mail about these messages (at least one). `message_id` is the id of the first one and becomes the
-    Message-ID.
+    """Build the mail about these messages (at least one), a line for each; it is not sent.
+
+    The header Message-ID is made from `message_id`, which is the id of the first message.
     """
     lines = [f"{at.astimezone(UTC):%Y-%m-%d %H:%M:%S} UTC  {describe_event(kind, data)}" for at, kind, data in messages]
     subject = describe_event(*messages[0][1:])[:150] if len(messages) == 1 else f"{len(messages)} messages"
@@ -32,10 +33,10 @@ def build_mail(to: str, messages: Sequence[MailMessage], message_id: str) -> Ema
 
 
 def send_mail(to: str, messages: Sequence[MailMessage], message_id: str) -> tuple[AttemptOutcome, bool]:
-    """Send one mail. Return its outcome, and whether the mail server itself is unavailable, which affects everybody's
-    mail.
+    """Send one mail about these messages. Return its outcome, and whether the mail server itself is unavailable, which
+    affects everybody's mail; a refused recipient is only this mail's error.
 
-    Blocks for at most `MAIL_TIMEOUT_S` and raises nothing for errors of SMTP or the network.
+    Blocks for at most `MAIL_TIMEOUT_S` seconds. Errors of SMTP and of the network are in the outcome and not raised.
     """
     try:
         _send_in_thread(build_mail(to, messages, message_id)).result(MAIL_TIMEOUT_S)
@@ -51,12 +52,14 @@ def send_mail(to: str, messages: Sequence[MailMessage], message_id: str) -> tupl
 
 
 def _send_in_thread(mail: EmailMessage) -> Future[None]:
-    """Send the mail on a daemon thread and return its future. If the caller stops waiting before the mail server has
-    answered, the thread goes on.
+    """Send the mail on a new daemon thread and return a future, which raises the error if sending fails.
+
+    If the caller stops waiting before the mail server has answered, the thread goes on and may still send the mail.
     """
     future: Future[None] = Future()
 
     def run() -> None:
+        """Send the mail, then complete the future."""
         try:
             mail.send()
         except Exception as error:  # noqa: BLE001 - the future raises it in the waiting thread

@@ -93,8 +93,8 @@ RETURNING s.id, s.failing_since < statement_timestamp() - make_interval(secs => 
 class DueDelivery:
     """A delivery that is due for its next attempt, with what is needed to send it.
 
-    `attempts` were made before. `subscription` is the subscription's primary key; `secret` is its secret as it is
-    stored, encrypted ('' for mail).
+    `message` is the message's id, `at` the time of the event, and `attempts` the number of attempts before this one.
+    `subscription` is the subscription's primary key; `secret` is its secret as it is stored, encrypted ('' for mail).
     """
 
     id: int
@@ -108,13 +108,13 @@ class DueDelivery:
     secret: str
 
     def build_body(self) -> bytes:
-        """Return the JSON body for the receiver: the same bytes at every attempt."""
+        """Return the JSON body of the webhook's request: the same bytes at every attempt."""
         return orjson.dumps({"type": self.kind, "timestamp": self.at, "data": self.data})
 
 
 def run() -> None:
-    """Run the job `deliveries`: rounds of `send_webhooks` until nothing is due, for about `MAX_RUN_S`
-    seconds at most.
+    """Run the job `deliveries`: rounds of `send_webhooks` until nothing is due, for about `MAX_RUN_S` seconds at
+    most. If there is more then, wake the job again.
     """
     _run_rounds(JOB_BY_WAY[DeliveryWay.WEBHOOK], send_webhooks)
 
@@ -135,9 +135,10 @@ def send_webhooks() -> bool:
 
 
 def send_mails() -> bool:
-    """Send one round of mails and store the outcomes. Return True if there may be more.
+    """Send the due mails, at most MAX_MAILS_PER_ROUND, and store the outcomes. Return True if there may be more.
 
-    If the mail server is unavailable, all mail is put off by `MAIL_SERVER_RETRY_S`.
+    If the mail server is unavailable, return False, and put off all mail by `MAIL_SERVER_RETRY_S` seconds. No rows are
+    locked while it sends.
     """
     tried, outcomes, is_server_unavailable = _send_mails(
         fetch_due_deliveries(DeliveryWay.EMAIL, MAX_MAILS_PER_ROUND * MAX_MESSAGES_PER_MAIL)
@@ -153,8 +154,8 @@ def send_mails() -> bool:
 def _run_rounds(job: str, step: Callable[[], bool]) -> None:
     """Call `step` until it returns False or `MAX_RUN_S` has passed; then wake the job again if there is more.
 
-    Unlike `jobs.run_steps` it opens no transaction. If another process holds the job's lock it returns at once and
-    leaves the work to that process or to the clock, because a worker that waited here would be missing elsewhere.
+    Unlike `jobs.run_steps` it opens no transaction. If another process holds the job's lock, it returns at once without
+    waiting, so that this worker is free for other jobs; the work is done by that process, or at the next periodic run.
     """
     jobs.clear_tick(job)
     end = time.monotonic() + MAX_RUN_S
@@ -191,8 +192,9 @@ def store_outcomes(tried: list[DueDelivery], outcomes: list[AttemptOutcome], pau
     """Store the outcomes of these attempts in one transaction: the deliveries' progress, and the subscriptions'
     failures and next attempt.
 
-    A subscription counts as working if one of its attempts succeeded; it may get its next message after `pause_s`
-    seconds. It is stopped if its destination answered 410, or if it has failed for `PAUSE_AFTER_S`.
+    `outcomes` are in the order of `tried`. A subscription counts as working if one of its attempts succeeded; it may
+    get its next message after `pause_s` seconds. If all failed, its next attempt waits for its back-off. It is stopped
+    if its destination answered 410, or if it has failed for `PAUSE_AFTER_S` seconds.
     """
     if not tried:
         return
@@ -226,7 +228,9 @@ def store_outcomes(tried: list[DueDelivery], outcomes: list[AttemptOutcome], pau
 
 
 def give_up_and_delete_old() -> None:
-    """Give up deliveries that have waited for `MAX_WAIT_S`, and delete at most 1000 older than `RETENTION_S`."""
+    """Give up deliveries that have waited for `MAX_WAIT_S` seconds, and delete the oldest ones, at most 1000, that are
+    older than `RETENTION_S` seconds.
+    """
     waited_too_long = Delivery.objects.filter(created_at__lt=Now() - timedelta(seconds=MAX_WAIT_S))
     _give_up(waited_too_long, f"It waited for more than {MAX_WAIT_S // 86_400} days.")
     old = Delivery.objects.filter(created_at__lt=Now() - timedelta(seconds=RETENTION_S)).order_by("created_at")
@@ -245,8 +249,8 @@ def _give_up(deliveries: QuerySet[Delivery], reason: str) -> None:
 def _stop_subscription(id: int, standing: SubscriptionStanding, reason: str) -> None:
     """Set the subscription to `standing`, give up its waiting deliveries, and record an event.
 
-    If it belongs to a person, a message in that person's inbox says so. Nothing else is delivered for the subscription
-    until somebody makes it active again.
+    If the subscription belongs to a person, a message with the reason is put into that person's inbox. Nothing else is
+    delivered for the subscription until somebody makes it active again.
     """
     with conductor.writing():
         row = Subscription.objects.get(pk=id)
@@ -282,8 +286,8 @@ def _post_all(deliveries: list[DueDelivery]) -> list[AttemptOutcome]:
 
 
 def _decrypt_secret(stored: str) -> str | keyring.DecryptionError:
-    """Return the decrypted secret, or the error if it was encrypted with another key (returned, not raised, so that
-    only this delivery fails).
+    """Return the decrypted secret. If it was encrypted with another key, return the error instead of raising it, so
+    that only this delivery fails.
     """
     try:
         return keyring.decrypt_secret(stored)
@@ -311,9 +315,11 @@ def _post_delivery(
 
 
 def _send_mails(due_deliveries: Iterable[DueDelivery]) -> tuple[list[DueDelivery], list[AttemptOutcome], bool]:
-    """Send one mail per subscription, for at most `MAX_MAILS_PER_ROUND` subscriptions and `MAX_MAIL_ROUND_S` seconds.
-    Return the deliveries that were tried, their outcomes, and whether the mail server is unavailable; it stops at the
-    first mail that finds it so.
+    """Send one mail for each of at most `MAX_MAILS_PER_ROUND` subscriptions, for about `MAX_MAIL_ROUND_S` seconds at
+    most.
+
+    Return the deliveries that were tried, their outcomes in the same order, and whether the mail server is unavailable.
+    No further mail is sent once it is. Stores nothing.
     """
     deliveries_by_subscription: dict[int, list[DueDelivery]] = {}
     end = time.monotonic() + MAX_MAIL_ROUND_S

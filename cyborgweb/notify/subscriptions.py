@@ -60,11 +60,11 @@ def filter_for_caller(caller: Caller) -> Q:
 def create(
     values: Mapping[str, Any], caller: Caller, source: EventSource = EventSource.API, personal: bool = False
 ) -> tuple[Subscription, str]:
-    """Create a subscription and record an event. Return it with the webhook's secret in plain text ('' for other ways),
-    which cannot be read again later.
+    """Create a subscription with these field values and record an event.
 
-    An inbox subscription always belongs to the caller alone. Raises RefusedError INVALID for values that do not fit
-    together, CONFLICT if there are `MAX_SUBSCRIPTIONS` already.
+    Return it with the webhook's secret in plain text ('' for other ways), which cannot be read again later. With
+    `personal`, and always for an inbox, it belongs to the caller alone, otherwise to the caller's project. Raises
+    RefusedError INVALID for values that do not fit together, CONFLICT if that owner has `MAX_SUBSCRIPTIONS` already.
     """
     person = caller.user_id if personal or values["way"] == DeliveryWay.INBOX else ""
     subscription = Subscription(**values, project_id=caller.project_id, person=person, user=_owning_user(caller))
@@ -91,12 +91,12 @@ def create(
 
 
 def edit(pk: int, values: Mapping[str, Any], caller: Caller, source: EventSource = EventSource.API) -> Subscription:
-    """Change a subscription, record an event, wake its delivery job and return it. The row is locked meanwhile.
+    """Change the fields in `values` of a subscription, record an event, wake its delivery job, and return the row.
 
-    A change also resets its failures and back-off, so a paused subscription that is made active starts afresh. Without
-    any change no event is recorded and nothing is reset; a `target` in `values` always counts as a change. Raises
-    RefusedError NOT_FOUND if it does not exist, CONFLICT if `way` would change, INVALID if the values do not fit
-    together.
+    The row is locked meanwhile. A change also resets the failures and the back-off, so a paused subscription that is
+    made active starts afresh. Without any change no event is recorded and nothing is reset; a `target` in `values`
+    always counts as a change. Raises RefusedError NOT_FOUND if the subscription does not exist, CONFLICT if `way` would
+    change, INVALID if the values do not fit together.
     """
     with conductor.writing():
         row = _lock_subscription(pk)
@@ -156,7 +156,8 @@ def rotate_secret(pk: int, caller: Caller, source: EventSource = EventSource.API
 
 def queue_test_message(pk: int, caller: Caller, source: EventSource = EventSource.API) -> Delivery:
     """Queue a test message for the subscription, record an event, and return its delivery, which will show the outcome.
-    It is sent without waiting for the subscription's back-off. In an inbox the message is delivered at once.
+
+    The message does not wait for the subscription's back-off. In an inbox it is delivered at once.
 
     Raises RefusedError NOT_FOUND if the subscription does not exist, WRONG_STATE if it is not active, CONFLICT if a
     test is already waiting.
@@ -187,10 +188,10 @@ def queue_test_message(pk: int, caller: Caller, source: EventSource = EventSourc
 
 def replay_deliveries(deliveries: QuerySet[Delivery], caller: Caller, source: EventSource = EventSource.API) -> int:
     """Queue these messages again with the same ids, and record an event for each subscription. Return how many were
-    queued: at most `MAX_REPLAYED` are looked at.
+    queued. At most `MAX_REPLAYED` deliveries are considered; the rows are locked.
 
-    Inbox messages and deliveries that are still waiting are left out. Raises RefusedError WRONG_STATE if one of their
-    subscriptions is not active; then nothing is queued.
+    Inbox messages and deliveries that are still waiting are left out. Raises RefusedError WRONG_STATE if the
+    subscription of one of the others is not active; then nothing is queued.
     """
     with conductor.writing():
         ids = list(deliveries.exclude(subscription__way=DeliveryWay.INBOX).values_list("pk", flat=True)[:MAX_REPLAYED])
@@ -222,16 +223,21 @@ def inbox_of_person(person: str) -> QuerySet[Delivery]:
 
 
 def inbox_in_project(caller: Caller, elevated: bool) -> QuerySet[Delivery]:
-    """Return the caller's inbox messages of the caller's project, because one user may have tokens of several projects.
-    Messages of subscriptions to the whole cloud are included only if `elevated`, which is the rule
-    `cyborg:subscription:elevated`.
+    """Return the caller's inbox messages that belong to subscriptions in the caller's project, because one user may
+    have tokens of several projects.
+
+    Messages of subscriptions to the whole cloud are included only if `elevated`: the rule
+    `cyborg:subscription:elevated` must allow the caller.
     """
     rows = inbox_of_person(caller.user_id).filter(subscription__project_id=caller.project_id)
     return rows if elevated else rows.filter(subscription__scope=SubscriptionScope.PROJECT)
 
 
 def mark_as_read(rows: QuerySet[Delivery], messages: Iterable[Any] | None = None) -> int:
-    """Mark these messages of an inbox as read, or all of them if `messages` is None. Return how many were unread."""
+    """Mark those of the inbox messages `rows` as read whose ids are in `messages`; all of them if it is None.
+
+    Return how many of them were unread before. No event is recorded.
+    """
     rows = rows.filter(read_at__isnull=True)
     if messages is not None:
         rows = rows.filter(message__in=list(messages))
@@ -239,7 +245,10 @@ def mark_as_read(rows: QuerySet[Delivery], messages: Iterable[Any] | None = None
 
 
 def validate_subscription(row: Subscription) -> None:
-    """Check that the fields of a subscription fit together. Raises RefusedError INVALID with the reason."""
+    """Raise RefusedError INVALID, with the reason, if the fields of a subscription do not fit together.
+
+    Checked are the kinds, the host filter, and whether the target fits the way and is allowed. No name is looked up.
+    """
     if not row.kinds or set(row.kinds) - set(NotificationKind):
         raise RefusedError(
             RefusalReason.INVALID,
@@ -261,7 +270,9 @@ def validate_subscription(row: Subscription) -> None:
 
 
 def _validate_mail_address(address: str) -> None:
-    """Check that this installation sends mail, and to this address. Raises RefusedError INVALID with the reason."""
+    """Raise RefusedError INVALID, with the reason, if this installation sends no mail, if `address` is no e-mail
+    address, or if mail may not be sent to its domain.
+    """
     keys = settings.KEYS
     if not keys.mail_host:
         raise RefusedError(RefusalReason.INVALID, "This installation sends no mail: CYBORG_MAIL_HOST is not set.")
@@ -275,7 +286,9 @@ def _validate_mail_address(address: str) -> None:
 
 
 def _recorded_values(row: Subscription) -> dict[str, Any]:
-    """Return the fields as events record them. A URL may hold a token, so only its destination is included."""
+    """Return the fields of RECORDED_FIELDS as events record them. A webhook's URL may hold a token, so it is shortened
+    to `Subscription.destination`.
+    """
     values = {name: getattr(row, name) for name in RECORDED_FIELDS} | {"kinds": ", ".join(row.kinds)}
     return values | {"target": row.destination if row.way != DeliveryWay.INBOX else ""}
 
@@ -289,8 +302,8 @@ def _lock_subscription(pk: int) -> Subscription:
 
 
 def _owning_user(caller: Caller) -> User | None:
-    """Return the Django user whose deletion deletes the subscription too, or None for a caller that is known to
-    Keystone alone.
+    """Return the caller's Django user, whose deletion deletes the subscription too; None if there is none, for example
+    for a caller that is known to Keystone alone.
     """
     if settings.WITH_KEYSTONE:
         return User.objects.filter(keystone__keystone_id=caller.user_id).first()
@@ -304,6 +317,6 @@ def _record_event(action: str, row: Subscription, changes: dict[str, Any], calle
 
 
 def _enqueue_delivery_jobs(*ways: str) -> None:
-    """Wake the delivery job of each of these ways after the commit. The inbox has none."""
+    """After the commit, wake the job that delivers messages in each of these ways. The inbox has no job."""
     for job in [JOB_BY_WAY[way] for way in ways if way in JOB_BY_WAY]:
         transaction.on_commit(partial(jobs.enqueue_job, job), robust=True)

@@ -48,14 +48,17 @@ class WebhookUrlError(CyborgwebError):
 
 @dataclass(frozen=True)
 class AllowedDestinations:
-    """What the configuration allows for webhooks, in addition to public addresses over HTTPS."""
+    """What the configuration allows for webhooks, in addition to public addresses over HTTPS: unencrypted HTTP
+    (`allow_http`), and addresses in `networks`.
+    """
 
     allow_http: bool = False
     networks: tuple[IPv4Network | IPv6Network, ...] = ()
 
     def allows_address(self, address: IpAddress) -> bool:
-        """Return whether a connection to this address is allowed: it is public unicast, or in one of the listed
-        networks. An IPv4 address inside an IPv6 address must be allowed as well.
+        """Return whether connections to this address are allowed: it is public unicast, or in one of `networks`.
+
+        An IPv4 address that a public IPv6 address contains (mapped, 6to4, Teredo, NAT64) must be allowed as well.
         """
         if any(address.version == network.version and address in network for network in self.networks):
             return True
@@ -81,8 +84,8 @@ class WebhookUrl:
 
 @dataclass(frozen=True)
 class AttemptOutcome:
-    """Result of one attempt. `error` is '' on success; `is_gone` means that the receiver answered 410 and wants no more
-    messages.
+    """Result of one attempt to deliver a message. `error` is '' on success; `is_gone` means that the receiver answered
+    410 and wants no more messages.
     """
 
     error: str = ""
@@ -148,8 +151,10 @@ def resolve_host(host: str, port: int) -> Sequence[str]:
 def post_message(
     url: str, headers: dict[str, str], body: bytes, allowed: AllowedDestinations, lookup: LookupFunction = resolve_host
 ) -> AttemptOutcome:
-    """Make one attempt to post the message and return its outcome. Ends within about `ATTEMPT_TIMEOUT_S`; errors of the
-    URL, the network and TLS are returned, not raised.
+    """Make one attempt to post the message and return its outcome. Blocks for at most about `ATTEMPT_TIMEOUT_S` s.
+
+    Errors of the URL, the network and TLS, and every answer but 2xx, are returned as a failed outcome and not raised.
+    `lookup` resolves the host's name.
     """
     end = time.monotonic() + ATTEMPT_TIMEOUT_S
     try:
@@ -201,8 +206,10 @@ def _check_addresses(addresses: Sequence[IpAddress], host: str, allowed: Allowed
 
 def _open_connection(destination: WebhookUrl, allowed: AllowedDestinations, lookup: LookupFunction) -> socket.socket:
     """Resolve the host name, check all its addresses, and open a connection to one of them, with TLS if the URL asks
-    for it. Raises WebhookUrlError if an address is not allowed, OSError if the name is not resolved or the connection
-    fails.
+    for it.
+
+    Raises WebhookUrlError if there is no address or one of them is not allowed, OSError if the name is not resolved, no
+    connection is possible, or the certificate is not accepted.
     """
     try:
         address_texts = _lookup_threads.submit(lookup, destination.host, destination.port).result(CONNECT_TIMEOUT_S)
@@ -225,8 +232,9 @@ def _open_connection(destination: WebhookUrl, allowed: AllowedDestinations, look
 
 
 def _connect_to_first(addresses: Sequence[str], port: int) -> socket.socket:
-    """Connect to the first address that answers, within `CONNECT_TIMEOUT_S` for all. Raises the last failure if none
-    does.
+    """Connect to the first address that answers, within `CONNECT_TIMEOUT_S` seconds for all addresses together.
+
+    Raises OSError (also TimeoutError) if none of them answers.
     """
     end = time.monotonic() + CONNECT_TIMEOUT_S
     for address in addresses[:-1]:
@@ -246,7 +254,7 @@ def _tls_context() -> ssl.SSLContext:
 
 
 def _build_request(destination: WebhookUrl, headers: dict[str, str], body: bytes) -> bytes:
-    """Return the bytes of the HTTP/1.1 request. It asks for the connection to be closed after the answer."""
+    """Return the bytes of an HTTP/1.1 POST. It asks for the connection to be closed after the answer."""
     host_header = f"[{destination.host}]" if ":" in destination.host else destination.host
     port = "" if destination.port == (443 if destination.is_https else 80) else f":{destination.port}"
     lines = [
@@ -260,8 +268,10 @@ def _build_request(destination: WebhookUrl, headers: dict[str, str], body: bytes
 
 
 def _read_status(connection: socket.socket, end: float) -> int:
-    """Read the answer up to its status line and return the status. Raises WebhookUrlError if there is no HTTP status,
-    TimeoutError at `end`.
+    """Read the answer up to its status line and return the status.
+
+    Raises WebhookUrlError if the answer has no HTTP status line, TimeoutError at `end` (monotonic clock), and OSError
+    if the connection fails.
     """
     answer = b""
     while len(answer) < MAX_ANSWER_SIZE:

@@ -27,8 +27,8 @@ MAX_ERROR_LENGTH = 160
 
 @dataclass(frozen=True)
 class Alert:
-    """One line of the list: its tone, a label, the text of the link (`link_text`), the rest
-    of the sentence (`explanation`), and the link's address.
+    """Something that needs an operator, as one line: its tone, a label, the text of the link (`link_text`), the rest of
+    the sentence (`explanation`), and the link's address.
     """
 
     tone: Tone
@@ -40,7 +40,7 @@ class Alert:
 
 @dataclass(frozen=True)
 class SystemState:
-    """Everything that the list is made from.
+    """All numbers from which `list_alerts` makes its list.
 
     `agents_by_state`: number of agents by liveness; it must have the key `down`. `devices_by_state`: number of devices
     by state. `failing_drivers` and `skipped_hardware`: how many there are on all hosts.
@@ -112,8 +112,8 @@ def _host_alerts(system_state: SystemState) -> Iterator[Alert]:
 
 
 def _cloud_alerts(system_state: SystemState) -> Iterator[Alert]:
-    """Yield an alert about intents that are stuck, and one for each of Placement and Nova that is behind by more than
-    `MAX_CLOUD_DELAY` without stuck intents. A service without a handler in this process is left out.
+    """Yield an alert about stuck intents of any kind, and an alert for Placement and for Nova if it is behind by more
+    than MAX_CLOUD_DELAY and none of its own intents is stuck. A service without a handler in this process is left out.
     """
     work = system_state.backlog
     if n := work.stuck_intents:
@@ -162,7 +162,7 @@ def _worker_alerts(system_state: SystemState) -> Iterator[Alert]:
 
 
 def _capacity_alerts(system_state: SystemState) -> Iterator[Alert]:
-    """Yield an alert for each resource class that is in use and has no free unit."""
+    """Yield an alert for each resource class of which units are held and none is free."""
     for resource_class in system_state.resource_classes:
         if resource_class.name and not resource_class.free and resource_class.held:
             out = f"{resource_class.held} held, {resource_class.reserved} not offered"
@@ -176,7 +176,9 @@ def _capacity_alerts(system_state: SystemState) -> Iterator[Alert]:
 
 
 def list_url(model: str, **filters: str) -> str:
-    """Return the address of a list of the `accelerators` app, filtered by `filters`."""
+    """Return the address of the console's list of a model of the `accelerators` app, such as `device`, with `filters`
+    as its query.
+    """
     url = reverse(f"admin:accelerators_{model}_changelist")
     return f"{url}?{urlencode(filters)}" if filters else url
 
@@ -187,7 +189,7 @@ def count_noun(number: int, singular: str, plural: str = "") -> str:
 
 
 def _append_error(text: str, error: str) -> str:
-    """Return the text with the error, cut to `MAX_ERROR_LENGTH` characters; without an error, the text
+    """Return the text, a colon and the error, which is cut to MAX_ERROR_LENGTH characters; without an error, the text
     and a full stop.
     """
     return f"{text}: {error[:MAX_ERROR_LENGTH]}{'…' if len(error) > MAX_ERROR_LENGTH else ''}" if error else f"{text}."

@@ -1,5 +1,5 @@
-"""Units of each resource class, or of other groups, as bars: held, free, out of offer, and how busy their devices
-are.
+"""Capacity as bars: how many units of each resource class (or of other groups) are held, free and out of offer, and how
+busy their devices are.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ MAX_PROJECTS = 10
 
 
 class RenderableCapacity(CapacityGroup):
-    """The capacity of a group (for example a resource class or a project), with what a template shows of it."""
+    """The capacity of a group (for example a resource class or a project), with bars and texts for templates."""
 
     @classmethod
     def from_group(cls, group: CapacityGroup) -> RenderableCapacity:
-        """Return this group as a RenderableCapacity."""
+        """Return a copy of this group as a RenderableCapacity."""
         return cls(*(getattr(group, field.name) for field in fields(CapacityGroup)))
 
     @property
     def bar(self) -> SafeString:
-        """Return the bar: held is solid, free is light, out of offer is hatched. The template shows the numbers
-        beside it.
+        """The bar of the group's units as SVG, without numbers: solid is held, light is free, hatched is not
+        offered.
         """
         whole = max(self.total or 0, self.held + (self.free or 0) + self.reserved, 1)
         held, free = 100 * self.held / whole, 100 * (self.free or 0) / whole
@@ -43,17 +43,17 @@ class RenderableCapacity(CapacityGroup):
 
     @property
     def load_bar(self) -> SafeString | str:
-        """The bar of the group's mean utilisation; '' if no device reports it."""
+        """The bar of the mean utilisation of the group's devices; '' if no device reports it."""
         return render_load_bar(self.load)
 
     @property
     def memory(self) -> str:
-        """The used memory and the total of the group's devices as text; '' if they are unknown."""
+        """The used and the total memory of the group's devices, such as `3.0 GiB of 16.0 GiB`; '' if one is unknown."""
         return format_memory(self.load)
 
     @property
     def watts(self) -> str:
-        """The total power of the group's devices as text; '' if it is unknown."""
+        """The total power of the group's devices, such as `250 W`; '' if it is unknown."""
         return format_power(self.load)
 
 
@@ -63,7 +63,7 @@ def render_load_bar(load: LoadSummary) -> SafeString | str:
 
 
 def format_memory(load: LoadSummary) -> str:
-    """Return the used memory and the total as text, such as `3.0 GiB of 16.0 GiB`; '' if they are unknown."""
+    """Return the used memory and the total as text, such as `3.0 GiB of 16.0 GiB`; '' if one of them is unknown."""
     return f"{format_bytes(load.used)} of {format_bytes(load.size)}" if load.used is not None and load.size else ""
 
 
@@ -73,9 +73,7 @@ def format_power(load: LoadSummary) -> str:
 
 
 def render_level_bar(percent: float, mark: float | None = None) -> SafeString:
-    """Return a bar filled to `percent` (0 to 100), with a line at `mark` (percent; None: no line). The template shows
-    the numbers beside it.
-    """
+    """Return a bar as SVG, without numbers: filled to `percent` (0 to 100), with a line at `mark` percent if given."""
     line = (
         ""
         if mark is None
@@ -104,7 +102,7 @@ BY_PROJECT = CapacityQuery(["project"], order="largest", limit=MAX_PROJECTS)
 
 def query_capacity(loads: LoadSnapshot | None, *queries: CapacityQuery) -> list[list[RenderableCapacity]]:
     """Return the groups of each query as RenderableCapacity objects, in the order of the queries. One statement for all
-    queries.
+    queries. `loads` are the hosts' last samples; without them the groups have no load.
     """
     return [
         [RenderableCapacity.from_group(group) for group in groups]

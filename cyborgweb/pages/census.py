@@ -26,16 +26,18 @@ MAX_HOSTS_LENGTH = 100_000
 
 
 def show_census(request: HttpRequest) -> HttpResponse:
-    """Show the form and, after a POST, what the hosts answered or why the question was refused. Raises PermissionDenied
-    for users who may not view devices.
+    """Show the form and, after a POST, what the hosts answered or why the question was refused.
+
+    A POST blocks until the hosts have answered, for a few seconds at most. Raises PermissionDenied for users who
+    may not view devices.
     """
     if not request.user.has_perm("accelerators.view_device"):
         raise PermissionDenied
     form_values = {name: request.POST.get(name, "").strip() for name in ("profile", "count", "hosts")}
     context = admin.site.each_context(request) | {
         "title": "Load census",
-        "said": {**form_values, "count": form_values["count"] or "1"},
-        "most": census.MAX_REQUEST_COUNT,
+        "form_values": {**form_values, "count": form_values["count"] or "1"},
+        "max_requests": census.MAX_REQUEST_COUNT,
         "profiles": DeviceProfile.objects.order_by("name").values_list("name", flat=True)[:MAX_PROFILE_NAMES],
     }
     if request.method == "POST":
@@ -43,11 +45,13 @@ def show_census(request: HttpRequest) -> HttpResponse:
             context |= _build_result_context(census.take_census(_build_question(form_values)))
         except RefusedError as refused:
             context["refused"] = refused.text
-    return TemplateResponse(request, "console/census.html", context)
+    return TemplateResponse(request, "cyborgweb/pages/census.html", context)
 
 
 def _build_question(form_values: dict[str, str]) -> census.CensusQuestion:
-    """Build the question from the form. Raises RefusedError INVALID for values that cannot be used."""
+    """Build the question from the form's fields `profile`, `count` and `hosts` (names with commas or blanks between
+    them; '' for all). Raises RefusedError INVALID for values that cannot be used.
+    """
     count = form_values["count"] or "1"
     if not (count.isascii() and count.isdecimal() and len(count) <= 3 and 1 <= int(count) <= census.MAX_REQUEST_COUNT):
         raise RefusedError(
@@ -71,8 +75,8 @@ def _build_question(form_values: dict[str, str]) -> census.CensusQuestion:
 
 
 def _build_result_context(result: census.Census) -> dict[str, Any]:
-    """Return what the template shows of a census: at most `MAX_ROWS` hosts that were asked, at most `MAX_ROWS` without
-    an answer, and how many are hidden.
+    """Return what the template shows of a census: at most MAX_ROWS of all hosts, at most MAX_ROWS of those that did not
+    answer, and how many of each are not shown.
     """
     rows = [
         {
@@ -87,10 +91,10 @@ def _build_result_context(result: census.Census) -> dict[str, Any]:
     ]
     missing = [(badges.render_page_link("host", host.pk, host.name), why) for host, why in result.missing[:MAX_ROWS]]
     return {
-        "taken": result,
-        "asked": len(result.rows),
+        "census": result,
+        "number_asked": len(result.rows),
         "rows": rows,
         "missing": missing,
-        "hidden": max(0, len(result.rows) - MAX_ROWS),
-        "silent_hidden": max(0, len(result.missing) - MAX_ROWS),
+        "rows_hidden": max(0, len(result.rows) - MAX_ROWS),
+        "missing_hidden": max(0, len(result.missing) - MAX_ROWS),
     }

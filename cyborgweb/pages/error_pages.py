@@ -25,7 +25,7 @@ TITLES_AND_SENTENCES = {
 
 
 def raise_not_found(request: HttpRequest) -> HttpResponse:
-    """Raise Http404. Used for addresses with a NUL, which PostgreSQL text cannot contain, so they name no row."""
+    """Raise Http404, for addresses that contain NUL. Text in PostgreSQL cannot contain it, so they name no row."""
     raise Http404
 
 
@@ -45,15 +45,19 @@ def not_found(request: HttpRequest, exception: Exception) -> HttpResponse:
 
 
 def show_read_only(request: HttpRequest, sentence: str) -> HttpResponse:
-    """Answer 503 with Retry-After, because the control plane is read-only now. `sentence` is the reason."""
+    """Answer 503 with Retry-After, because the control plane is read-only now. `sentence` is the reason to show.
+
+    Users who may enter the console see it in the console's frame, others get the sentence alone.
+    """
     response = _render_in_console(request, PermissionDenied(sentence), 503) or HttpResponse(sentence, status=503)
     response["Retry-After"] = str(RETRY_S)
     return response
 
 
 def _render_in_console(request: HttpRequest, exception: Exception, status: int) -> HttpResponse | None:
-    """Render the error in the console's frame, with the exception's own sentence if it has one. Return None outside
-    `/admin/` and for users who may not enter the console.
+    """Return the error page in the console's frame, with the exception's own sentence if it has one, and this status.
+
+    Return None outside `/admin/` and for users who may not enter the console.
     """
     user: Any = getattr(request, "user", None)
     if user is None or not request.path.startswith("/admin/") or not admin.site.has_permission(request):
@@ -62,4 +66,4 @@ def _render_in_console(request: HttpRequest, exception: Exception, status: int) 
     if isinstance(exception, BadRequest | PermissionDenied | Http404) and exception.args:
         sentence = exception.args[0] if isinstance(exception.args[0], str) else sentence
     page = admin.site.each_context(request) | {"title": title, "sentence": sentence}
-    return render(request, "console/refused.html", page, status=status)
+    return render(request, "cyborgweb/pages/error.html", page, status=status)

@@ -25,18 +25,22 @@ class HostPage(HostAdmin):
     list_display = ("name", "shown_live", "shown_agent", "shown_drivers", "shown_devices", "shown_node", "reported")
 
     def get_urls(self) -> list[Any]:
-        """Add the address of `show_load` to the pages of hosts."""
+        """Return the URL patterns of the hosts' pages, with that of `show_load` added."""
         view = self.admin_site.admin_view(self.show_load)
         return [path("<path:object_id>/load/", view, name="accelerators_host_load"), *super().get_urls()]
 
     def show_load(self, request: HttpRequest, object_id: str) -> HttpResponse:
-        """Show only the loads of the host's devices; the page fetches this part again and again."""
+        """Show only the loads of the host's devices, which the host's page fetches again and again.
+
+        Raises PermissionDenied if the user may not view the host; redirects with a message if it does not exist. Asks
+        the host's agent to go on sending samples (`load.build_host_load`).
+        """
         host = self.get_object(request, object_id)
         if host is None:
             return self._get_obj_does_not_exist_redirect(request, self.opts, object_id)
         if not self.has_view_permission(request, host):
             raise PermissionDenied
-        return TemplateResponse(request, "console/host_load.html", {"load": load.build_host_load(host)})
+        return TemplateResponse(request, "cyborgweb/pages/host_load.html", {"load": load.build_host_load(host)})
 
     def get_queryset(self, request: HttpRequest) -> QuerySet[Host]:
         """Return the hosts with their agents and leases, which the list shows."""
@@ -44,6 +48,8 @@ class HostPage(HostAdmin):
 
     @display(description="Agent", ordering="lease__seen_at")
     def shown_agent(self, host: Host) -> SafeString:
-        """Return the badge of the agent's liveness (up, late, down); `not enrolled` for a host without an agent."""
+        """Return a badge with the agent's state: up, late, down or why it is barred; `not enrolled` for a host without
+        an agent.
+        """
         agent = getattr(host, "agent", None)
         return render_liveness_badge(agent) if agent else badges.render_badge("not enrolled", "calm")

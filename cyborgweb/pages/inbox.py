@@ -30,8 +30,8 @@ MODEL_BY_DATA_KEY = {"request": "acceleratorrequest", "device": "device"}
 
 
 def show_inbox(request: HttpRequest) -> HttpResponse:
-    """GET: show a page of messages. POST: mark the message `message`, or all if the form has `all`, as read and
-    redirect to the inbox.
+    """GET: show a page of the newest 1000 messages. POST: mark the message `message`, or all messages if the form has
+    `all`, as read and redirect to the inbox.
 
     Raises PermissionDenied if the form has neither, or if the session has no caller.
     """
@@ -50,11 +50,11 @@ def show_inbox(request: HttpRequest) -> HttpResponse:
         "page": page,
         "unread": _count_unread(rows),
     }
-    return TemplateResponse(request, "console/inbox.html", context)
+    return TemplateResponse(request, "cyborgweb/pages/inbox.html", context)
 
 
 def count_unread_as_json(request: HttpRequest) -> HttpResponse:
-    """Return the number of unread messages as JSON, at most 99."""
+    """Return the number of unread messages as JSON, at most 99. Raises PermissionDenied without a caller."""
     return JsonResponse({"unread": _count_unread(_visible_messages(request))}, headers={"Cache-Control": "no-store"})
 
 
@@ -77,7 +77,7 @@ def _visible_messages(request: HttpRequest) -> QuerySet[Delivery]:
 
 
 def _render_message(row: Delivery) -> dict[str, Any]:
-    """Return what the template shows of a message, with a link to the object that it is about, if there is one."""
+    """Return what the template shows of a message. `link` is the page of its request or device, '' if it has none."""
     model_and_key = next(
         ((model, row.data[word]) for word, model in MODEL_BY_DATA_KEY.items() if row.data.get(word)), None
     )

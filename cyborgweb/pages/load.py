@@ -32,7 +32,9 @@ UNIT_SUFFIXES = {"percent": " %", "celsius": " °C", "watts": " W"}
 
 
 def build_device_load(device: Device) -> dict[str, Any]:
-    """Return the device's last values for its page, and the text to show if there are none."""
+    """Return what the device's page shows of its load: the last values as label and text, their time, the address of
+    the usage resource, and the text to show if there are no values. No agent is asked.
+    """
     loads = telemetry.get_last_loads({device.host_id})
     host_load = loads.hosts.get(device.host_id)
     values = host_load.devices.get(device.key, {}) if host_load else {}
@@ -46,8 +48,11 @@ def build_device_load(device: Device) -> dict[str, Any]:
 
 
 def build_host_load(host: Host) -> dict[str, Any]:
-    """Return a row for each device of the host with its last sample, at most `MAX_DEVICE_ROWS`, and ask its agent to
-    send samples every `SAMPLE_INTERVAL_S` for the next `SAMPLE_REQUEST_S` seconds.
+    """Return what the host's page shows of its load: a row for each device that is not retired, at most
+    MAX_DEVICE_ROWS, the time of the last sample, and the text to show if there are no samples.
+
+    Asks the host's agent to send samples every SAMPLE_INTERVAL_S seconds for the next SAMPLE_REQUEST_S seconds. There
+    are no rows if no sample of the host is known.
     """
     loads = telemetry.request_periodic_loads({host.pk}, SAMPLE_INTERVAL_S, SAMPLE_REQUEST_S)
     host_load = loads.hosts.get(host.pk)
@@ -63,8 +68,11 @@ def build_host_load(host: Host) -> dict[str, Any]:
 
 
 def explain_missing_samples(agent: Agent | None, loads: LoadSnapshot, host_load: HostLoad | None, driver: str) -> str:
-    """Return the reason why there are no samples, as far as it is known. `host_load` is the last sample of the host,
-    None if there is none; `driver` is the device's driver, '' for all devices.
+    """Return a text with the reason why there are no samples, as far as it is known.
+
+    Whether there are any is not checked here. `agent` is the host's agent, None if none has joined. `host_load` is the
+    last sample of the host; unless it is None, the reason is that the driver reports no load. `driver` is the device's
+    driver, '' if all devices of the host are meant.
     """
     if agent is None:
         return "no samples: no agent has joined for this host"
@@ -80,8 +88,8 @@ def explain_missing_samples(agent: Agent | None, loads: LoadSnapshot, host_load:
 
 
 def metric_label(metric: str) -> str:
-    """Return the metric's name without its unit, in words: `memory used` for `memory_used_bytes`. A number at its end
-    stays.
+    """Return the metric's name without its unit, as words: `memory used` for `memory_used_bytes`, and `temperature 2`
+    for `temperature_celsius_2`.
     """
     match = METRIC_NAME.fullmatch(metric)
     parts = (match[1].replace("_", " "), match[3]) if match else (metric.replace("_", " "), None)
@@ -89,8 +97,10 @@ def metric_label(metric: str) -> str:
 
 
 def format_metric(metric: str, value: float) -> str:
-    """Return the value with the unit that ends the metric's name; bytes in a readable unit, a `total`
-    without decimals.
+    """Return the value as text, with the unit that the metric's name ends with, such as `41 °C`.
+
+    Bytes are in a readable unit; a metric that ends with `total` has no decimals; a metric without a known unit has no
+    unit.
     """
     match = METRIC_NAME.fullmatch(metric)
     unit = match[2] if match else ""
@@ -100,8 +110,8 @@ def format_metric(metric: str, value: float) -> str:
 
 
 def _build_device_row(device: Device, values: Mapping[str, float]) -> dict[str, Any]:
-    """Return the row of one device: bars of utilisation, memory and temperature, and the power. What is not reported is
-    empty.
+    """Return the row of one device: bars with texts for utilisation, memory and temperature (None if not reported), and
+    the power as text ('' if not reported). The bar of the temperature is full at 110 °C.
     """
     utilization, used, size = (
         values.get(name) for name in ("utilization_percent", "memory_used_bytes", "memory_total_bytes")

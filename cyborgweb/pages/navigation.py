@@ -1,4 +1,7 @@
-"""The console's sidebar. Unfold calls it for every page; lists that the user may not view are left out."""
+"""The console's sidebar, which unfold builds for every page.
+
+Lists that the user may not view are left out, except those of messages: every user has an inbox and subscriptions.
+"""
 
 from __future__ import annotations
 
@@ -58,7 +61,7 @@ SIDEBAR_GROUPS: tuple[tuple[str, tuple[tuple[str, str, str], ...]], ...] = (
 )
 """Heading and entries; each entry is its title, its icon, and the model it lists."""
 PAGES_WITHOUT_MODEL = (("Usage", "monitoring", "usage"), ("Load census", "troubleshoot", "census"))
-"""Pages that list no model, for users who may view devices: title, icon, URL name."""
+"""Pages that list no model: title, icon, URL name. They are for users who may view devices."""
 
 
 def build_sidebar(request: HttpRequest) -> list[dict[str, Any]]:

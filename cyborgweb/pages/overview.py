@@ -66,7 +66,7 @@ class LinkedCount:
 
 @dataclass(frozen=True)
 class DeviceStateRow:
-    """One row of the table: the devices in one state, by type and in total."""
+    """One row of the overview's table of devices: the devices in one state, by type and in total."""
 
     device_state: str
     state: SafeString
@@ -75,8 +75,9 @@ class DeviceStateRow:
 
 
 def build_overview_context(request: HttpRequest, context: dict[str, Any]) -> dict[str, Any]:
-    """Add the overview to the index page's context, and return the context. A user who may not view devices sees only
-    the navigation and a sentence.
+    """Add the overview to the index page's context, and return the context. Unfold calls it.
+
+    For a user who may not view devices nothing is queried, and the page has only the sidebar and a sentence.
     """
     context |= {"title": "Overview", "may_view": request.user.has_perm("accelerators.view_device")}
     if context["may_view"]:
@@ -99,11 +100,11 @@ def build_overview_context(request: HttpRequest, context: dict[str, Any]) -> dic
             "devices": devices,
             "classes": classes,
             "projects": projects,
-            "silent": loads.silent,
+            "missing_nodes": loads.silent,
             "needs": [(badges.render_badge(need.label, need.tone), need) for need in alerts.list_alerts(system_state)],
-            "troubles": troubles,
+            "failures": troubles,
             "waiting": current_backlog,
-            "told": [
+            "notices": [
                 _describe_delay(
                     "Placement",
                     "provider",
@@ -124,8 +125,11 @@ def build_overview_context(request: HttpRequest, context: dict[str, Any]) -> dic
 def _describe_delay(
     name: str, kind: str, backlog_of_service: backlog.IntentBacklog, url: str, now: datetime
 ) -> dict[str, Any]:
-    """Return what the page shows of Placement or Nova: the number of waiting changes, the oldest, and a badge (stuck,
-    behind, sending, in step, or no cloud). `kind` is the intents' kind.
+    """Return what the page shows of Placement or Nova (`name`): the number of changes that wait to be sent, the time of
+    the oldest, a link to `url`, and a badge.
+
+    `kind` is the kind of the intents. The badge is `no cloud` if this process has no handler for it; otherwise `in
+    step` if nothing waits, `stuck`, `behind` if the oldest waits for more than `alerts.MAX_CLOUD_DELAY`, or `sending`.
     """
     is_late = backlog_of_service.oldest is not None and now - backlog_of_service.oldest > alerts.MAX_CLOUD_DELAY
     delay: tuple[str, Tone] = (
@@ -148,12 +152,16 @@ def _describe_delay(
 
 
 def _build_device_table(counted: list[tuple[str, str, int]]) -> dict[str, Any]:
-    """Return the table of devices, state by type, with only the types and states that occur."""
+    """Return the table of devices by state and type, with only the states and types that occur, and with totals.
+
+    `counted` holds (state, type, number of devices).
+    """
     counts = {(state, kind): number for state, kind, number in counted}
     kinds = [kind.value for kind in DeviceType if any(key[1] == kind for key in counts)]
     states = [state.value for state in DeviceState if any(key[0] == state for key in counts)]
 
     def build_cell(state: str = "", kind: str = "") -> LinkedCount:
+        """Return how many devices have this state and type ('' for any), with a link to their list."""
         filters = {"state__exact": state, "type__exact": kind}
         number = sum(n for (s, k), n in counts.items() if state in ("", s) and kind in ("", k))
         return LinkedCount(number, alerts.list_url("device", **{name: word for name, word in filters.items() if word}))
@@ -169,8 +177,11 @@ def _build_device_table(counted: list[tuple[str, str, int]]) -> dict[str, Any]:
 
 
 def _load_hosts_and_troubles() -> tuple[dict[str, int], dict[str, Any]]:
-    """Return the numbers of hosts and agents by state, and the troubles: drivers that fail now and hardware that
-    drivers skipped, with the reasons. At most `MAX_TROUBLES` of each are listed, and all are counted. One statement.
+    """Return the numbers of hosts and agents by state, and the troubles: drivers and backends that fail now, and
+    hardware that drivers skipped, with the reasons.
+
+    The troubles are `failing` and `faults`, at most MAX_TROUBLES of each, and the whole numbers `failing_n` and
+    `faults_n`. One statement.
     """
     up, down = compute_thresholds()
     with connection.cursor() as cursor:

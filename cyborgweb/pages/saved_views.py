@@ -1,7 +1,7 @@
 """What users save for the console's lists: named views, private or shared, and the columns they want to see.
 
-`accelerators.ui.changelist` reads them through the registry LIST_MEMORY; the forms in `console/chips.html` post to
-`store_list_memory`.
+`accelerators.ui.changelist` reads them through the registry LIST_MEMORY; the forms in the template
+`console/filter_chips.html` post to `store_list_memory`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ MAX_VIEWS = 50
 
 @dataclass(frozen=True)
 class ListedView:
-    """A saved view, with what its chip shows."""
+    """A saved view as the list's page shows it. `key` is its primary key, `query` its query string."""
 
     key: int
     name: str
@@ -47,10 +47,11 @@ class ListMemory:
 
 
 def load_list_memory(user: Any, model: str) -> ListMemory:
-    """Return the user's columns and views for a list. One statement.
+    """Return the columns and views that the user has for the list of a model (`app.model`). One statement.
 
-    Users of one project do not see the shared views of others, because names and searches reveal things about other
-    projects.
+    The columns are () if the user has chosen none. The views are the user's own, then those that others share, at most
+    MAX_VIEWS in all. A user who is limited to one project does not see the views of others, because names and searches
+    reveal things about other projects.
     """
     visible_of_others = Q() if get_only_project(user) else Q(shared=True)
     saved = SavedView.objects.filter(Q(user_id=user.pk) | visible_of_others, of=model).select_related("user")
@@ -65,11 +66,11 @@ def load_list_memory(user: Any, model: str) -> ListMemory:
 
 
 def store_list_memory(request: HttpRequest, model: str) -> HttpResponseBase:
-    """On POST, do what the form's field says, then redirect to the list.
+    """On POST, store what a user wants to keep for the console's list of `model`, then redirect to the list.
 
-    `name` saves the list as a view with this name, and `delete` deletes the view with this key; otherwise the chosen
-    columns are stored. Raises PermissionDenied for users who may not view the list, Http404 for an unknown list,
-    BadRequest for unknown columns.
+    The form's field `name` saves the list as a view with this name, and `delete` deletes the view with this key;
+    without these fields the chosen columns are stored. Raises PermissionDenied for users who may not view the list,
+    Http404 for an unknown list, BadRequest for unknown columns.
     """
     listing = _find_list(model)
     if not listing.has_view_permission(request):
@@ -96,8 +97,11 @@ def _find_list(model: str) -> ConsoleModelAdmin:
 
 
 def _save_view(request: HttpRequest, model: str, query: str) -> None:
-    """Save the query under the name in the form, for everybody if the form has `shared`; an existing view of this user
-    and name is replaced. A bad name, or more than `MAX_VIEWS` views, is only answered with a message.
+    """Save the query as a view under the form's `name`, for everybody if the form has `shared`. A view of this user
+    with the same name is replaced.
+
+    The outcome is shown as a message. With an unusable name, or if the user has MAX_VIEWS views already, nothing is
+    saved.
     """
     name, user = " ".join(request.POST["name"].split()), _require_user(request)
     if not 1 <= len(name) <= 64 or not name.isprintable():
@@ -113,7 +117,11 @@ def _save_view(request: HttpRequest, model: str, query: str) -> None:
 
 
 def _delete_view(request: HttpRequest, model: str, key: str) -> None:
-    """Delete one of the user's own views; a superuser may also delete views that others share."""
+    """Delete the view with this primary key if it is the user's own; a superuser may also delete views that others
+    share.
+
+    The outcome is shown as a message, also if nothing was deleted.
+    """
     user = _require_user(request)
     views = SavedView.objects.filter(Q(user=user) | Q(shared=user.is_superuser), of=model).exclude(name="")
     deleted_count, _ = views.filter(pk=int(key)).delete() if key.isdecimal() and len(key) < 19 else (0, {})
@@ -124,8 +132,11 @@ def _delete_view(request: HttpRequest, model: str, key: str) -> None:
 
 
 def _store_columns(request: HttpRequest, listing: ConsoleModelAdmin, query: str) -> str:
-    """Store the chosen columns. Return the query without its own columns and without the order, which refers to
-    columns by position. Raises BadRequest for columns that the list does not have.
+    """Store the columns that the form names for this user and list. If the form has `reset`, no columns are stored, so
+    the list shows its own.
+
+    Return the query without its parameters for columns and for the order, which refers to columns by position. Raises
+    BadRequest if the form names no column, or one that the list does not have.
     """
     known_columns = [column_url_name(str(name)) for name in listing.list_display]
     chosen = request.POST.getlist(COLUMNS_PARAM)

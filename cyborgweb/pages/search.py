@@ -35,7 +35,9 @@ PCI_ADDRESS = re.compile(r"(?:([0-9a-f]{4}):)?([0-9a-f]{2}):([0-9a-f]{2})(?:\.([
 
 
 def show_search(request: HttpRequest) -> HttpResponse:
-    """Redirect to the page of the only result, or of the only exact one; otherwise show the results by kind."""
+    """Search for the parameter `q`. Redirect to the page of the only result, or of the only exact one; otherwise show
+    the results by kind, at most MAX_HITS_PER_KIND of each. Without a term show only the form.
+    """
     term = request.GET.get("q", "").strip().replace("\0", "")[:MAX_TERM_LENGTH]
     hits = list(_iterate_hits(request, term)) if term else []
     exact_hits = [hit for hit in hits if hit["exact"]]
@@ -55,12 +57,15 @@ def show_search(request: HttpRequest) -> HttpResponse:
             for title, found in groups
         ],
     }
-    return TemplateResponse(request, "console/find.html", context)
+    return TemplateResponse(request, "cyborgweb/pages/search_results.html", context)
 
 
 def _iterate_hits(request: HttpRequest, term: str) -> Iterator[dict[str, Any]]:
-    """Yield the results of all kinds that the user may view, in the order of `SEARCH_PROVIDERS`, exact ones first; at
-    most `MAX_HITS_PER_KIND` and one more of each kind. One statement.
+    """Yield the results of all kinds that the user may view, in the order of `SEARCH_PROVIDERS`, the exact ones of each
+    kind first, as dicts for the template.
+
+    Of each kind at most MAX_HITS_PER_KIND + 1 are yielded; the last shows that there are more. One statement, or none
+    if the term can match no kind.
     """
     queries = {
         name: rows
@@ -87,8 +92,10 @@ def _iterate_hits(request: HttpRequest, term: str) -> Iterator[dict[str, Any]]:
 
 
 def _build_query(name: str, term: str, rows: QuerySet[Any]) -> QuerySet[Any, tuple[Any, ...]] | None:
-    """Return the query for the rows that match, at most `MAX_HITS_PER_KIND` and one more; None if the term cannot match
-    this kind.
+    """Return the query for those of `rows` that match the term, at most MAX_HITS_PER_KIND + 1; None if the term cannot
+    match the kind `name`. Nothing is queried here.
+
+    The columns are the kind, the key, the text, the side text, and whether the match is exact.
     """
     provider = SEARCH_PROVIDERS[name]
     exact_conditions, prefix_conditions = [], []
@@ -117,8 +124,9 @@ def _build_query(name: str, term: str, rows: QuerySet[Any]) -> QuerySet[Any, tup
 
 
 def uuid_bounds(term: str) -> tuple[UUID, UUID] | None:
-    """Return the first and the last uuid that begin with `term`, the same uuid twice if it is complete, or None if
-    it cannot be a uuid.
+    """Return the first and the last uuid that begin with `term`; the same uuid twice if `term` is a complete one.
+
+    Returns None if `term` is not the beginning of a uuid, or has fewer than MIN_HEX_DIGITS digits.
     """
     digits = term.lower().replace("-", "")
     if not MIN_HEX_DIGITS <= len(digits) <= 32 or not re.fullmatch("[0-9a-f]+", digits):
@@ -127,8 +135,8 @@ def uuid_bounds(term: str) -> tuple[UUID, UUID] | None:
 
 
 def _search_prefixes(field: str, term: str) -> list[str]:
-    """Return the prefixes to search for in this field; PCI addresses and serial numbers in the form in which they
-    are stored.
+    """Return the prefixes to search for in this field, in the form in which the field stores them; an empty list if the
+    term cannot match. `address` and `attach_info` hold PCI addresses, `key` also serial numbers.
     """
     address = PCI_ADDRESS.fullmatch(term)
     if field == "address":

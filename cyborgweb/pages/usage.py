@@ -18,7 +18,9 @@ MAX_PARAMETER_LENGTH = 255
 
 
 def show_usage_page(request: HttpRequest) -> HttpResponse:
-    """Show the groups that the form asks for, as bars: by `by` and `then`, limited to a host, type or resource class.
+    """Show groups of units as bars: grouped by `by` and then by `then`, limited to a host, type or resource class.
+
+    These are parameters of the query; an unknown grouping is ignored, and without any the groups are resource classes.
     Raises PermissionDenied for users who may not view devices.
     """
     if not request.user.has_perm("accelerators.view_device"):
@@ -38,13 +40,13 @@ def show_usage_page(request: HttpRequest) -> HttpResponse:
     context = admin.site.each_context(request) | {
         "title": "Usage",
         "by": by,
-        "words": [(name, name.replace("_", " ")) for name in GROUP_COLUMNS],
-        "heads": [name.replace("_", " ").capitalize() for name in by],
+        "grouping_choices": [(name, name.replace("_", " ")) for name in GROUP_COLUMNS],
+        "headings": [name.replace("_", " ").capitalize() for name in by],
         "types": [kind.value for kind in DeviceType],
-        "said": form_values,
+        "form_values": form_values,
         "groups": capacity_groups[:MAX_GROUPS_SHOWN],
         "more": len(capacity_groups) > MAX_GROUPS_SHOWN,
-        "most": MAX_GROUPS_SHOWN,
-        "silent": loads.silent,
+        "max_groups": MAX_GROUPS_SHOWN,
+        "missing_nodes": loads.silent,
     }
-    return TemplateResponse(request, "console/usage.html", context)
+    return TemplateResponse(request, "cyborgweb/pages/usage.html", context)

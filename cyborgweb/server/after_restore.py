@@ -46,9 +46,11 @@ programmed since the backup. Hosts whose agents tell no boot id are left out."""
 def prepare_restored_database(caller: Caller, reason: str) -> None:
     """Make the restored database safe to start on: migrate it, then change it in one transaction.
 
-    Numbers and generations continue above all that were ever given out, unfinished binds wait for their agents, what
-    devices were programmed with is forgotten at the next report, all sessions end, and the event `database.restored` is
-    recorded. Then everything is made read only, until a person has checked it. It may be run twice without harm.
+    Sequences and generations skip far beyond all values that were given out after the backup. Unfinished binds, attach
+    and detach commands get a day to end. What devices were programmed with is forgotten at the next report. All login
+    sessions are deleted. The event `database.restored` is recorded with `caller` and `reason`. Then everything is made
+    read only, until a person has checked it. It may be run twice without harm. Raises RefusedError INVALID for an
+    unusable reason, when the other changes are already committed.
     """
     call_command("migrate", verbosity=0, interactive=False, skip_checks=True)
     with conductor.writing():

@@ -62,7 +62,8 @@ class BackupDescription(msgspec.Struct, frozen=True):
 def create_backup(folder: Path, progress: ProgressCallback) -> BackupDescription:
     """Write a backup to the new folder, completely or not at all, and return its description.
 
-    `progress` is called with the size of the dump in bytes while it grows. Raises BackupError, PostgresError; then
+    `progress` is called with the size of the dump in bytes while it grows. Raises BackupError if the folder exists,
+    `pg_dump` fails or a file cannot be read or written; PostgresError if no `pg_dump` fits the server. After an error
     `<folder>.part` may be left, which the next call deletes.
     """
     if folder.exists():
@@ -89,7 +90,10 @@ def create_backup(folder: Path, progress: ProgressCallback) -> BackupDescription
 
 
 def read_description(folder: Path) -> BackupDescription:
-    """Return the description of the backup in the folder. Raises BackupError, also if it is of a later release."""
+    """Return the description of the backup in the folder.
+
+    Raises BackupError if it cannot be read, or if a later release made the backup.
+    """
     try:
         description = msgspec.json.decode((folder / DESCRIPTION_FILE).read_bytes(), type=BackupDescription)
     except OSError as error:
@@ -109,8 +113,9 @@ def restore_dump(folder: Path, description: BackupDescription) -> None:
     """Restore the dump into the empty database, all or nothing, and then put back the files that the state directory
     does not have.
 
-    The secret key is always replaced by the backup's, because the database's secrets are encrypted with that key.
-    Raises BackupError, PostgresError.
+    The secret key is always replaced by the backup's, because the database's secrets are encrypted with that key. The
+    caller must have checked that the database is empty. Raises BackupError if `pg_restore` fails, PostgresError if no
+    `pg_restore` fits the server, OSError if a file cannot be put back; the database is restored by then.
     """
     options = ["--single-transaction", "--exit-on-error", "--no-owner", "--no-privileges", str(folder / DUMP_FILE)]
     _run_client_program("pg_restore", options)
@@ -144,11 +149,12 @@ def require_tables(expected: bool) -> None:
 
 @contextmanager
 def keep_database_running(exclusive: bool) -> Iterator[None]:
-    """Make sure that the database runs inside the `with` block.
+    """Make sure that the embedded database runs inside the `with` block.
 
-    If the product does not run, the embedded database is started, and stopped at the end. With `exclusive`, raise
-    BackupError if the product runs on this state directory; its lock is held during the block. Raises PostgresError
-    when the embedded database cannot be started.
+    If the product does not run on this state directory, its embedded database is started, and stopped at the end; the
+    directory's lock is held meanwhile, so the product cannot start. A database that CYBORG_DATABASE_URL names is never
+    started here; with `exclusive` the lock is held for it, too. Raises BackupError if `exclusive` and the product runs;
+    PostgresError if the embedded database cannot be started.
     """
     settings = get_keys()
     if settings.database_url and not exclusive:

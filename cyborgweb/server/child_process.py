@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 BACKOFF_S = (0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
-"""Seconds before the restart after the first, second, … death in a row; the last one holds for all later deaths."""
+"""Seconds before the restart after the first, second, … death in a row; the last value is for all later deaths."""
 STABLE_AFTER_S = 30.0
 """If a process ran for more than this many seconds, its death counts as the first one again."""
 
@@ -27,8 +27,9 @@ def log_line(process_name: str, text: str) -> None:
 class ChildProcess:
     """A supervised process. Call `start` once, then `keep_running` in every round: it restarts a dead process.
 
-    `deaths` counts the deaths in a row; a process that ran for STABLE_AFTER_S starts from one again. `started_at` and
-    `next_start_at` are times of the monotonic clock; `next_start_at` is None unless a restart is scheduled.
+    `deaths` counts the deaths in a row; after a run of more than STABLE_AFTER_S seconds, the count starts again at 1.
+    `started_at` and `next_start_at` are times of the monotonic clock; `next_start_at` is None unless a restart is
+    scheduled. `partial_line` is output without its line end yet.
     """
 
     name: str
@@ -44,7 +45,7 @@ class ChildProcess:
     partial_line: bytes = field(default=b"", repr=False)
 
     def start(self) -> None:
-        """Start the process now, in its own session, and register its output with the selector."""
+        """Start the child process now, in its own session, and register its output with the selector."""
         self.started_at, self.next_start_at, self.partial_line = time.monotonic(), None, b""
         self.process = subprocess.Popen(
             self.command,
@@ -61,11 +62,14 @@ class ChildProcess:
         self.selector.register(self.process.stdout, selectors.EVENT_READ, self)
 
     def get_uptime_s(self) -> float:
-        """Return the seconds since the process was started; 0 while there is none."""
+        """Return the seconds since the child process was started; 0 while there is none."""
         return time.monotonic() - self.started_at if self.process else 0.0
 
     def forward_output(self) -> None:
-        """Copy the process's new output to the log, line by line. Does not block; of an endless line it keeps 8 KB."""
+        """Copy the process's new complete lines of output to the log. Does not block.
+
+        An incomplete line is kept for the next call, of a very long one only the last 8 KB.
+        """
         if self.process is None or self.process.stdout is None:
             return
         try:
@@ -83,7 +87,7 @@ class ChildProcess:
                 log_line(self.name, text)
 
     def keep_running(self) -> None:
-        """If the process has died, kill the rest of its session and schedule a restart; restart it when that is due."""
+        """If the child has died, kill the rest of its session and schedule a restart; if a restart is due, start it."""
         if self.process is not None and self.process.poll() is not None:
             code = self.process.returncode
             self.kill()  # the processes that are left in its session
@@ -96,12 +100,12 @@ class ChildProcess:
             self.start()
 
     def kill(self) -> None:
-        """Send SIGKILL to the process group of its session. Does not wait."""
+        """Send SIGKILL to the process group of the child's session, if there is a child. Does not wait."""
         if self.process is not None:
             _signal_group(self.process.pid, signal.SIGKILL)
 
     def stop(self, timeout_s: float) -> None:
-        """Send SIGTERM to the process, wait up to `timeout_s` seconds, then send SIGKILL to its process group.
+        """Send SIGTERM to the child, wait up to `timeout_s` seconds, then send SIGKILL to its process group.
 
         Returns when the process has ended.
         """

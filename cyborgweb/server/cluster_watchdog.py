@@ -25,8 +25,8 @@ WHERE t.at < clock_timestamp() - make_interval(secs => %s)
 class ClusterWatchdog(threading.Thread):
     """Checks every cluster once a second, and writes a byte to the file descriptor `wake_fd` when one is stuck.
 
-    `jobs` maps each job to (cluster, lock class, lock id). A tick row is old after `stall_s` seconds.
-    `take_results` returns the results.
+    `jobs` maps each job to (cluster, lock class, lock id), `dsn` is the database's connection string, and a tick row is
+    old after `stall_s` seconds. The supervisor collects what was found with `take_results`.
     """
 
     def __init__(self, jobs: dict[str, tuple[str, int, int]], dsn: str, stall_s: float, wake_fd: int) -> None:
@@ -36,16 +36,17 @@ class ClusterWatchdog(threading.Thread):
         self._lock = threading.Lock()
 
     def take_results(self) -> list[tuple[str, str | None]]:
-        """Return and clear the results since the last call: (cluster, a job that it does not take up).
+        """Return the newest result of each cluster since the last call, and forget these results. Thread-safe.
 
-        The job is None if the cluster takes up all of them. Clusters that were not checked since then are left out.
+        A result is (cluster, job): the name of a job that the cluster does not take up, None if it takes up all its
+        jobs. Clusters that were not checked since the last call are left out.
         """
         with self._lock:
             results, self._results = list(self._results.items()), {}
         return results
 
     def run(self) -> None:
-        """Check all clusters every second, for ever. Connect again if the database fails."""
+        """Check every second, for ever, whether a cluster is stuck. Connect again if the database fails."""
         while True:
             try:
                 with psycopg.connect(self._dsn, autocommit=True, connect_timeout=3) as connection:
@@ -56,8 +57,8 @@ class ClusterWatchdog(threading.Thread):
                 time.sleep(1)  # the database is away: others restart it, and this thread connects again
 
     def _check_clusters(self, connection: psycopg.Connection[tuple[str]]) -> None:
-        """Store for each cluster one job that it does not take up, or None, and wake the supervisor if there is one.
-        Raises psycopg.Error.
+        """Store for each cluster the name of a job that it does not take up, or None; for each stuck cluster, wake the
+        supervisor. Raises psycopg.Error if the database fails.
         """
         for cluster in {job[0] for job in self._jobs.values()}:
             cluster_jobs = {name: job for name, job in self._jobs.items() if job[0] == cluster}

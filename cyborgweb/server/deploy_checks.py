@@ -21,7 +21,9 @@ ANY_NAME = Warning(
 
 @register(Tags.security, deploy=True)
 def check_exposure(app_configs: Any, **_: Any) -> list[CheckMessage]:
-    """Warn if no public URL is configured (people connect without TLS), and if any host name is accepted."""
+    """Return a warning if no public URL is configured (people connect without TLS), and one if any host name is
+    accepted.
+    """
     return [
         *([] if settings.KEYS.public_url else [NO_TLS]),
         *([ANY_NAME] if "*" in settings.ALLOWED_HOSTS else []),

@@ -62,7 +62,7 @@ class StartError(CyborgwebError):
 
 
 class Supervisor:
-    """Starts all processes, restarts those that end, and stops them in order. `agent=False` starts no agent."""
+    """Starts all processes, restarts those that end, and stops them in order. `with_agent=False` starts no agent."""
 
     def __init__(self, settings: Keys, *, with_agent: bool = True) -> None:
         self.settings, self.with_agent = settings, with_agent
@@ -78,7 +78,7 @@ class Supervisor:
     def run(self) -> None:
         """Start everything and supervise it until SIGINT or SIGTERM; then stop everything and return.
 
-        Raises StartError, ConfigurationError or PostgresError when the start fails; what was started is stopped first.
+        If the start fails, stop what was started and raise StartError, ConfigurationError or PostgresError.
         """
         self._catch_signals()
         lock = self._lock_state_directory()
@@ -105,7 +105,7 @@ class Supervisor:
             lock.close()
 
     def _catch_signals(self) -> None:
-        """Make SIGINT and SIGTERM end the loop, and let every signal, also SIGCHLD, wake the selector."""
+        """Make SIGINT and SIGTERM end the loop in `run`, and let every signal, also SIGCHLD, wake the selector."""
         signal.set_wakeup_fd(self.wake_w)
         for sig in (signal.SIGINT, signal.SIGTERM):
             signal.signal(sig, self._on_signal)
@@ -113,7 +113,9 @@ class Supervisor:
         self.selector.register(self.wake_r, selectors.EVENT_READ)
 
     def _on_signal(self, signum: int, _frame: object) -> None:
-        """Note that everything is to stop. The loop in `run` does the stopping."""
+        """Note in `is_stopping` that everything must stop, and log the first such signal. The stopping is done in
+        `run`.
+        """
         if not self.is_stopping:
             log_line("serve", f"{signal.Signals(signum).name}: stopping")
         self.is_stopping = True
@@ -142,8 +144,9 @@ class Supervisor:
     def _open_agent_listener(self) -> socket.socket | None:
         """Open the TLS listener for agents, after checking that its certificate is usable.
 
-        Returns None when CYBORG_AGENT_LISTEN is not set: agents then connect to CYBORG_LISTEN. Raises StartError,
-        ConfigurationError.
+        If no certificate is configured or made yet, one is made. Returns None when CYBORG_AGENT_LISTEN is not set:
+        agents then connect to CYBORG_LISTEN. Raises StartError if the address cannot be used, ConfigurationError if its
+        value or the certificate cannot be used.
         """
         if not self.settings.agent_listen:
             return None
@@ -155,7 +158,7 @@ class Supervisor:
 
     def _start_database(self) -> None:
         """Start the embedded PostgreSQL, wait until it accepts connections, and create its database. Do nothing if
-        CYBORG_DATABASE_URL is set. Raises PostgresError.
+        CYBORG_DATABASE_URL is set. Raises PostgresError if it does not start, or if a signal to stop arrives meanwhile.
         """
         if self.settings.database_url:
             return
@@ -166,9 +169,8 @@ class Supervisor:
         log_line("postgres", f"accepting connections in {self.postgres.socket}")
 
     def _make_agent_options(self, listener: socket.socket) -> list[str]:
-        """Return the options of `manage.py prepare` for this machine's own agent.
-
-        When the sample drivers are used, they include the admission rule that accepts the sample drivers' devices.
+        """Return the options of `manage.py prepare` for this machine's own agent: its address, and `--sample-rules`
+        unless CYBORG_ENABLED_DRIVERS is set.
         """
         samples = [] if "CYBORG_ENABLED_DRIVERS" in os.environ else ["--sample-rules"]
         return ["--address", _make_url(listener), *samples]
@@ -176,8 +178,9 @@ class Supervisor:
     def _prepare_database(self, options: list[str]) -> dict[str, Any]:
         """Run `manage.py prepare` with `options` in its own process: migrations, the first login and more.
 
-        Returns the JSON object that it prints last; {} when the supervisor is to stop. In that case it has PREPARE_S
-        to end, and is killed then: the uncommitted part of a migration is rolled back. Raises StartError if it fails.
+        Returns the JSON object that it prints last; {} if the supervisor was told to stop meanwhile. In that case the
+        process is killed unless it ends within PREPARE_S seconds; the uncommitted part of a migration is rolled back.
+        Raises StartError if the process fails.
         """
         preparing = subprocess.Popen(
             [sys.executable, ROOT / "manage.py", "prepare", *options],
@@ -213,8 +216,8 @@ class Supervisor:
     def _start_web(self, listener: socket.socket, agent_listener: socket.socket | None) -> None:
         """Start the web process: it loads its code now, and serves when `self.start_gate_fd` is closed.
 
-        So it can start while the database is prepared. The listeners are inherited, so that a restarted web process
-        goes on with the same sockets.
+        So its code is loaded while the database is still being prepared. The listeners are inherited, so that a
+        restarted web process goes on with the same sockets.
         """
         after, self.start_gate_fd = os.pipe()
         self.wait_fd = after
@@ -256,7 +259,9 @@ class Supervisor:
         self.children[name].start()
 
     def _make_agent_defaults(self) -> dict[str, str]:
-        """Return the agent's variables for a start with the sample drivers, without those that the operator has set."""
+        """Return the agent's default environment variables, which enable the sample drivers, without those that the
+        operator has set. Writes the sample driver settings if there are none.
+        """
         defaults = {
             "CYBORG_AGENT_STATE_DIR": str(self.settings.state_path / "agent"),
             "CYBORG_ENABLED_DRIVERS": "fake_driver,pci_driver",
@@ -286,7 +291,9 @@ class Supervisor:
         log_line("serve", f"first login: {facts['login']}{file_note}")
 
     def _run_round(self) -> None:
-        """Run one round of the loop, of 0.5 s at most: forward output, restart ended processes and stuck clusters."""
+        """Run one round of the loop: wait at most 0.5 s for output or a signal, forward the children's output, and
+        restart processes that have ended and clusters that are stuck. Once stopping has begun, only forward output.
+        """
         for ready, _ in self.selector.select(timeout=0.5):
             if ready.fd == self.wake_r:
                 _drain_pipe(self.wake_r)
@@ -316,7 +323,10 @@ class Supervisor:
             cluster.kill()
 
     def _restart_dead_database(self) -> None:
-        """Start the embedded database again if it has ended. After a failed start the next one is tried 5 s later."""
+        """Start the embedded database again if it has ended, and wait until it accepts connections or has failed.
+
+        A failed start is logged, and the next one is tried after 5 s at the earliest.
+        """
         if self.postgres is None or self.postgres.process is None or self.postgres.process.poll() is None:
             return
         if time.monotonic() < self.next_postgres_start_at:
@@ -344,7 +354,7 @@ class Supervisor:
 
 
 def _open_listener(listen: str, key: str) -> socket.socket:
-    """Return a listening socket for an ADDRESS:PORT value; `key` is the name of its key, for messages.
+    """Return a listening socket for an ADDRESS:PORT value; `key` is the name of its configuration key, for messages.
 
     Raises ConfigurationError if the value is not an address and a port, StartError if the address cannot be used.
     """
@@ -378,8 +388,8 @@ def _drain_pipe(fd: int) -> None:
 
 
 def main() -> None:
-    """Run the supervisor as the command line says. Exits with status 2 and one sentence on stderr if the
-    start fails.
+    """Run the supervisor with the options of the command line until a signal stops it. If the start fails, exit with
+    status 2 and one sentence on stderr.
     """
     parser = argparse.ArgumentParser(
         prog="cyborgweb.server.supervisor",

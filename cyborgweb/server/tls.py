@@ -26,9 +26,9 @@ VALIDITY = timedelta(days=3653)
 
 
 def make_ssl_context(settings: Keys) -> ssl.SSLContext:
-    """Return the listener's TLS context (TLS 1.2 or later); make the certificate if there is none.
+    """Return the TLS context of the agents' listener (TLS 1.2 or later). If there is no certificate yet, make one.
 
-    Raises ConfigurationError with one sentence.
+    Raises ConfigurationError if the certificate or its key cannot be written, read or used.
     """
     certificate, key = _get_certificate_files(settings)
     ssl_context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
@@ -41,9 +41,10 @@ def make_ssl_context(settings: Keys) -> ssl.SSLContext:
 
 
 def read_fingerprint(settings: Keys) -> str:
-    """Return the SHA-256 of the certificate in hex, as join tokens pin it; make the certificate if there is none.
+    """Return the SHA-256 of the certificate of the agents' TLS listener, in hex, as join tokens pin it.
 
-    Raises ConfigurationError.
+    If the file has several certificates, the first is meant. If none is configured or made yet, one is made. Raises
+    ConfigurationError if the file cannot be written or read, or holds no certificate.
     """
     path, _ = _get_certificate_files(settings)
     try:
@@ -58,31 +59,37 @@ def read_fingerprint(settings: Keys) -> str:
 def choose_agent_address(requested: str, unpinned: bool) -> tuple[str, str]:
     """Return the address and the pinned fingerprint of a join token. The fingerprint is '' if nothing is pinned.
 
-    The address is `requested`; if that is empty, the TLS listener's, or else the web process's default address.
-    If there is a TLS listener, an https address is assumed to be its address and is pinned, unless `unpinned`.
-    Raises ConfigurationError.
+    The address is `requested`; if that is empty, the TLS listener's, or else the one of `CYBORG_LISTEN`. If there is a
+    TLS listener, an https address is assumed to be its address and is pinned, unless `unpinned`. Raises
+    ConfigurationError if the listener's address or certificate cannot be used.
     """
     settings = get_keys()
-    url = requested or (get_listener_url(settings) if settings.agent_listen else "http://127.0.0.1:8000")
+    url = requested or get_listener_url(settings)
     is_pinned = url.startswith("https:") and settings.agent_listen and not unpinned
     return url, read_fingerprint(settings) if is_pinned else ""
 
 
 def get_listener_url(settings: Keys) -> str:
-    """Return the URL at which agents reach the TLS listener. Raises ConfigurationError if its port is 0."""
-    host, port = parse_listen_address(settings.agent_listen, "CYBORG_AGENT_LISTEN")
+    """Return the URL at which agents reach the TLS listener, or the web process if there is no such listener.
+
+    If it listens on all addresses, the URL has this machine's name; it may be a loopback address. Raises
+    ConfigurationError if the value is not ADDRESS:PORT, or the port is 0.
+    """
+    key, value = "CYBORG_AGENT_LISTEN", settings.agent_listen
+    if not value:
+        key, value = "CYBORG_LISTEN", settings.listen
+    host, port = parse_listen_address(value, key)
     if port == 0:
-        raise ConfigurationError(
-            f"CYBORG_AGENT_LISTEN={settings.agent_listen} names no port: set the port at which agents reach it"
-        )
+        raise ConfigurationError(f"{key}={value} names no port: set the port at which agents reach it")
     name = socket.getfqdn() if host in ("0.0.0.0", "::") else host
-    return f"https://[{name}]:{port}" if ":" in name else f"https://{name}:{port}"
+    return f"{'https' if settings.agent_listen else 'http'}://{f'[{name}]' if ':' in name else name}:{port}"
 
 
 def _get_certificate_files(settings: Keys) -> tuple[Path, Path]:
     """Return the paths of certificate and key: the configured ones (one file may hold both), or our self-made file.
 
-    The self-made file is written if it does not exist. Raises ConfigurationError.
+    The self-made file is written if it does not exist; configured files are not looked at. Raises ConfigurationError if
+    the file cannot be written, or if only the key is configured.
     """
     if settings.agent_cert:
         return Path(settings.agent_cert), Path(settings.agent_key or settings.agent_cert)

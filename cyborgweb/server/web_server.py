@@ -30,7 +30,10 @@ RESERVED_FILES = 500
 
 
 def main() -> None:
-    """Serve on the inherited, listening socket `--fd` until SIGTERM, and on `--agent-fd` with TLS if it is given."""
+    """Serve on the inherited, listening socket `--fd` until SIGTERM, and on `--agent-fd` with TLS if it is given.
+
+    The code is loaded first; then, with `--after`, this waits until the other end of that pipe is closed.
+    """
     parser = argparse.ArgumentParser(prog="cyborgweb.server.web_server", description=__doc__)
     parser.add_argument("--fd", type=int, required=True, help="file descriptor of a listening socket")
     parser.add_argument(
@@ -64,7 +67,8 @@ def find_own_url(listener: socket.socket, database_url: str = "") -> str:
     """Return the URL at which our other processes reach this web process.
 
     If it listens on all addresses, this is the machine's address on the route to the database, because the other
-    processes use the same database; for a database on this machine it is the loopback address.
+    processes use the same database; for a database on this machine, or if that address cannot be found, it is the
+    loopback address.
     """
     host, port = listener.getsockname()[:2]
     if host in ("0.0.0.0", "::"):
@@ -95,13 +99,18 @@ def _find_address_towards(database: str) -> str:
 
 
 def make_websocket_settings(max_message_bytes: int) -> dict[str, Any]:
-    """Return uvicorn's settings for WebSockets. The tests' server uses them, too."""
+    """Return uvicorn's settings for WebSockets: our protocol class, messages of at most `max_message_bytes` plus a
+    margin, no compression, and a ping every 30 s. The tests' server uses them, too.
+
+    The library's limit is above `max_message_bytes`, so that the application refuses a larger message with its reason.
+    """
+    from agents.wire import MESSAGE_MARGIN_BYTES
     from cyborgweb.server.websocket_protocol import WebSocketProtocol
 
     return {
         "ws": WebSocketProtocol,
         "ws_per_message_deflate": False,
-        "ws_max_size": max_message_bytes,
+        "ws_max_size": max_message_bytes + MESSAGE_MARGIN_BYTES,
         "ws_ping_interval": 30.0,
         "ws_ping_timeout": 30.0,
     }
@@ -124,7 +133,7 @@ def make_config(application: Any) -> uvicorn.Config:
 
 
 class TwoListenerServer(uvicorn.Server):
-    """A uvicorn server with an optional second listener, which is started and stopped with the first.
+    """A uvicorn server with an optional second listener, which speaks TLS and is started and stopped with the first.
 
     Both share one set of connections, so a shutdown waits for the connections of both. `on_shutdown` is called at the
     beginning of the shutdown, before uvicorn waits for open connections.
@@ -154,6 +163,7 @@ class TwoListenerServer(uvicorn.Server):
         config.load()
 
         def make_protocol() -> asyncio.Protocol:
+            """Return the protocol for one connection to the TLS listener."""
             made: asyncio.Protocol = config.http_protocol_class(  # type: ignore[call-arg]
                 config=config, server_state=self.server_state, app_state=self.lifespan.state
             )

@@ -10,19 +10,24 @@ from agents.wire import MESSAGE_ERROR_KEY
 
 
 class WebSocketProtocol(WebSocketsSansIOProtocol):
-    """Tells the application why a message was not delivered to it, and counts a refused upgrade as answered."""
+    """Tells the application why a message was not delivered to it, and keeps uvicorn from logging a refused upgrade as
+    an error.
+    """
 
     def handle_parser_exception(self) -> None:
-        """Store why this server closes the connection in `scope["state"]`, then close it as uvicorn does.
+        """If this server closes the connection, because a message broke the protocol or a limit, store the close code
+        and the reason in `scope["state"]`. Then close the connection as uvicorn does.
 
-        The code of the disconnect event is no proof: it is the same when the peer closes with that code.
+        The application cannot tell it from the code of the disconnect event, because that is the same when the peer
+        closes with this code.
         """
         if self.handshake_initiated and self.conn.close_sent is not None:
             self.scope["state"][MESSAGE_ERROR_KEY] = (int(self.conn.close_sent.code), self.conn.close_sent.reason)
         super().handle_parser_exception()
 
     async def send(self, message: Any) -> None:
-        """Send the message. If it ends an HTTP response to the upgrade request, mark the handshake as complete.
+        """Send the application's message. If it ends an HTTP response that refuses the upgrade, mark the handshake as
+        complete.
 
         Otherwise uvicorn would log the error "ASGI callable returned without completing handshake".
         """

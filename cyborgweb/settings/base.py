@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import fcntl
+import os
 import secrets
+from contextlib import suppress
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
@@ -16,17 +19,22 @@ BASE_DIR = Path(__file__).resolve().parents[2]
 
 
 def _load_secret_key(settings: Keys) -> str:
-    """Return Django's secret key from the state directory. Create it if there is none, readable only by its owner."""
+    """Return Django's secret key from the file in the state directory. If there is none, create a random key in a file
+    that only its owner can read.
+
+    Processes that start at the same time get the same key. An empty file, as a full disk leaves it, gets a new key.
+    Raises OSError if the file cannot be read or written.
+    """
     path = settings.state_path / "secret-key"
-    try:
-        return path.read_text().strip()
-    except FileNotFoundError:
-        path.parent.mkdir(parents=True, exist_ok=True)
-    path.touch(mode=0o600, exist_ok=True)
-    new_key = secrets.token_urlsafe(48)
-    with path.open("r+") as file:
+    with suppress(FileNotFoundError):
+        if stored := path.read_text().strip():
+            return stored
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT, 0o600), "r+") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
         if stored := file.read().strip():
             return stored
+        new_key = secrets.token_urlsafe(48)
         file.write(new_key)
     return new_key
 
@@ -49,8 +57,9 @@ default this takes two hours, and PostgreSQL would keep the locks of a vanished 
 
 
 def _make_database_settings(settings: Keys) -> dict[str, object]:
-    """Return Django's settings of the one database: CYBORG_DATABASE_URL with its options, or the embedded database's
-    socket.
+    """Return Django's settings of the one database: that of CYBORG_DATABASE_URL, or the embedded one at its socket.
+
+    Options in the URL's query, such as `sslmode`, are passed to libpq and override ours.
     """
     common = {
         "ENGINE": "django.db.backends.postgresql",

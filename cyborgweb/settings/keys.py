@@ -130,6 +130,12 @@ class Keys:
         60,
         "How long `PATCH /v2/deployables/{uuid}/program` waits for its command; the command goes on afterwards.",
     )
+    detach_timeout_s: int = declare_key(
+        "CYBORG_DETACH_TIMEOUT_S",
+        300,
+        "How long a detached PCI function may wait for its host to confirm that no guest uses it. Then its device is "
+        "quarantined, and the host is still asked.",
+    )
     missing_retention_s: int = declare_key(
         "CYBORG_MISSING_RETENTION_S", 86_400, "How long a missing, free device is kept before it is removed."
     )
@@ -278,9 +284,9 @@ class Keys:
 
 @lru_cache(maxsize=1)
 def get_keys() -> Keys:
-    """Return this process's configuration. It is read and checked once.
+    """Return this process's configuration, from the environment and the file that CYBORG_CONFIG names.
 
-    Raises ConfigurationError with one clear sentence.
+    It is read and checked once, at the first call. Raises ConfigurationError, with one sentence, for an unusable value.
     """
     loaded = load_configuration(Keys, os.environ)
     if loaded.auth not in ("local", "keystone"):
@@ -297,8 +303,8 @@ def get_keys() -> Keys:
 
 
 def _check_agent_settings(loaded: Keys) -> None:
-    """Check the settings for agents and gateways: limits and the gateway's address. Raise ConfigurationError if
-    unusable.
+    """Check the limits on agents' connections and messages, and the gateway's URL. Raise ConfigurationError for the
+    first unusable value.
     """
     for name, value in (("HANDSHAKES", loaded.handshakes), ("AGENT_CONNECTIONS", loaded.agent_connections)):
         if value < 1:
@@ -327,9 +333,10 @@ def _check_public_keys(loaded: Keys) -> None:
 
 
 def parse_listen_address(listen: str, name: str = "CYBORG_LISTEN") -> tuple[str, int]:
-    """Return host and port of an ADDRESS:PORT value, such as that of `CYBORG_LISTEN`. IPv6 addresses are in brackets.
+    """Return host and port of an ADDRESS:PORT value, such as that of `CYBORG_LISTEN`.
 
-    `name` is the key for the error message. Raises ConfigurationError.
+    An IPv6 address is written in brackets, which the returned host does not have. `name` is the key for the error
+    message. Raises ConfigurationError for another form, or a port above 65535.
     """
     host, _, port = listen.rpartition(":")
     if not host or not port.isdigit() or int(port) > 65535:

@@ -20,7 +20,10 @@ GET, and have already sent their token unencrypted; and probes of load balancers
 
 
 def make_tls_settings(public_url: str) -> dict[str, object]:
-    """Return Django's settings for an installation that people reach at this `https://NAME`; '' means without TLS."""
+    """Return Django's settings for an installation that people reach at this `https://NAME`.
+
+    '' means that they reach it without TLS; then only the list of silenced checks is returned.
+    """
     if not public_url:
         return {"SILENCED_SYSTEM_CHECKS": ALWAYS_SILENCED_CHECKS + REPLACED_CHECKS}
     return {

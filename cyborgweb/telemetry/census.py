@@ -1,7 +1,7 @@
 """The load census: ask hosts now how busy they are and compare it with their free units; hosts that fit come first.
 
-It only reads: nothing is reserved for the caller, and Placement and the bind decide again. It costs at most five
-statements and one question to the gateways, whatever the number of hosts.
+It only reads: nothing is reserved for the caller, and Placement and the bind decide again. It costs a few statements
+and at most two queries to the gateways, whatever the number of hosts.
 """
 
 from __future__ import annotations
@@ -50,8 +50,10 @@ class CensusBusyError(CyborgwebError, RefusedError):
 
 @dataclass(frozen=True)
 class CensusQuestion:
-    """What to ask: which hosts (names; None: all), for how many requests (`count`) of which profile ('': any unit), and
-    for how many seconds to wait for answers at most (`within_s`).
+    """What to ask: whether `count` more requests of the device profile `profile` fit on each of the `hosts`.
+
+    `hosts` are names, None for all hosts. `profile` is a name; '' means that any free unit is enough for one request.
+    `within_s` is the longest time to wait for the hosts' answers, in seconds.
     """
 
     hosts: tuple[str, ...] | None = None
@@ -62,10 +64,11 @@ class CensusQuestion:
 
 @dataclass(frozen=True)
 class CensusRow:
-    """One host of the answer.
+    """One host in the result of a census.
 
     `free` is the number of free units that fit; `room` is how many requests the host can take, at most as many as were
-    asked for; `why` is the reason if the host does not fit. `load` is None if the host did not answer.
+    asked for. `fits` is whether it can take all of them and its agent is up or late; otherwise `why` is the reason (''
+    if it fits). `load` is None if the host did not answer.
     """
 
     host: Host
@@ -77,7 +80,7 @@ class CensusRow:
 
     @property
     def sort_key(self) -> tuple[bool, bool, float, str]:
-        """Sort key: hosts that fit first, then the least busy; an unknown load comes last."""
+        """Sort key of a census: hosts that fit first; among them the least busy first, those of unknown load last."""
         mean = self.load.mean if self.load else None
         return not self.fits, mean is None, mean or 0.0, self.host.name
 
@@ -87,8 +90,8 @@ class Census:
     """The result of a census.
 
     `came`: how many hosts answered; `missing`: the others, with the reason, also those that were not asked because
-    their agent is down, may not connect or has never joined; `rows`: all hosts, those that fit first; `left_out`: how
-    many hosts there are beyond MAX_HOSTS.
+    their agent is down, may not connect or has never joined; `rows`: all hosts, those that fit first; `took_s`: how
+    many seconds it took; `left_out`: how many hosts there are beyond MAX_HOSTS.
     """
 
     came: int
@@ -99,12 +102,12 @@ class Census:
 
     @property
     def fitting(self) -> int:
-        """The number of hosts that can take all the requests."""
+        """The number of hosts that can take as many requests as were asked for."""
         return sum(row.fits for row in self.rows)
 
 
 def take_census(question: CensusQuestion) -> Census:
-    """Take a census; blocks for up to the question's `within_s` seconds, plus the time of the statements.
+    """Take a census; blocks for up to the question's `within_s` seconds and a little more for statements and gateways.
 
     Raises CensusBusyError if MAX_CONCURRENT are running, RefusedError NOT_FOUND for a host or a profile that does not
     exist, CONFLICT for a profile that asks for no accelerator.
@@ -118,7 +121,10 @@ def take_census(question: CensusQuestion) -> Census:
 
 
 def _ask_hosts(question: CensusQuestion) -> Census:
-    """Do the work of `take_census`: load hosts and free units, ask the agents that can answer, and compare."""
+    """Do the work of `take_census`: load hosts and free units, ask the agents that can answer, and build the rows.
+
+    Raises RefusedError as `take_census` does.
+    """
     started_at = time.monotonic()
     wanted_groups = _load_profile_groups(question.profile)
     hosts, left_out = _load_hosts(question.hosts)
@@ -160,7 +166,8 @@ def _load_profile_groups(name: str) -> tuple[Mapping[str, str], ...] | None:
 
 
 def _load_hosts(names: tuple[str, ...] | None) -> tuple[list[Host], int]:
-    """Return the hosts with their agents, and the number of hosts beyond MAX_HOSTS.
+    """Return the hosts of these names, or the first MAX_HOSTS of all hosts for None, with their agents; and the number
+    of hosts that are left out.
 
     Raises RefusedError NOT_FOUND for a name that does not exist.
     """
@@ -175,7 +182,7 @@ def _load_hosts(names: tuple[str, ...] | None) -> tuple[list[Host], int]:
 
 
 def _read_liveness(host: Host) -> str:
-    """Return the liveness of the host's agent, '' if no agent has joined."""
+    """Return the state of the host's agent: `up`, `late`, `down` or why it is barred; '' if no agent has joined."""
     agent = getattr(host, "agent", None)
     return get_agent_state(agent) if agent else ""
 
@@ -215,7 +222,10 @@ def _compute_load_by_host(loads: LoadSnapshot) -> dict[int, LoadSummary]:
 def _explain_missing_hosts(
     hosts: Sequence[Host], liveness: Mapping[int, str], loads: LoadSnapshot, within_s: float
 ) -> list[tuple[Host, str]]:
-    """Return the reason why each of these hosts did not answer, as far as it is known."""
+    """Return each of these hosts, none of which answered, with the reason, as far as it is known.
+
+    Asks the gateways once for the last samples of those that should have answered.
+    """
     asked_hosts = [host.pk for host in hosts if liveness[host.pk] in ASKED_LIVENESS]
     last_loads = telemetry.get_last_loads(asked_hosts).hosts if asked_hosts else {}
     return [

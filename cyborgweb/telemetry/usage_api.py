@@ -84,7 +84,8 @@ class UsageGroupPaginator(RowPagination):
     """Forward-only pages of groups: each begins after the last group of the page before."""
 
     def parse_cursor(self) -> tuple[str, ...] | None:
-        """Return the group after which this page begins, or None for the first page.
+        """Return the group after which this page begins: its values of the grouping columns, as two texts ('' for a
+        missing second one); None for the first page.
 
         Raises NotFound for a cursor that names no group.
         """
@@ -121,16 +122,16 @@ class UsageView(CollectionView):
 
     @property
     def policy_rules(self) -> dict[str, str]:
-        """Return the one rule that applies to reading."""
+        """Return the policy rule by method: `cyborg:usage:get` for GET and HEAD, so every other method is refused."""
         return dict.fromkeys(("GET", "HEAD"), "cyborg:usage:get")
 
     @property
     def paginator(self) -> UsageGroupPaginator:
-        """The paginator of the groups."""
+        """The view's paginator, which is a UsageGroupPaginator."""
         return cast(UsageGroupPaginator, super().paginator)
 
     def list(self, request: Request) -> HttpResponse:
-        """Return a page of groups. The parameters are validated before anything is counted."""
+        """Return a page of groups of units, with an ETag. The parameters are validated before anything is counted."""
         self.filter_queryset(self.get_queryset())
         self.paginator.parse_request(request, self)
         elevated = self.can_see_all_projects()
@@ -138,9 +139,11 @@ class UsageView(CollectionView):
         return self._respond_with_etag(request, lambda: self._list_groups(query, elevated))
 
     def _parse_query(self, request: Request, elevated: bool) -> CapacityQuery:
-        """Return the query that the parameters describe. Raises ParseError (400) for unusable groups, NotFound for a
-        bad cursor, and PolicyDeniedError if a caller who sees one project only asks for other groups than
-        PROJECT_COLUMNS allows, or for one host.
+        """Return the query that the parameters describe. Raises ParseError (400) for an unusable `by`, NotFound for a
+        bad cursor.
+
+        A caller who sees one project only (not `elevated`) must group by project and PROJECT_COLUMNS alone, and may not
+        choose a host. Otherwise it raises PolicyDeniedError.
         """
         parameters = request.query_params
         by = tuple((parameters.get("by") or ("resource_class" if elevated else "project")).split(","))
@@ -178,7 +181,7 @@ class SecondsField(serializers.FloatField):
     """A number of seconds; text is refused."""
 
     def to_internal_value(self, data: Any) -> float:
-        """Accept an integer or a float, but neither a text nor a boolean."""
+        """Return an integer or a float as a float. Raises ValidationError for a text, a boolean or anything else."""
         if isinstance(data, bool) or not isinstance(data, int | float):
             self.fail("invalid")
         return float(super().to_internal_value(data))

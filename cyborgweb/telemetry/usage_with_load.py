@@ -23,18 +23,25 @@ finite whatever hosts send.
 
 
 def count_groups_with_load(loads: LoadSnapshot | None, *queries: CapacityQuery) -> list[list[CapacityGroup]]:
-    """Return the groups of each query; one statement for all. Without `loads` the groups have no load."""
+    """Return the groups of each query, in the order of the queries; one statement for all.
+
+    The load of the devices comes from the samples in `loads` that are not too old; without `loads` it is empty.
+    """
     return capacity.query_groups(queries, [*iterate_fresh_samples(loads)] if loads else ())
 
 
 def compute_host_loads(loads: LoadSnapshot) -> dict[int, LoadSummary]:
-    """Return the load of each host in `loads` that has devices. One statement, or none if `loads` has no hosts."""
+    """Return the load of each host in `loads` that has devices, by host id, from samples that are not too old.
+
+    One statement, or none if `loads` has no hosts.
+    """
     return capacity.query_load_by_host(loads.hosts, [*iterate_fresh_samples(loads)]) if loads.hosts else {}
 
 
 def iterate_fresh_samples(loads: LoadSnapshot) -> Iterator[LastSample]:
-    """Yield the last sample of each device, if it is at most `MAX_SAMPLE_AGE_S` seconds old. Implausible values are
-    None.
+    """Yield the last sample of each device whose host sent samples in the last `MAX_SAMPLE_AGE_S` seconds.
+
+    Implausible values are None.
     """
     oldest = time.time() - MAX_SAMPLE_AGE_S
     for host in loads.hosts.values():

@@ -14,8 +14,9 @@ register = template.Library()
 
 @register.simple_tag(takes_context=True)
 def csp_allow(context: Context, **sources: str) -> str:
-    """For each argument `NAME`, add its value to the directive `NAME-src`. Renders nothing. A second call replaces the
-    first.
+    """Allow this page more sources: add the value of each argument `NAME` to the directive `NAME-src`. Renders nothing.
+
+    A second call on the same page replaces the sources of the first.
     """
     context["request"].csp_allowed = tuple((f"{name}-src", source) for name, source in sources.items())
     return ""

@@ -32,8 +32,8 @@ TONE_BY_ENVIRONMENT = {
     "preprod": "warn",
     "test": "busy",
 }
-"""Colour of each environment's strip: production is red, because mistakes there affect people. Any other word is calm.
-"""
+"""Colour of each environment's strip: production is red, because mistakes there affect people. The tone of every other
+environment is `calm`."""
 
 
 @register.simple_tag
@@ -61,7 +61,7 @@ def read_only() -> SafeString | str:
 
 @register.simple_tag(takes_context=True)
 def manual(context: Context) -> SafeString:
-    """Return a link to the part of the manual about this page."""
+    """Return a link to the part of the manual that describes this page, or to its first page if none does."""
     url = SERVED_EDITION.docs_url(find_manual_place(context["request"]))
     title = "Read about this page in the manual"
     return format_html(
@@ -74,8 +74,10 @@ def manual(context: Context) -> SafeString:
 
 @register.simple_tag
 def crumb(part: dict[str, Any], place: dict[str, Any]) -> str:
-    """Return the text of one part of Django's breadcrumbs: the sidebar's title for a list, the unchanged name of an
-    object, and '' for the app that Django puts before the list, because our console has no page for it.
+    """Return the text of one part of Django's breadcrumbs; `place` is Django's `forloop`.
+
+    It is the sidebar's title for a list, the unchanged name of an object, and '' for the app that Django puts before
+    the list, because our console has no page for it. Any other text gets a capital first letter.
     """
     title = part["title"]
     if isinstance(title, Model):

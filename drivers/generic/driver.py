@@ -1,61 +1,36 @@
 """The generic driver: it calls each backend separately and combines their results.
 
-Concurrency: the agent executes one act at a time on a device and sends one request at a time to this process. Each
-backend's `discover` runs in a thread. While that thread has not ended, for example because it hangs in the kernel, the
-backend is not called again and reports an error; the results of the other backends are not affected.
+Concurrency: the agent executes one act at a time on a device and sends one request at a time to this process. Every
+question to a backend runs in that backend's own thread and with a deadline (`drivers.generic.backend_calls`). A backend
+that hangs, for example in the kernel, is suspended alone and reports an error; the results of the other backends are
+not affected.
 """
 
 from __future__ import annotations
 
-import threading
 import time
+from functools import partial
 from typing import ClassVar
 
 import msgspec
 
 from drivers.base import Driver, Findings, Settings, at_most
-from drivers.errors import DriverError, Gone
+from drivers.errors import DriverError, Failed, Gone
 from drivers.generic import settings as generic_settings
 from drivers.generic.backend import BackendBase
+from drivers.generic.backend_calls import BackendCaller
 from drivers.inventory import Backend, Deployable, Device, Fault, Sample, Service
 from drivers.machine import Machine
 from drivers.plan import Act, Ask, Plan, Vitals
 
-DISCOVERY_SHARE = 0.6
-"""The part of a call's deadline that all discoveries together may take; the rest is for starting and for the answer."""
-MIN_BACKEND_S = 0.5
-"""The minimum time of a backend in seconds, unless the remaining time of all backends is shorter."""
-SLOW_REASON = "it did not answer within its share of CYBORG_DRIVER_DEADLINE_S: is a device stuck?"
-
-
-class BackendDiscovery(threading.Thread):
-    """One `discover` of one backend, in a thread: its devices, faults and services, or its error.
-
-    `error` is SLOW_REASON until the thread has ended, and then '' or the reason of the failure. After a failure,
-    `findings` and `services` are empty.
-    """
-
-    def __init__(self, backend: BackendBase, machine: Machine, previous: BackendDiscovery | None = None) -> None:
-        super().__init__(daemon=True)
-        self._backend, self._machine = backend, machine
-        self.keys: frozenset[str] = previous.keys if previous else frozenset()
-        """The keys of the devices that it found; those of the previous discovery until this one succeeds."""
-        self.findings = Findings()
-        self.services: tuple[Service, ...] = ()
-        self.error = SLOW_REASON
-
-    def run(self) -> None:
-        """Call the backend and store its results, or the reason of its failure; raise nothing. threading calls it."""
-        try:
-            findings = self._backend.discover(self._machine)
-            devices, faults = apply_limits(self._backend, findings.devices, self.keys)
-            self.keys = frozenset(device.key for device in devices)
-            self.services = list_backend_services(self._backend, self._machine, devices)
-            self.findings, self.error = Findings(devices, (*findings.faults, *faults)), ""
-        except DriverError as error:
-            self.error = str(error) or "it gave no reason"
-        except Exception as error:  # noqa: BLE001 - an error of one backend must not affect the others
-            self.error = f"it raised {type(error).__name__}: {error}"
+QUESTION_SHARE = 0.6
+"""The part of a call's deadline that all its questions may take; the rest is for starting and for the answer."""
+MIN_QUESTION_S = 0.5
+"""The minimum time of one question in seconds, unless the remaining time of all questions is shorter."""
+HEALTH_S = 5.0
+"""The maximum time of a question about health in seconds; it should take less than one second (`drivers.base`)."""
+STATS_S = 1.0
+"""The maximum time of a question about load in seconds. It is less than the time of one round of samples."""
 
 
 class GenericDriver(Driver):
@@ -69,13 +44,26 @@ class GenericDriver(Driver):
     acts: ClassVar[tuple[Act, ...]] = ("install", "uninstall", "attach", "detach", "program", "partition", "reset")
 
     def __init__(self) -> None:
-        self._discoveries: dict[str, BackendDiscovery] = {}
-        """The last discovery of each backend by name; a new one is started only after it has ended."""
+        self._callers: dict[str, BackendCaller] = {}
+        """The lock, the last question and the health of each backend by name."""
+        self._keys: dict[str, frozenset[str]] = {}
+        """The keys of the devices that each backend found in its last successful discovery."""
 
     def probe(self, machine: Machine, settings: Settings) -> tuple[str, ...]:
-        """Return what each backend lacks on this host, at most 64 reasons. Raises Invalid for unusable settings."""
-        backends = generic_settings.parse_backends(settings).items()
-        return tuple(f"{name}: {reason}" for name, backend in backends for reason in backend.probe(machine))[:64]
+        """Return what each backend lacks on this host, at most 64 reasons; an error of a backend is a reason, too.
+
+        Raises Invalid for unusable settings.
+        """
+        backends = generic_settings.parse_backends(settings)
+        deadline = QuestionDeadline(machine, len(backends))
+        reasons: list[str] = []
+        for name, backend in backends.items():
+            try:
+                missing = self._get_caller(name).call("probe", partial(backend.probe, machine), deadline.take_share())
+            except DriverError as error:
+                missing = (self._get_caller(name).suspension or str(error),)
+            reasons += (f"{name}: {reason}" for reason in missing)
+        return tuple(reasons[:64])
 
     def discover(self, machine: Machine, settings: Settings) -> Findings:
         """Call one backend after the other and return all devices; a backend that takes too long reports an error.
@@ -83,69 +71,60 @@ class GenericDriver(Driver):
         A backend with an error has no devices in the result. A device that several backends find is reported for each
         of them; the agent decides which one owns it (`drivers.pci.ownership`). Raises Invalid for unusable settings.
         """
-        backends = generic_settings.parse_backends(settings)
-        end = time.monotonic() + DISCOVERY_SHARE * machine.deadline_s
-        devices: list[Device] = []
-        faults: list[Fault] = []
-        backend_reports: list[Backend] = []
-        for position, (name, backend) in enumerate(backends.items()):
-            remaining_s = end - time.monotonic()
-            discovery = self._discover_backend(
-                name, backend, machine, min(remaining_s, max(MIN_BACKEND_S, remaining_s / (len(backends) - position)))
-            )
-            error = SLOW_REASON if discovery.is_alive() else discovery.error[:4096]
-            backend_reports.append(
-                Backend(name, backend.kind, backend.labels, error, () if error else discovery.services)
-            )
-            if error:
-                continue
-            faults += discovery.findings.faults
-            devices += (msgspec.structs.replace(device, backend=name) for device in discovery.findings.devices)
-        if not backends:
-            faults.append(Fault("backends", "none is configured: describe in `backends` what this host offers"))
-        return Findings(tuple(devices), at_most(faults), tuple(backend_reports))
+        return self._discover_backends(machine, settings, QUESTION_SHARE)
 
     def health(self, machine: Machine, settings: Settings, ask: Ask) -> Vitals:
         """Return the health of the device as its backend reads it.
 
-        Raises Gone if no backend has the device, Invalid for unusable settings, and the errors of the backend.
+        Raises Gone if no backend has the device, Invalid for unusable settings, Failed while the backend does not
+        answer, and the errors of the backend.
         """
-        return self._find_backend(machine, settings, ask).health(machine, ask)
+        deadline = QuestionDeadline(machine)
+        name, backend = self._find_backend(machine, settings, ask)
+        timeout_s = min(HEALTH_S, deadline.take_share())
+        return self._get_caller(name).call("health", lambda: backend.health(machine, ask), timeout_s)
 
     def stats(self, machine: Machine, settings: Settings, ask: Ask) -> tuple[Sample, ...]:
         """Return the load of the device as its backend reads it.
 
-        Raises Gone if no backend has the device, Invalid for unusable settings, and the errors of the backend.
+        Raises Gone if no backend has the device, Invalid for unusable settings, Busy while another question to the
+        backend has not returned, Failed while the backend does not answer, and the errors of the backend.
         """
-        return self._find_backend(machine, settings, ask).stats(machine, ask)
+        name, backend = self._find_backend(machine, settings, ask)
+        return self._get_caller(name).call_if_idle("stats", lambda: backend.stats(machine, ask), STATS_S)
+
+    def release(self) -> None:
+        """End the pauses of all suspended backends."""
+        for caller in tuple(self._callers.values()):
+            caller.release()
 
     def install(self, machine: Machine, settings: Settings, ask: Ask) -> Plan:
         """Plan how to bring the device into the state of the backend's `desired`; the layout overrides it.
 
-        Only the kind `pci` has steps. Raises the errors of `_find_backend` and of the backend's `plan`.
+        Only the kind `pci` has steps. Raises the errors of `_plan_act`.
         """
-        return self._find_backend(machine, settings, ask).plan("install", machine, ask)
+        return self._plan_act("install", machine, settings, ask)
 
     def uninstall(self, machine: Machine, settings: Settings, ask: Ask) -> Plan:
         """Plan how to restore the state that the device had before it was first changed.
 
-        Raises Unsupported for all kinds but `pci`, and the errors of `_find_backend` and of the backend's `plan`.
+        Raises Unsupported for all kinds but `pci`, and the errors of `_plan_act`.
         """
-        return self._find_backend(machine, settings, ask).plan("uninstall", machine, ask)
+        return self._plan_act("uninstall", machine, settings, ask)
 
     def attach(self, machine: Machine, settings: Settings, ask: Ask) -> Plan:
         """Plan what the handle needs on the host for its consumer; only the kind `mdev` has steps.
 
-        Raises the errors of `_find_backend` and of the backend's `plan`.
+        Raises the errors of `_plan_act`.
         """
-        return self._find_backend(machine, settings, ask).plan("attach", machine, ask)
+        return self._plan_act("attach", machine, settings, ask)
 
     def detach(self, machine: Machine, settings: Settings, ask: Ask) -> Plan:
         """Plan how to remove what `attach` created; only the kind `mdev` has steps.
 
-        Raises the errors of `_find_backend` and of the backend's `plan`.
+        Raises the errors of `_plan_act`.
         """
-        return self._find_backend(machine, settings, ask).plan("detach", machine, ask)
+        return self._plan_act("detach", machine, settings, ask)
 
     def program(self, machine: Machine, settings: Settings, ask: Ask) -> Plan:
         """Plan how to load the image through the kernel's firmware upload class.
@@ -153,50 +132,114 @@ class GenericDriver(Driver):
         Raises Unsupported for all kinds but `pci` and `firmware`, and for a device without an upload directory; also
         the errors of `_find_backend` and of the backend's `plan`.
         """
-        return self._find_backend(machine, settings, ask).plan("program", machine, ask)
+        return self._plan_act("program", machine, settings, ask)
 
     def partition(self, machine: Machine, settings: Settings, ask: Ask) -> Plan:
         """Plan how to divide the device as the layout describes.
 
-        Raises Unsupported for all kinds but `pci`, and the errors of `_find_backend` and of the backend's `plan`.
+        Raises Unsupported for all kinds but `pci`, and the errors of `_plan_act`.
         """
-        return self._find_backend(machine, settings, ask).plan("partition", machine, ask)
+        return self._plan_act("partition", machine, settings, ask)
 
     def reset(self, machine: Machine, settings: Settings, ask: Ask) -> Plan:
         """Plan a reset by the kernel's own method.
 
-        Raises Unsupported for all kinds but `pci`, and the errors of `_find_backend` and of the backend's `plan`.
+        Raises Unsupported for all kinds but `pci`, and the errors of `_plan_act`.
         """
-        return self._find_backend(machine, settings, ask).plan("reset", machine, ask)
+        return self._plan_act("reset", machine, settings, ask)
 
-    def _find_backend(self, machine: Machine, settings: Settings, ask: Ask) -> BackendBase:
-        """Return the backend `ask.backend`, or else the first one that found the device.
+    def _plan_act(self, act: Act, machine: Machine, settings: Settings, ask: Ask) -> Plan:
+        """Return the plan of the device's backend for an act.
 
-        If no backend has found the device yet, all backends are called (`discover`) once. Raises Gone, and Invalid for
-        unusable settings.
+        Raises Gone if no backend has the device, Invalid for unusable settings, Failed while the backend does not
+        answer, and the errors of the backend's `plan`.
+        """
+        deadline = QuestionDeadline(machine)
+        name, backend = self._find_backend(machine, settings, ask)
+        return self._get_caller(name).call(act, lambda: backend.plan(act, machine, ask), deadline.take_share())
+
+    def _find_backend(self, machine: Machine, settings: Settings, ask: Ask) -> tuple[str, BackendBase]:
+        """Return the backend `ask.backend` with its name, or else the first one that found the device.
+
+        If no backend has found the device yet, all backends are called (`discover`) once, in half of the time that the
+        questions of a call have. Raises Invalid for unusable settings; Failed if a backend that may have the device
+        does not answer; Gone if all backends answer and none has it.
         """
         backends = generic_settings.parse_backends(settings)
         if ask.backend in backends:
-            return backends[ask.backend]
+            return ask.backend, backends[ask.backend]
+        errors = ""
         for first in (True, False):
             for name, backend in backends.items():
-                if name in self._discoveries and ask.key in self._discoveries[name].keys:
-                    return backend
+                if ask.key in self._keys.get(name, ()):
+                    return name, backend
             if first:
-                self.discover(machine, settings)
+                findings = self._discover_backends(machine, settings, QUESTION_SHARE / 2)
+                errors = "; ".join(f"backend {one.name}: {one.error}" for one in findings.backends if one.error)
+        if errors:
+            raise Failed(f"no backend of generic_driver that answers has {ask.key}; {errors}")
         raise Gone(f"no backend of generic_driver has {ask.key} (any more)")
 
-    def _discover_backend(self, name: str, backend: BackendBase, machine: Machine, wait_s: float) -> BackendDiscovery:
-        """Start a discovery of a backend and wait for it at most `wait_s` seconds; return it, ended or not.
+    def _discover_backends(self, machine: Machine, settings: Settings, share: float) -> Findings:
+        """Do what `discover` describes, within this share of the machine's deadline."""
+        backends = generic_settings.parse_backends(settings)
+        deadline = QuestionDeadline(machine, len(backends), share)
+        devices: list[Device] = []
+        faults: list[Fault] = []
+        backend_reports: list[Backend] = []
+        for name, backend in backends.items():
+            caller, error = self._get_caller(name), ""
+            services: tuple[Service, ...] = ()
+            try:
+                findings, services = caller.call(
+                    "discover",
+                    partial(discover_backend, name, backend, machine, self._keys.get(name, frozenset())),
+                    deadline.take_share(),
+                )
+                self._keys[name] = frozenset(device.key for device in findings.devices)
+                faults += findings.faults
+                devices += findings.devices
+            except DriverError as problem:
+                error = caller.suspension or str(problem)[:4096]
+                if caller.suspension:
+                    faults.append(Fault(f"backend {name}", caller.suspension))
+            backend_reports.append(Backend(name, backend.kind, backend.labels, error, services))
+        if not backends:
+            faults.append(Fault("backends", "none is configured: describe in `backends` what this host offers"))
+        return Findings(tuple(devices), at_most(faults), tuple(backend_reports))
 
-        If the last discovery of this backend has not ended, no other is started, and the last one is returned at once.
-        """
-        discovery = self._discoveries.get(name)
-        if discovery is None or not discovery.is_alive():
-            discovery = self._discoveries[name] = BackendDiscovery(backend, machine, discovery)
-            discovery.start()
-            discovery.join(max(0.0, wait_s))
-        return discovery
+    def _get_caller(self, name: str) -> BackendCaller:
+        """Return the caller of a backend; it is created at the first question."""
+        return self._callers.setdefault(name, BackendCaller(name))
+
+
+class QuestionDeadline:
+    """Divides a share of the machine's deadline among `count` questions that are asked one after the other."""
+
+    def __init__(self, machine: Machine, count: int = 1, share: float = QUESTION_SHARE) -> None:
+        self._end = time.monotonic() + share * machine.deadline_s
+        self._count = count
+
+    def take_share(self) -> float:
+        """Return how many seconds the next question may take: an equal part of what remains, or MIN_QUESTION_S."""
+        remaining_s = self._end - time.monotonic()
+        share_s = max(MIN_QUESTION_S, remaining_s / max(1, self._count))
+        self._count -= 1
+        return max(0.0, min(remaining_s, share_s))
+
+
+def discover_backend(
+    name: str, backend: BackendBase, machine: Machine, known_keys: frozenset[str]
+) -> tuple[Findings, tuple[Service, ...]]:
+    """Return the devices within the backend's limits, with its name in each, its faults, and its services.
+
+    `known_keys` are the keys of the devices that it found before. Raises whatever the backend raises.
+    """
+    found = backend.discover(machine)
+    devices, faults = apply_limits(backend, found.devices, known_keys)
+    services = list_backend_services(backend, machine, devices)
+    named_devices = tuple(msgspec.structs.replace(device, backend=name) for device in devices)
+    return Findings(named_devices, (*found.faults, *faults)), services
 
 
 def list_backend_services(backend: BackendBase, machine: Machine, devices: tuple[Device, ...]) -> tuple[Service, ...]:

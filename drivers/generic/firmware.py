@@ -17,8 +17,8 @@ from drivers.generic.backend import make_service
 from drivers.generic.pci_backend import PciFunctionBackend, make_reading_services
 from drivers.inventory import BackendKind, Device, Fault, Service
 from drivers.machine import PCI_DEVICES, Machine
-from drivers.pci import binding, functions, sriov
-from drivers.pci.host_usage import find_functions_used_by_host
+from drivers.pci import functions
+from drivers.pci.iommu import list_card_functions
 from drivers.plan import Act, Ask, Check, Plan, Step, Write
 
 FIRMWARE_CLASS_FOLDER = "/sys/class/firmware"
@@ -39,7 +39,7 @@ class FirmwareBackend(PciFunctionBackend, frozen=True, kw_only=True, forbid_unkn
 
         Raises DriverError if it cannot be determined which functions the host uses.
         """
-        findings = self.find_functions(machine)
+        findings = self.find_functions(machine, shared=True)
         devices = [add_program_act(machine, device) for device in findings.devices]
         faults = [Fault(device.address or device.key, NO_LOADER) for device in devices if not _is_programmable(device)]
         return Findings(tuple(map(_remove_handles, filter(_is_programmable, devices))), (*findings.faults, *faults))
@@ -92,7 +92,7 @@ def plan_upload(machine: Machine, ask: Ask) -> Plan:
 
     The step is there even if this image is loaded already, because the kernel does not show what the flash contains.
     Raises Gone if the function is absent, Unsupported if it has no upload directory, Failed if it has several, and Busy
-    if the host or a guest uses the function or one of its virtual functions.
+    if the host or a guest uses the function, or one of its companion or virtual functions.
     """
     address = functions.find_address(machine, ask.key)
     upload_folders = list_upload_folders(machine, address)
@@ -103,15 +103,13 @@ def plan_upload(machine: Machine, ask: Ask) -> Plan:
         raise Failed(
             f"{address} has several directories in /sys/class/firmware ({names}), and this driver cannot choose one"
         )
-    parts = [address, *sriov.list_virtual_functions(machine, address)]
-    binding.HostUsage(machine, find_functions_used_by_host(machine), for_act=True).refuse_if_used(parts)
+    functions.inspect_usage_for_act(machine, address).refuse_if_used(list_card_functions(machine, address))
     name = ask.image.name if ask.image else "the image"
     step = Step(
         does=f"load {name or 'the image'} into {address}",
         write=Write(upload_folders[0], ""),
         image="firmware",
         expect=(Check(f"{upload_folders[0]}/status", "idle"),),
-        idle=binding.list_guest_nodes(machine, parts),
         timeout_s=UPLOAD_S,
     )
     return Plan((step,), step.does, "flash")

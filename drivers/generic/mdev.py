@@ -21,6 +21,7 @@ from drivers.generic.pci_backend import PciFunctionBackend, make_reading_service
 from drivers.inventory import AttachHandle, Attribute, BackendKind, Deployable, Device, Fault, Service
 from drivers.machine import PCI_DEVICES, Machine
 from drivers.pci import functions
+from drivers.pci.guest_usage import refuse_if_guest_uses
 from drivers.plan import Act, Ask, Check, Plan, Step, Write
 
 NOTES_FOLDER = "/state/mdev"
@@ -51,7 +52,7 @@ class MdevBackend(PciFunctionBackend, frozen=True, kw_only=True, forbid_unknown_
 
         Raises DriverError if it cannot be determined which functions the host uses.
         """
-        findings = self.find_functions(machine)
+        findings = self.find_functions(machine, shared=True)
         devices, faults = [], list(findings.faults)
         for device in findings.devices:
             address = device.address or ""
@@ -176,7 +177,7 @@ def _plan_detach(machine: Machine, address: str, ask: Ask) -> list[Step]:
     """Return the steps that remove the mediated device and its note in NOTES_FOLDER, each only if it exists.
 
     There are no steps if the note names another consumer and `ask.consumer` is not empty. Raises Busy while a guest has
-    the mediated device open, because the kernel would wait until the guest ends.
+    the mediated device open, because the kernel would wait until the guest ends, and Denied if that is unknown.
     """
     device, note = f"{PCI_DEVICES}/{address}/{ask.uuid}", f"{NOTES_FOLDER}/{ask.uuid}"
     holder = machine.text(note)
@@ -184,15 +185,10 @@ def _plan_detach(machine: Machine, address: str, ask: Ask) -> list[Step]:
         return []
     steps = []
     if _is_created(machine, address, ask.uuid):
-        group = machine.link(f"{device}/iommu_group")
-        nodes = (f"/dev/vfio/{group}",) if group else ()
-        for node in filter(machine.is_open, nodes):
-            raise Busy(f"the mediated device {ask.uuid} cannot be removed: a guest uses it ({node} is open)")
+        refuse_if_guest_uses(machine, [device])
         removed_check = (Check(f"{device}/mdev_type", "", link=True),)
         write = Write(f"{device}/remove", "1")
-        steps.append(
-            Step(f"remove the mediated device {ask.uuid}", write, idle=nodes, seen=removed_check, timeout_s=CREATE_S)
-        )
+        steps.append(Step(f"remove the mediated device {ask.uuid}", write, seen=removed_check, timeout_s=CREATE_S))
     if holder:
         steps.append(Step(f"remove the note of who has {ask.uuid}", Write(note, ""), seen=(Check(note, ""),)))
     return steps

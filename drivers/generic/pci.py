@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 import msgspec
-from msgspec import Struct
+from msgspec import Meta, Struct
 
 from drivers.base import Findings, Settings
 from drivers.errors import Invalid
@@ -14,21 +14,26 @@ from drivers.generic.backend import make_service
 from drivers.generic.pci_backend import PciFunctionBackend, make_reading_services
 from drivers.inventory import BackendKind, Device, Service
 from drivers.machine import PCI_DEVICES, Machine
-from drivers.pci import functions
+from drivers.pci import functions, iommu
 from drivers.plan import Act, Ask, Plan
 
 
 class DesiredFunction(Struct, frozen=True, forbid_unknown_fields=True):
-    """The wanted state of each function: number of virtual functions and kernel driver; None leaves it unchanged."""
+    """The wanted state of each function: number of virtual functions and kernel driver; None leaves it unchanged.
+
+    `vfs_beside_host` is described at `drivers.pci.functions.PciRule`.
+    """
 
     vfs: functions.VfCount | None = None
     bind: functions.KernelDriverName | None = None
+    vfs_beside_host: Annotated[list[functions.FunctionName], Meta(max_length=64)] = []
 
 
 class PciBackend(PciFunctionBackend, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="pci"):
     """Offers functions for passthrough and SR-IOV; those with a firmware upload directory can also be programmed."""
 
     kind: ClassVar[BackendKind] = "pci"
+    passthrough: ClassVar[bool] = True
     writes: ClassVar[tuple[str, ...]] = (*functions.PciDriver.writes, *firmware.WRITTEN_PATHS)
 
     desired: DesiredFunction = DesiredFunction()
@@ -50,14 +55,12 @@ class PciBackend(PciFunctionBackend, frozen=True, kw_only=True, forbid_unknown_f
     def list_services(self, machine: Machine, devices: tuple[Device, ...]) -> tuple[Service, ...]:
         """Return passthrough, sriov, reset, program, firmware, health and stats; some may be unavailable."""
         paths = [f"{PCI_DEVICES}/{device.address}" for device in devices]
-        groups = machine.names("/sys/kernel/iommu_groups")
+        groups = machine.names(iommu.GROUPS_FOLDER)
         total = sum(machine.read_int(f"{path}/sriov_totalvfs", 0) for path in paths)
         methods = {word for path in paths for word in machine.text(f"{path}/reset_method").split()}
         resets = methods or any(machine.exists(f"{path}/reset") for path in paths)
         return (
-            make_service(
-                "passthrough", "" if groups else "no IOMMU: switch it on in firmware and on the kernel's command line"
-            ),
+            make_service("passthrough", "" if groups else iommu.describe_missing_iommu(machine)),
             make_service(
                 "sriov", "" if total else "none of its devices can have virtual functions", {"total_vfs": str(total)}
             ),
@@ -92,4 +95,7 @@ class PciBackend(PciFunctionBackend, frozen=True, kw_only=True, forbid_unknown_f
     def _make_rule(self, match: functions.PciMatch) -> functions.PciRule:
         """Return the rule of one entry of `match`, with the wanted state of `desired`."""
         rule = super()._make_rule(match)
-        return msgspec.structs.replace(rule, vfs=self.desired.vfs, bind=self.desired.bind)
+        desired = self.desired
+        return msgspec.structs.replace(
+            rule, vfs=desired.vfs, bind=desired.bind, vfs_beside_host=desired.vfs_beside_host
+        )

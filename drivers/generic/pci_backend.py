@@ -1,11 +1,13 @@
 """The base class of backends whose devices are PCI functions: it selects functions and reads their health and load.
 
-It is based on `drivers.pci.functions`, so functions that the host itself uses are not offered here either.
+It is based on `drivers.pci.functions`, so functions that the host itself uses are not offered here either. Only the
+kind `pci` needs an IOMMU: mediated devices are isolated by the driver that makes them, and device nodes and firmware do
+not give the function itself away.
 """
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 from msgspec import Meta
 
@@ -25,6 +27,9 @@ class PciFunctionBackend(BackendBase, frozen=True, kw_only=True, forbid_unknown_
     type becomes a fault.
     """
 
+    passthrough: ClassVar[bool] = False
+    """Whether guests get the functions themselves, so that an IOMMU must isolate them."""
+
     match: Annotated[list[pci.PciMatch], Meta(min_length=1, max_length=64)]
     type: DeviceType | None = None
 
@@ -34,12 +39,14 @@ class PciFunctionBackend(BackendBase, frozen=True, kw_only=True, forbid_unknown_
             return "one entry of `match` selects every function: state vendor, product, class or address"
         return ""
 
-    def find_functions(self, machine: Machine) -> Findings:
+    def find_functions(self, machine: Machine, *, shared: bool = False) -> Findings:
         """Return the devices and faults that `drivers.pci.functions` finds for the matches.
 
-        Raises DriverError if it cannot be determined which functions the host uses.
+        `shared` means that the functions stay bound to their kernel driver when they are handed out. Raises DriverError
+        if it cannot be determined which functions the host uses.
         """
-        return pci.discover_devices(machine, [self._make_rule(match) for match in self.match])
+        rules = [self._make_rule(match) for match in self.match]
+        return pci.discover_devices(machine, rules, passthrough=self.passthrough, shared=shared)
 
     def health(self, machine: Machine, ask: Ask) -> Vitals:
         """Return the health of a function, with its link, errors, power state and temperatures.

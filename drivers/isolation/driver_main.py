@@ -26,7 +26,7 @@ from drivers.inventory import Backend, Device, DriverReport, Fault, Sample, Text
 from drivers.isolation.process import die_with_parent
 from drivers.isolation.sampler import MAX_PER_DEVICE, LoadSampler
 from drivers.isolation.sandbox import MAX_MEMORY, confine
-from drivers.machine import Machine
+from drivers.machine import Machine, OpenNodes
 from drivers.plan import Act, Ask, Load, Plan, Vitals
 
 MAX_DEVICES, MAX_STEPS = 4096, 256
@@ -44,7 +44,9 @@ class DriverRequest(Struct, frozen=True):
     """One line of stdin.
 
     `state` is the directory to which `/state` leads. The caller waits `deadline_s` seconds for the answer. `ask` is set
-    for health and the acts, `asks` for samples, where only `key` and `backend` of each are used.
+    for health and the acts, `asks` for samples, where only `key` and `backend` of each are used. `open_nodes` is what
+    the agent saw for discover and the acts, because this process may not look at other processes. With `release` the
+    driver first forgets its pauses after failures (`Driver.release`).
     """
 
     id: int
@@ -55,6 +57,8 @@ class DriverRequest(Struct, frozen=True):
     deadline_s: float = 20.0
     ask: Ask | None = None
     asks: Annotated[tuple[Ask, ...], Meta(max_length=MAX_DEVICES)] = ()
+    open_nodes: OpenNodes | None = None
+    release: bool = False
 
 
 class Manifest(Struct, frozen=True):
@@ -159,7 +163,9 @@ def _handle_request(
     """
     try:
         machine = Machine(request.node, state_root=request.state or "/state")
-        machine.deadline_s = request.deadline_s
+        machine.deadline_s, machine.open_nodes = request.deadline_s, request.open_nodes
+        if request.release:
+            driver.release()
         if request.call == "discover":
             findings = driver.discover(machine, request.settings)
             return DriverAnswer(request.id, report=_build_report(name, findings))

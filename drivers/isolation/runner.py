@@ -23,6 +23,7 @@ from drivers.errors import KINDS, Denied, DriverError, Failed
 from drivers.inventory import DriverReport, Sample
 from drivers.isolation.driver_main import CallName, DriverAnswer, Manifest
 from drivers.isolation.pipe import ChildPipe, PipeError
+from drivers.machine import Machine
 from drivers.plan import Act, Ask, Load, Plan, Vitals, stray
 
 log = logging.getLogger("cyborg.driver")
@@ -53,7 +54,7 @@ class DriverProcess:
     Calls are executed one at a time, in the order they were made; `samples` never waits for its turn. `deadline_s`
     limits one call, including the start of the process, from the moment it has its turn. `max_answer` is the maximum
     size of an answer in bytes. `state` is the driver's directory, to which `/state` leads. `command` replaces the
-    process's command line in tests.
+    process's command line in tests, and `machine` the host whose processes are looked at for the driver.
     """
 
     def __init__(
@@ -66,11 +67,13 @@ class DriverProcess:
         deadline_s: float = 20.0,
         max_answer: int = 4 * 1024 * 1024,
         command: list[str] | None = None,
+        machine: Machine | None = None,
     ) -> None:
         self.name = name
         self.manifest = Manifest()
         self._settings = dict(settings)
         self._common_fields = {"node": node, "state": state, "settings": self._settings}
+        self._machine = machine or Machine(node)
         self._deadline_s = deadline_s
         self._max_answer = max_answer
         self._command = command or [sys.executable, "-I", "-m", "drivers.isolation.driver_main", name]
@@ -83,6 +86,8 @@ class DriverProcess:
         self._failure_times: deque[float] = deque(maxlen=MAX_FAILURES)
         self._is_samples_answer_due = False
         """Whether the last request was for samples and its answer has not arrived yet."""
+        self._is_release_due = False
+        """Whether the next request tells the driver to forget its pauses."""
         self._unread_loads: dict[str, str] = {}
         """The last known reasons why the load of devices could not be read, by device key; new reasons are logged."""
 
@@ -173,8 +178,12 @@ class DriverProcess:
         return plan
 
     def release(self) -> None:
-        """End quarantine and back-off: the next call may start the process again at once."""
+        """End quarantine and back-off: the next call may start the process again at once.
+
+        The driver itself forgets its pauses with the next call, too (`Driver.release`).
+        """
         self._failure_times.clear()
+        self._is_release_due = True
         self._backoff_s, self._next_start_at = FIRST_BACKOFF_S, 0.0
 
     async def close(self) -> None:
@@ -189,16 +198,20 @@ class DriverProcess:
     async def _call_driver(self, call: CallName, ask: Ask | None = None) -> DriverAnswer:
         """Wait for the turn of this call, send the request and return the answer. Raises DriverError.
 
-        During back-off or quarantine it raises Failed without starting the process. If the process breaks or does not
+        During back-off or quarantine it raises Failed without starting the process. For discover and the acts of a
+        driver of PCI hardware, the agent first looks which device nodes are open. If the process breaks or does not
         answer in time, it is killed, and back-off or quarantine begins. If the caller is cancelled, the process is only
         killed.
         """
         async with self._call_lock:
             if time.monotonic() < self._next_start_at:
                 raise self._make_error(Failed, self._failure_reason)
+            fields: dict[str, object] = {"ask": ask}
+            if call not in ("probe", "health") and (not self.manifest.name or "pci" in self.manifest.subsystems):
+                fields["open_nodes"] = await asyncio.to_thread(self._machine.list_open_nodes)
             try:
                 async with asyncio.timeout(self._deadline_s):
-                    answer = await self._send_request(call, self._deadline_s, ask=ask)
+                    answer = await self._send_request(call, self._deadline_s, **fields)
             except (PipeError, TimeoutError) as error:
                 timeout_text = f"it did not answer within {self._deadline_s:g} s and was killed"
                 await self._record_failure(str(error) or timeout_text)
@@ -222,6 +235,8 @@ class DriverProcess:
         self._last_call_id += 1
         self._is_samples_answer_due = call == "samples"  # until the answer is here
         request = {"id": self._last_call_id, "call": call, "deadline_s": deadline_s, **fields, **self._common_fields}
+        if self._is_release_due:
+            request["release"], self._is_release_due = True, False
         pipe.send_line(msgspec.json.encode(request))
         answer = await self._receive_answer(pipe, RESULT_FIELDS.get(call, "plan"))
         self._is_samples_answer_due = False

@@ -12,15 +12,15 @@ from dataclasses import dataclass
 
 from drivers.errors import Busy, Unsupported
 from drivers.machine import PCI_DEVICES, Machine
-from drivers.plan import Check, Path, Step, Write
+from drivers.pci import iommu
+from drivers.pci.guest_usage import refuse_if_guest_uses
+from drivers.plan import Check, Step, Write
 
 VFIO = "vfio-pci"
 DRIVERS_FOLDER = "/sys/bus/pci/drivers"
 NO_OVERRIDE = "(null)"
 NO_DRIVER = "none"
 """A value for `driver_override` that is the name of no driver, so the kernel binds no driver to the function."""
-GUEST_SAFE_DRIVERS = frozenset({"", VFIO, "pci-stub"})
-"""Drivers that the other functions of an IOMMU group may be bound to while a guest uses one of them."""
 BIND_S = 30.0
 
 
@@ -28,9 +28,12 @@ BIND_S = 30.0
 class HostUsage:
     """What is known about the use of the machine's functions, for planning an act or, if not `for_act`, for a report.
 
-    `in_use` maps PCI addresses that the host itself uses to reasons. For a report, no device node is opened, because a
-    guest that starts at that moment would find it busy. Nor is a file read for which the kernel takes the device's lock
-    (`sriov_numvfs`, `driver_override`), because a hanging write may hold that lock for ever.
+    `in_use` maps PCI addresses that the host itself uses to reasons. Whether a guest uses a function is asked here
+    before the first step of a plan; the agent asks again right before each step that destroys something
+    (`agents.host.execution.preflight`), so the steps have no condition for it.
+    For a report, no VFIO node is opened, because a guest that starts at that moment would find it busy. Nor is a file
+    read for which the kernel takes the device's lock (`sriov_numvfs`, `driver_override`), because a hanging write may
+    hold that lock for ever.
     """
 
     machine: Machine
@@ -40,14 +43,14 @@ class HostUsage:
     def refuse_if_used(self, addresses: Iterable[str]) -> None:
         """Raise Busy if the host uses one of the functions or, when `for_act`, a guest does.
 
-        Raises another DriverError if a guest's device node cannot be checked.
+        Raises Denied if it is not known whether a guest does.
         """
-        for address in addresses:
+        functions = tuple(addresses)
+        for address in functions:
             if reason := self.in_use.get(address):
                 raise Busy(f"{address} cannot be changed: {reason}")
-            for node in list_guest_nodes(self.machine, [address]) if self.for_act else ():
-                if self.machine.is_open(node):
-                    raise Busy(f"{address} cannot be changed: a guest uses it ({node} is open)")
+        if self.for_act:
+            refuse_if_guest_uses(self.machine, (f"{PCI_DEVICES}/{address}" for address in functions))
 
     def read_driver_override(self, address: str) -> str:
         """Return the only driver that may be bound to the function, or `(null)` if any driver may.
@@ -61,18 +64,6 @@ class HostUsage:
 def read_bound_driver(machine: Machine, address: str) -> str:
     """Return the kernel driver that a function is bound to; '' if it has none."""
     return machine.link(f"{PCI_DEVICES}/{address}/driver")
-
-
-def list_guest_nodes(machine: Machine, addresses: Iterable[str]) -> tuple[Path, ...]:
-    """Return the device nodes in /dev/vfio that a guest opens in order to use one of the functions, without duplicates.
-
-    Only functions that are bound to vfio-pci have one. Whether a node is open is not checked. At most 64 are returned,
-    the maximum of `Step.idle`.
-    """
-    groups = (
-        read_iommu_group(machine, address) for address in addresses if read_bound_driver(machine, address) == VFIO
-    )
-    return tuple(dict.fromkeys(f"/dev/vfio/{group}" for group in groups if group))[:64]
 
 
 def read_iommu_group(machine: Machine, address: str) -> str:
@@ -92,50 +83,43 @@ def is_bound(machine: Machine, address: str, wanted: str) -> bool:
 def refuse_unless_bindable(machine: Machine, address: str, wanted: str) -> None:
     """Raise Unsupported, with advice, if the kernel cannot bind the function to `wanted`; '' is always possible.
 
-    The kernel must have the driver, and for vfio-pci the function must be in an IOMMU group.
+    The kernel must have the driver, and for a driver of VFIO the function must be in an IOMMU group.
     """
     if wanted and not machine.exists(f"{DRIVERS_FOLDER}/{wanted}"):
         raise Unsupported(f"the kernel has no driver {wanted}: load it now (modprobe {wanted}) and at every boot")
-    if wanted == VFIO and not read_iommu_group(machine, address):
-        raise Unsupported(
-            f"{address} is in no IOMMU group, so it cannot be bound to {VFIO}: switch the IOMMU on (VT-d or AMD-Vi in "
-            "the firmware, intel_iommu=on on the kernel's command line for Intel)"
-        )
+    if iommu.is_vfio_driver(wanted) and not iommu.find_group(machine, address):
+        raise Unsupported(f"{address} cannot be bound to {wanted}: {iommu.describe_missing_iommu(machine)}")
 
 
 def plan_binding(view: HostUsage, address: str, wanted: str) -> list[Step]:
     """Return the steps that bind one function to the driver `wanted` ('' for none); no steps if `is_bound` is true.
 
-    Raises Busy if the host uses the function, if a guest does (checked only when `view.for_act`), or if vfio-pci is
-    wanted and another function of the IOMMU group is bound to a driver of the host. Raises Unsupported if the kernel
-    cannot bind it.
+    The other functions of its IOMMU group are not looked at (`drivers.pci.iommu` does that). Raises Busy if the host
+    uses the function or, checked only when `view.for_act`, a guest does. Raises Unsupported if the kernel cannot bind
+    it.
     """
     machine = view.machine
     if is_bound(machine, address, wanted):
         return []
     view.refuse_if_used([address])
     refuse_unless_bindable(machine, address, wanted)
-    if wanted == VFIO:
-        _refuse_used_iommu_group(machine, address)
     driver, override_before = read_bound_driver(machine, address), view.read_driver_override(address)
     path = f"{PCI_DEVICES}/{address}"
     override_write, restore_write = (
         Write(f"{path}/driver_override", wanted or NO_DRIVER),
         _make_override_write(address, override_before),
     )
-    guest_nodes = list_guest_nodes(machine, [address])
     steps = [
         Step(
             does=f"let {address} be bound to {wanted or 'no driver'} only",
             write=override_write,
-            idle=guest_nodes,
             seen=(Check(override_write.path, override_write.value),),
             undo=(restore_write,),
         )
     ]
     if driver:
         rebind_writes = (restore_write, Write(f"{DRIVERS_FOLDER}/{driver}/bind", address))
-        steps.append(_make_unbind_step(machine, address, driver, undo=rebind_writes))
+        steps.append(_make_unbind_step(address, driver, undo=rebind_writes))
     if wanted:
         steps.append(
             Step(
@@ -161,27 +145,24 @@ def plan_binding_restore(view: HostUsage, address: str, first: Mapping[str, str]
     if path not in first or (override_before := view.read_driver_override(address)) == first[path]:
         return []
     view.refuse_if_used([address])
-    driver, guest_nodes = read_bound_driver(machine, address), list_guest_nodes(machine, [address])
+    driver = read_bound_driver(machine, address)
     write, undo = _make_override_write(address, first[path]), _make_override_write(address, override_before)
     description = f"let {address} be bound to {first[path] if first[path] != NO_OVERRIDE else 'any driver'}"
-    steps = [Step(does=description, write=write, idle=guest_nodes, seen=(Check(path, first[path]),), undo=(undo,))]
+    steps = [Step(does=description, write=write, seen=(Check(path, first[path]),), undo=(undo,))]
     if driver:
-        steps.append(
-            _make_unbind_step(machine, address, driver, undo=(undo, Write(f"{DRIVERS_FOLDER}/{driver}/bind", address)))
-        )
+        steps.append(_make_unbind_step(address, driver, undo=(undo, Write(f"{DRIVERS_FOLDER}/{driver}/bind", address))))
     probe = Write("/sys/bus/pci/drivers_probe", address)
     steps.append(Step(does=f"have the kernel choose a driver for {address}", write=probe, timeout_s=BIND_S))
     return steps
 
 
-def _make_unbind_step(machine: Machine, address: str, driver: str, undo: tuple[Write, ...]) -> Step:
+def _make_unbind_step(address: str, driver: str, undo: tuple[Write, ...]) -> Step:
     """Return a step that unbinds a function from its kernel driver; `undo` holds the writes that revert the step."""
     link = f"{PCI_DEVICES}/{address}/driver"
     return Step(
         does=f"unbind {address} from {driver}",
         write=Write(f"{DRIVERS_FOLDER}/{driver}/unbind", address),
         expect=(Check(link, driver, link=True),),
-        idle=list_guest_nodes(machine, [address]),
         seen=(Check(link, "", link=True),),
         undo=undo,
         timeout_s=BIND_S,
@@ -195,21 +176,3 @@ def _make_override_write(address: str, value: str) -> Write:
     kernel.
     """
     return Write(f"{PCI_DEVICES}/{address}/driver_override", "\n" if value in ("", NO_OVERRIDE) else value)
-
-
-def _refuse_used_iommu_group(machine: Machine, address: str) -> None:
-    """Raise Busy if another function of the same IOMMU group is bound to a driver of the host.
-
-    A guest gets all functions of a group or none. Bridges do not count.
-    """
-    group = read_iommu_group(machine, address)
-    for other in machine.names(f"/sys/kernel/iommu_groups/{group}/devices"):
-        driver = read_bound_driver(machine, other)
-        if driver in GUEST_SAFE_DRIVERS or machine.text(f"{PCI_DEVICES}/{other}/class").startswith("0x06"):
-            continue
-        if other != address:
-            raise Busy(
-                f"{address} is in the same IOMMU group ({group}) as {other}, which is bound to the host's driver "
-                f"{driver}: a guest gets all functions of a group or none, so unbind {other}, or bind it to {VFIO} "
-                "with a rule"
-            )

@@ -3,16 +3,19 @@
 Settings: `rules`, a list of tables. `vendor`, `product`, `class` and `address` select functions; they are globs over
 lower-case hex without 0x, and all that are given must match. `type` is the device type. `vfs` (the number of virtual
 functions) and `bind` (the kernel driver of what is handed out, such as `vfio-pci`; '' for none) describe the wanted
-state; what a rule does not set is left unchanged.
+state; what a rule does not set is left unchanged. `vfs_beside_host` names the functions that may have virtual functions
+although the host itself uses them.
 The formats are upstream's (contract section 6.3), its mistakes are not: the type comes from a rule or the PCI class,
-and functions that the host itself uses are never offered. `drivers.pci.sriov` and `drivers.pci.binding` plan the steps.
+and functions that the host itself uses, or that no IOMMU isolates, are never offered. `drivers.pci.sriov` and
+`drivers.pci.binding` plan the steps; `drivers.pci.iommu` tells which functions belong together.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import Annotated, ClassVar, TypeVar
 
@@ -20,11 +23,11 @@ import msgspec
 from msgspec import Meta, Struct
 
 from drivers.base import Driver, Findings, at_most
-from drivers.errors import Busy, DriverError, Gone, Invalid, Unsupported
+from drivers.errors import Busy, DriverError, Failed, Gone, Invalid, Unsupported
 from drivers.inventory import AttachHandle, Attribute, Deployable, Device, DeviceType, Fault, Sample
 from drivers.machine import MAX_TABLE, PCI_DEVICES, Machine
-from drivers.pci import binding, pci_health, sriov
-from drivers.pci.host_usage import find_functions_used_by_host
+from drivers.pci import binding, guest_usage, iommu, pci_health, sriov
+from drivers.pci.host_usage import find_functions_used_by_host, list_interfaces
 from drivers.plan import Act, Ask, Plan, Step, Vitals, Write
 
 VENDORS = {"10de": "NVIDIA", "102b": "MATROX", "10ee": "XILINX", "1bd4": "INSPUR", "8086": "INTEL", "19e5": "HUAWEI"}
@@ -49,6 +52,8 @@ BLOCKED_PREFIX = "cannot be done: "
 MatchT = TypeVar("MatchT", bound="PciMatch")
 VfCount = Annotated[int, Meta(ge=0, le=1024)]
 KernelDriverName = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_-]*$", max_length=64)]
+FunctionName = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_.:-]+$", max_length=32)]
+"""The PCI address of a function or the name of its network interface; not a glob."""
 HexGlob = Annotated[str, Meta(pattern=r"^[0-9a-f*?\[\]!:.-]+$", max_length=64)]
 
 
@@ -66,11 +71,14 @@ class PciRule(PciMatch, frozen=True, forbid_unknown_fields=True):
 
     `type` is the device type; None takes it from the PCI class. The wanted state is `vfs`, the number of virtual
     functions, and `bind`, the kernel driver ('' for no driver of the host); None leaves either as it is.
+    `vfs_beside_host` are names of functions whose number of virtual functions may be changed although the host itself
+    uses them, such as the card of its default route; the function itself stays the host's.
     """
 
     type: DeviceType | None = None
     vfs: VfCount | None = None
     bind: KernelDriverName | None = None
+    vfs_beside_host: Annotated[list[FunctionName], Meta(max_length=64)] = []
 
 
 class PciFunction(Struct, frozen=True):
@@ -102,7 +110,7 @@ class PciDriver(Driver):
         f"{binding.DRIVERS_FOLDER}/*/unbind",
         "/sys/bus/pci/drivers_probe",
     )
-    acts: ClassVar[tuple[Act, ...]] = ("install", "uninstall", "partition", "reset")
+    acts: ClassVar[tuple[Act, ...]] = ("install", "uninstall", "detach", "partition", "reset")
 
     def probe(self, machine: Machine, settings: dict[str, object]) -> tuple[str, ...]:
         """Return what is missing: privileges, a writable /sys, an IOMMU, kernel drivers that the rules name.
@@ -150,7 +158,7 @@ class PciDriver(Driver):
         rule = _apply_layout(
             find_matching_rule(_read_function(machine, address), read_rules(settings)) or PciRule(), ask.layout
         )
-        view = binding.HostUsage(machine, find_functions_used_by_host(machine), for_act=True)
+        view = inspect_usage_for_act(machine, address)
         return Plan(tuple(_plan_rule_steps(view, address, rule)[:MAX_STEPS]), _describe_rule(rule))
 
     def partition(self, machine: Machine, settings: dict[str, object], ask: Ask) -> Plan:
@@ -164,46 +172,78 @@ class PciDriver(Driver):
         Unsupported if the card's kernel driver cannot change the number of virtual functions.
         """
         address = find_address(machine, ask.key)
-        view = binding.HostUsage(machine, find_functions_used_by_host(machine), for_act=True)
-        steps = sriov.plan_virtual_functions_restore(view, address, ask.first)
-        for part in [address] if steps else [address, *sriov.list_virtual_functions(machine, address)]:
+        rule = find_matching_rule(_read_function(machine, address), read_rules(settings)) or PciRule()
+        view = inspect_usage_for_act(machine, address)
+        steps = sriov.plan_virtual_functions_restore(_permit_beside_host(view, address, rule), address, ask.first)
+        virtual_functions = [] if steps else iommu.list_virtual_functions(machine, address)
+        for part in [address, *iommu.list_companions(machine, address), *virtual_functions]:
             steps += binding.plan_binding_restore(view, part, ask.first)
         return Plan(
             tuple(steps[:MAX_STEPS]), "as it was before its first change" if ask.first else "it was never changed"
         )
 
+    def detach(self, machine: Machine, settings: dict[str, object], ask: Ask) -> Plan:
+        """Return a plan without steps if no guest uses the function of `ask.handle`; libvirt itself detaches it.
+
+        Raises Busy while a guest uses it, Failed if that cannot be found out, and Invalid or Gone for an unknown handle
+        or device. A virtual function that does not exist any more is used by nobody.
+        """
+        card = find_address(machine, ask.key)
+        address = _parse_handle(ask.handle)
+        if not machine.exists(f"{PCI_DEVICES}/{address}"):
+            return Plan(said=f"{address} does not exist any more")
+        if address != card and machine.link(f"{PCI_DEVICES}/{address}/physfn") != card:
+            raise Invalid(f"{address} is not a function of {ask.key}")
+        folder = f"{PCI_DEVICES}/{address}"
+        use = guest_usage.find_guest_uses(machine, [folder])[folder]
+        if use.state == "used":
+            raise Busy(f"a guest still uses {address} ({use.reason}): detach it from the guest, or end the guest")
+        if use.state == "unknown":
+            raise Failed(f"it is not known whether a guest uses {address}, because {use.reason}")
+        return Plan(said=f"no guest uses {address}")
+
     def reset(self, machine: Machine, settings: dict[str, object], ask: Ask) -> Plan:
         """Plan a reset of the function by the kernel's own method; its virtual functions are reset with it.
 
-        Raises Gone if the function is absent, Busy if the host or a guest uses the function or one of its virtual
-        functions, and Unsupported if the kernel has no method.
+        Raises Gone if the function is absent, Busy if the host or a guest uses one of the card's functions
+        (`iommu.list_card_functions`), and Unsupported if the kernel has no method.
         """
         address = find_address(machine, ask.key)
-        path, parts = f"{PCI_DEVICES}/{address}", [address, *sriov.list_virtual_functions(machine, address)]
+        path, parts = f"{PCI_DEVICES}/{address}", iommu.list_card_functions(machine, address)
         if not machine.exists(f"{path}/reset"):
             raise Unsupported(f"{address} cannot be reset: the kernel knows no method for it")
-        binding.HostUsage(machine, find_functions_used_by_host(machine), for_act=True).refuse_if_used(parts)
-        step = Step(
-            does=f"reset {address}",
-            write=Write(f"{path}/reset", "1"),
-            idle=binding.list_guest_nodes(machine, parts),
-            timeout_s=RESET_S,
-        )
+        inspect_usage_for_act(machine, address).refuse_if_used(parts)
+        step = Step(does=f"reset {address}", write=Write(f"{path}/reset", "1"), timeout_s=RESET_S)
         return Plan((step,), "reset")
 
 
-def discover_devices(machine: Machine, rules: list[PciRule]) -> Findings:
+def inspect_usage_for_act(machine: Machine, address: str) -> binding.HostUsage:
+    """Return what the host uses of a function, its companion and its virtual functions, for planning an act.
+
+    Raises DriverError if it cannot be determined which functions the host uses.
+    """
+    in_use = find_functions_used_by_host(machine, iommu.list_card_functions(machine, address))
+    return binding.HostUsage(machine, in_use, for_act=True)
+
+
+def discover_devices(
+    machine: Machine, rules: list[PciRule], *, passthrough: bool = True, shared: bool = False
+) -> Findings:
     """Return the devices that the rules select, and faults for functions that cannot be offered.
 
-    A function whose reading fails becomes a fault; one that was unplugged meanwhile is left out. Raises DriverError if
-    it cannot be determined which functions the host uses.
+    With `passthrough`, guests get the functions themselves, so a function without an IOMMU is a fault. Without it,
+    guests get something else that the caller makes of them, such as mediated devices. `shared` is for functions that
+    stay bound to their kernel driver when they are handed out: programs of the host may use them at the same time. A
+    function whose reading fails becomes a fault; one that was unplugged meanwhile is left out. Raises DriverError if it
+    cannot be determined which functions the host uses.
     """
     devices: list[Device] = []
     faults: list[Fault] = []
-    in_use = find_functions_used_by_host(machine)
-    for address in machine.pci_functions():
+    addresses = machine.pci_functions()
+    in_use = find_functions_used_by_host(machine, _list_candidates(machine, addresses, rules), shared=shared)
+    for address in addresses:
         try:
-            for finding in _discover_function(machine, address, rules, in_use):
+            for finding in _discover_function(machine, address, rules, in_use, passthrough):
                 if isinstance(finding, Fault):
                     faults.append(finding)
                 else:
@@ -215,6 +255,18 @@ def discover_devices(machine: Machine, rules: list[PciRule]) -> Findings:
     return Findings(tuple(devices), at_most(faults))
 
 
+def _list_candidates(machine: Machine, addresses: list[str], rules: list[PciRule]) -> set[str]:
+    """Return the functions that a rule selects, and their virtual functions; those that cannot be read are left out."""
+    candidates: set[str] = set()
+    for address in addresses:
+        try:
+            if find_matching_rule(_read_function(machine, address), rules):
+                candidates.update(iommu.list_card_functions(machine, address))
+        except DriverError:
+            continue  # `_discover_function` reports it
+    return candidates
+
+
 def read_rules(settings: dict[str, object]) -> list[PciRule]:
     """Return the validated rules of the settings. Raises Invalid if one is unusable or selects every function."""
     try:
@@ -223,7 +275,7 @@ def read_rules(settings: dict[str, object]) -> list[PciRule]:
         hint = " (hex digits in lower case without 0x, and * ? [] as wildcards)" if "regex" in str(error) else ""
         raise Invalid(f"the rules of pci_driver are not usable: {error}{hint}") from None
     for number, rule in enumerate(rules, 1):
-        if rule == PciRule(type=rule.type, vfs=rule.vfs, bind=rule.bind):
+        if rule == PciRule(type=rule.type, vfs=rule.vfs, bind=rule.bind, vfs_beside_host=rule.vfs_beside_host):
             raise Invalid(
                 f"rule {number} of pci_driver selects every function: state vendor, product, class or address"
             )
@@ -252,7 +304,7 @@ def _list_missing_requirements(machine: Machine, rules: list[PciRule]) -> Iterat
         if fields[4:5] == ["/sys"] and "ro" in fields[5].split(","):
             yield "/sys is mounted read-only for the agent (a container without write access?)"
     if not machine.names("/sys/kernel/iommu_groups"):
-        yield "no IOMMU, so no guest gets a PCI function: switch it on in the firmware and on the kernel's command line"
+        yield f"no guest gets a PCI function: {iommu.describe_missing_iommu(machine)}"
     for name in sorted({rule.bind for rule in rules if rule.bind}):
         if not machine.exists(f"{binding.DRIVERS_FOLDER}/{name}"):
             yield f"the kernel has no driver {name}, which a rule binds to: load it (modprobe {name})"
@@ -290,24 +342,33 @@ def _read_id(machine: Machine, address: str, name: str) -> str:
 
 
 def _discover_function(
-    machine: Machine, address: str, rules: list[PciRule], in_use: dict[str, str]
+    machine: Machine, address: str, rules: list[PciRule], in_use: dict[str, str], passthrough: bool
 ) -> Iterator[Device | Fault]:
     """Yield the device of a function if a rule selects it, and a fault for each part that cannot be handed out.
 
     The parts are its virtual functions or, if there are none, the function itself. `in_use` (address → reason) holds
     the functions that the host uses: such a part is a fault with that reason, and no handle of the device. There is no
-    device if the function itself is such a part, or if its type is unknown, which is a fault, too. A virtual function
-    of a selected card is part of that card's device, so it yields nothing by itself. Raises DriverError, which is Gone
-    if the function was unplugged.
+    device if the function itself is such a part (unless the rule lets it have virtual functions beside the host's use),
+    if it has no IOMMU although `passthrough`, or if its type is unknown; these are faults, too. A virtual or companion
+    function of a selected card is part of that card's device, so it yields nothing by itself; a companion function of
+    any other card is a fault. Raises DriverError, which is Gone if the function was unplugged.
     """
     function = _read_function(machine, address)
     rule = find_matching_rule(function, rules)
     if rule is None or _is_part_of_selected_card(machine, address, rules):
         return
-    virtual_functions = sriov.list_virtual_functions(machine, address)
+    if main_function := iommu.find_main_function(machine, address):
+        yield Fault(address, f"it is part of the card {main_function} and given away with it: select {main_function}")
+        return
+    virtual_functions = iommu.list_virtual_functions(machine, address)
     parts = virtual_functions or [address]
-    yield from (Fault(part, in_use[part]) for part in parts if part in in_use)
-    if parts == [address] and address in in_use:
+    view = binding.HostUsage(machine, in_use, for_act=False)
+    effective_use = _permit_beside_host(view, address, rule).in_use if rule.vfs else in_use
+    unusable = _explain_unusable_parts(machine, address, parts, effective_use, passthrough)
+    for part, reason in unusable.items():
+        can_be_permitted = bool(rule.vfs) and part == address and address in effective_use
+        yield Fault(part, reason + (sriov.explain_permission(part) if can_be_permitted else ""))
+    if address in unusable:
         return
     device_type = rule.type or get_class_type(function)
     if device_type is None:
@@ -315,31 +376,75 @@ def _discover_function(
             address, f"its PCI class {function.pci_class} does not determine the device type: set `type` in the rule"
         )
         return
-    handed_out = [part for part in parts if part not in in_use and (virtual_functions or not rule.vfs)]
-    to_install = _describe_install_steps(binding.HostUsage(machine, in_use, for_act=False), address, rule)
+    handed_out = [part for part in parts if part not in unusable and (virtual_functions or not rule.vfs)]
+    to_install = _describe_install_steps(view, address, rule) if passthrough else ""
     yield _build_device(machine, function, device_type, handed_out, to_install)
 
 
+def _explain_unusable_parts(
+    machine: Machine, address: str, parts: list[str], in_use: Mapping[str, str], passthrough: bool
+) -> dict[str, str]:
+    """Return why parts of the device of `address` cannot be handed out: address → reason.
+
+    The host uses the part or, with `passthrough`, a companion function in the part's IOMMU group. If there is no IOMMU
+    although `passthrough`, this is the reason of `address` itself, whatever its parts are.
+    """
+    reasons = {part: in_use[part] for part in parts if part in in_use}
+    if not passthrough:
+        return reasons
+    for companion in filter(in_use.__contains__, iommu.list_companions(machine, address)):
+        group = iommu.find_group(machine, companion)
+        for part in parts:
+            if group and iommu.find_group(machine, part) == group:
+                reasons.setdefault(part, f"{companion} would be given away with it, but {in_use[companion]}")
+    if not iommu.find_group(machine, address):
+        reasons.setdefault(address, f"no guest can get it: {iommu.describe_missing_iommu(machine)}")
+    return reasons
+
+
+def _permit_beside_host(view: binding.HostUsage, address: str, rule: PciRule) -> binding.HostUsage:
+    """Return the view for changing the number of virtual functions of the card `address`.
+
+    If the rule names the card in `vfs_beside_host`, the host's use of the card itself does not prevent that. The use of
+    a virtual function always does.
+    """
+    names = {address, *(list_interfaces(view.machine, address) if rule.vfs_beside_host else ())}
+    if not names & {*rule.vfs_beside_host}:
+        return view
+    return replace(view, in_use={used: reason for used, reason in view.in_use.items() if used != address})
+
+
 def _is_part_of_selected_card(machine: Machine, address: str, rules: list[PciRule]) -> bool:
-    """Return whether the function is a virtual function of a card that a rule selects. Raises DriverError."""
-    card = machine.link(f"{PCI_DEVICES}/{address}/physfn")
+    """Return whether the function is a virtual or companion function of a card that a rule selects.
+
+    Raises DriverError.
+    """
+    card = machine.link(f"{PCI_DEVICES}/{address}/physfn") or iommu.find_main_function(machine, address)
     return bool(card) and find_matching_rule(_read_function(machine, card), rules) is not None
 
 
 def _plan_rule_steps(view: binding.HostUsage, address: str, rule: PciRule) -> list[Step]:
     """Return the steps towards the rule that are possible now; virtual functions are bound only after they exist.
 
-    Raises the errors of `sriov.plan_virtual_functions` and `binding.plan_binding`.
+    If the rule wants a driver of VFIO or none, the companion functions in the IOMMU groups of what is handed out are
+    bound with it. Raises the errors of `sriov.plan_virtual_functions`, `binding.plan_binding` and
+    `iommu.refuse_blocked_groups`.
     """
-    unbound = rule.bind is not None
-    steps = [] if rule.vfs is None else sriov.plan_virtual_functions(view, address, rule.vfs, unbound=unbound)
-    if rule.bind is None:
-        return steps
+    machine, unbound = view.machine, rule.bind is not None
+    card_view = _permit_beside_host(view, address, rule)
+    steps = [] if rule.vfs is None else sriov.plan_virtual_functions(card_view, address, rule.vfs, unbound=unbound)
     if steps:
-        binding.refuse_unless_bindable(view.machine, address, rule.bind)  # refuse before the first change, not halfway
+        if rule.bind is not None:  # refuse before the first change, not halfway
+            binding.refuse_unless_bindable(machine, address, rule.bind)
         return steps
-    parts = sriov.list_virtual_functions(view.machine, address) or [address]
-    return [step for part in parts for step in binding.plan_binding(view, part, rule.bind)]
+    parts = iommu.list_virtual_functions(machine, address) or [address]
+    wanted = {} if rule.bind is None else dict.fromkeys(parts, rule.bind)
+    if rule.bind == "" or (rule.bind and iommu.is_vfio_driver(rule.bind)):
+        companions = iommu.list_companions_in_groups(machine, address, parts)
+        wanted |= dict.fromkeys(companions, binding.VFIO if rule.bind else "")
+    steps = [step for part, driver in wanted.items() for step in binding.plan_binding(view, part, driver)]
+    iommu.refuse_blocked_groups(machine, parts, {*parts, *wanted})
+    return steps
 
 
 def _describe_install_steps(view: binding.HostUsage, address: str, rule: PciRule) -> str:
@@ -353,7 +458,7 @@ def _describe_install_steps(view: binding.HostUsage, address: str, rule: PciRule
     except (Busy, Invalid, Unsupported) as error:
         return f"{BLOCKED_PREFIX}{error}"
     lines = [step.does for step in steps]
-    if rule.bind and lines and rule.vfs and len(sriov.list_virtual_functions(view.machine, address)) != rule.vfs:
+    if rule.bind and lines and rule.vfs and len(iommu.list_virtual_functions(view.machine, address)) != rule.vfs:
         lines.append(f"bind each of them to {rule.bind}")
     overflow_line = [f"and {len(lines) - MAX_LISTED_STEPS} more steps"] if len(lines) > MAX_LISTED_STEPS else []
     return "\n".join(lines[:MAX_LISTED_STEPS] + overflow_line)
@@ -401,7 +506,7 @@ def _build_device(
         traits.append(f"CUSTOM_PCI_{vendor}")
     traits.append(f"CUSTOM_PCI_PRODUCT_ID_{function.product.upper()}")
     attributes = (Attribute("rc", "CUSTOM_PCI"), *(Attribute(f"trait{n}", trait) for n, trait in enumerate(traits)))
-    handles = tuple(map(_make_handle, handed_out))
+    handles = tuple(_make_handle(machine, part) for part in handed_out)
     owner = vendor or function.vendor.upper()
     supported_acts = {"partition": sriov.supports_sriov(machine, address), "reset": machine.exists(f"{path}/reset")}
     return Device(
@@ -419,16 +524,32 @@ def _build_device(
         bridges=pci_health.list_bridges(machine, address),
         deployables=(Deployable(f"{machine.node}_{address}", len(handles), attributes, handles, owner),),
         to_install=to_install,
-        acts=" ".join(["health", "install", *(word for word, can in supported_acts.items() if can), "uninstall"]),
+        acts=" ".join(
+            ["detach", "health", "install", *(word for word, can in supported_acts.items() if can), "uninstall"]
+        ),
         changeable="bind vfs" if supported_acts["partition"] else "bind",
         sized_by="vfs" if supported_acts["partition"] else "",
     )
 
 
-def _make_handle(address: str) -> AttachHandle:
-    """Return the `PCI` handle of a function."""
+def _make_handle(machine: Machine, address: str) -> AttachHandle:
+    """Return the `PCI` handle of a function. Whether a guest uses it is `unknown` if it is bound to a driver of VFIO.
+
+    No VFIO node is opened, because a guest that starts at that moment would find it busy.
+    """
     domain, bus, slot, number = re.split("[:.]", address)
-    return AttachHandle("PCI", json.dumps({"bus": bus, "device": slot, "domain": domain, "function": number}))
+    info = json.dumps({"bus": bus, "device": slot, "domain": domain, "function": number})
+    is_bound = guest_usage.is_bound_to_vfio(machine, f"{PCI_DEVICES}/{address}")
+    return AttachHandle("PCI", info, "unknown" if is_bound else "")
+
+
+def _parse_handle(handle: AttachHandle | None) -> str:
+    """Return the PCI address of a `PCI` handle. Raises Invalid for any other handle."""
+    try:
+        fields = json.loads(handle.info) if handle and handle.attach_type == "PCI" else {}
+        return f"{fields['domain']}:{fields['bus']}:{fields['device']}.{fields['function']}"
+    except (ValueError, KeyError):
+        raise Invalid(f"{handle} is not the handle of a PCI function") from None
 
 
 def _make_device_key(machine: Machine, function: PciFunction) -> str:

@@ -1,54 +1,108 @@
-"""Find the PCI functions that the host itself needs: for its disks in use, and for its default routes.
+"""Find the PCI functions that the host itself uses: for its disks, its network, its display, or by one of its programs.
 
-A driver must not offer such a function, because handing it out would break the host. Therefore an unreadable mount,
-swap or route table is an error and never counts as unused. Sources: proc(5),
-Documentation/ABI/testing/sysfs-{block,class-net}.
+A driver must not offer such a function, because handing it out would break the host. The kernel is asked rather than a
+list of file systems: who needs a block device for himself claims it, and then another attempt to claim it fails. What
+cannot be found out counts as used, with the reason; an unreadable mount, swap or route table is an error. Sources:
+proc(5), block/bdev.c, Documentation/ABI/testing/sysfs-{block,bus-pci,class-net}, Documentation/fb/fbcon.rst.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
-from drivers.machine import MAX_TABLE, PCI_ADDRESS, Machine
+from drivers.errors import DriverError
+from drivers.machine import MAX_TABLE, NVIDIA_MAJOR, PCI_ADDRESS, PCI_DEVICES, Machine
+from drivers.pci.guest_usage import is_bound_to_vfio
 
+USED, UNKNOWN = "the host uses it: ", "it cannot be found out whether the host uses it: "
 RTF_UP, RTF_REJECT = 0x1, 0x200
+IPV4_LINK_LOCAL = "FEA9"
+"""The end of 169.254.0.0 in /proc/net/route, which has the bytes of an address in reverse order."""
+IPV6_UNROUTED = ("fe8", "fe9", "fea", "feb", "ff")
+"""How link-local and multicast destinations begin; every interface that is up has such routes."""
+ETHERNET_CLASS = "0x0200"
+IDLE_DRIVERS = frozenset({"", "pci-stub", "pci-pf-stub"})
+"""Kernel drivers that create no network interface and no device node, so no program of the host uses the function."""
+NVIDIA_CARDS = "/proc/driver/nvidia/gpus"
+MAX_NVIDIA_CARD = 253
+"""The largest minor number of a card; those above it are `nvidia-modeset` and `nvidiactl`, which stand for no card."""
 
 
-def find_functions_used_by_host(machine: Machine) -> dict[str, str]:
-    """Return the PCI functions that the host needs: address → reason. Raises DriverError if a table is unreadable.
+def find_functions_used_by_host(
+    machine: Machine, candidates: Collection[str], *, shared: bool = False
+) -> dict[str, str]:
+    """Return the PCI functions that the host uses: address → reason. Raises DriverError if a table is unreadable.
 
+    `candidates` are the functions that the caller wants to offer or to change. Only their disks are opened, and only if
+    nothing else shows that they are used: a program that claims a disk at the same moment would find it busy. `shared`
+    leaves out displays and programs, for functions that stay bound to their kernel driver when they are handed out.
     The text of a reason changes only if the use changes; at most four reasons are joined for one address. The result
     includes the bridges above a device and the physical function of a virtual one.
     """
     reasons: dict[str, set[str]] = {}
-    for node, reason in (*_iterate_block_uses(machine), *_iterate_network_uses(machine)):
-        for address in _find_functions_on_path(machine, node):
+
+    def add(path: str, reason: str) -> None:
+        """Add the reason to all functions on the path to a device."""
+        for address in _find_functions_on_path(machine, path):
             reasons.setdefault(address, set()).add(reason)
+
+    for path, use in (*_iterate_block_uses(machine), *_iterate_network_uses(machine)):
+        add(path, f"{USED}{use}")
+    if not shared:
+        for path, use in (*_iterate_display_uses(machine, candidates), *_iterate_program_uses(machine)):
+            add(path, f"{USED}{use}")
+    for path, reason in _iterate_claimed_disks(machine, {*candidates} - reasons.keys()):
+        add(path, reason)
+    for address in {*candidates} - reasons.keys():
+        if unknown := _explain_unknown_use(machine, address, shared):
+            reasons[address] = {f"{UNKNOWN}{unknown}"}
     return {address: "; ".join(sorted(why)[:4]) for address, why in reasons.items()}
+
+
+def list_interfaces(machine: Machine, address: str) -> list[str]:
+    """Return the network interfaces of a function that this network namespace shows."""
+    interfaces = machine.names("/sys/class/net")
+    return [name for name in interfaces if address in machine.resolve(f"/sys/class/net/{name}").split("/")]
 
 
 def _find_functions_on_path(machine: Machine, node: str) -> set[str]:
     """Return all PCI functions on the path to a device, and the physical functions of those that are virtual."""
     addresses = {part for part in machine.resolve(node).split("/") if PCI_ADDRESS.fullmatch(part)}
-    parents = {machine.link(f"/sys/bus/pci/devices/{address}/physfn") for address in addresses}
+    parents = {machine.link(f"{PCI_DEVICES}/{address}/physfn") for address in addresses}
     return addresses | (parents - {""})
 
 
+def _explain_unknown_use(machine: Machine, address: str, shared: bool) -> str:
+    """Return why it is unknown whether the host uses a function of which no use was found; '' if it is known."""
+    path = f"{PCI_DEVICES}/{address}"
+    driver = machine.link(f"{path}/driver")
+    if driver in IDLE_DRIVERS or is_bound_to_vfio(machine, path):
+        return ""
+    is_network_card = machine.text(f"{path}/class").startswith(ETHERNET_CLASS)
+    if is_network_card and not list_interfaces(machine, address):
+        return (
+            f"it is bound to {driver}, but its network interface is not here: it may be in another network namespace, "
+            "of a container or of the agent itself"
+        )
+    return "" if shared else machine.list_open_nodes().unseen
+
+
 def _iterate_block_uses(machine: Machine) -> Iterator[tuple[str, str]]:
-    """Yield (sysfs path, reason) for each block device in use, and for the devices below it."""
-    for name, reason in _explain_used_block_devices(machine).items():
+    """Yield (sysfs path, use) for each block device in use, and for the devices below it."""
+    for name, use in _explain_used_block_devices(machine).items():
         for lower_path in _walk_lower_block_devices(machine, name, set()):
-            yield lower_path, f"the host uses it: {reason}"
+            yield lower_path, use
 
 
 def _explain_used_block_devices(machine: Machine) -> dict[str, str]:
-    """Return the block devices in use: name → reason.
+    """Return the block devices in use: name → use.
 
-    Each has only its most telling reason, so that the text does not change when other uses come and go.
+    Each has only its most telling use, so that the text does not change when other uses come and go.
     """
     uses = {name: f"{name} is part of {machine.names(_holders_folder(name))[0]}" for name in _list_held_disks(machine)}
     uses |= {name: f"{name} is in a btrfs file system" for name in _list_btrfs_disks(machine)}
+    uses |= {name: f"{name} is behind {user}" for name, user in _iterate_backing_disks(machine)}
     uses |= {name: f"{name} is swap space" for name in _read_swap_devices(machine)}
     return uses | {
         name: f"{name} is mounted at {mount_point}" for name, mount_point in _read_mount_points(machine).items()
@@ -58,20 +112,22 @@ def _explain_used_block_devices(machine: Machine) -> dict[str, str]:
 def _read_mount_points(machine: Machine) -> dict[str, str]:
     """Return the mounted block devices: name → shortest mount point.
 
-    A device is found by its number and by its path, because btrfs hides the number and other file systems the path.
-    Raises DriverError if the mount table is unreadable.
+    The mounts of the host's first process are read, too: the agent may have a mount namespace of its own. A device is
+    found by its number and by its path, because btrfs hides the number and other file systems the path. bcachefs names
+    several paths, joined by colons. Raises DriverError if the mount table is unreadable.
     """
+    tables = [machine.read("/proc/self/mountinfo", MAX_TABLE)]
+    if machine.exists("/proc/1/mountinfo"):
+        tables.append(machine.read("/proc/1/mountinfo", MAX_TABLE))
     mount_points: dict[str, str] = {}
-    for line in machine.read("/proc/self/mountinfo", MAX_TABLE).splitlines():
+    for line in "\n".join(tables).splitlines():
         before, _, after = line.partition(" - ")
         fields, source = before.split(), after.split()[1:2]
         if len(fields) < 5:
             continue
         mount_point = _unescape_octal(fields[4])
-        for name in {
-            machine.link(f"/sys/dev/block/{fields[2]}"),
-            *(_get_device_name(machine, path) for path in source),
-        }:
+        paths = {part for path in source for part in (path, *re.split(":(?=/dev/)", path))}
+        for name in {machine.link(f"/sys/dev/block/{fields[2]}"), *(_get_device_name(machine, path) for path in paths)}:
             mount_points[name] = min(mount_points.get(name, mount_point), mount_point, key=lambda p: (len(p), p))
     return {name: place for name, place in mount_points.items() if name and machine.exists(f"/sys/class/block/{name}")}
 
@@ -88,6 +144,28 @@ def _list_btrfs_disks(machine: Machine) -> list[str]:
     """Return all disks of btrfs file systems, because the mount table names only one disk of each file system."""
     systems = machine.names("/sys/fs/btrfs", "*-*")  # named by UUID
     return [name for uuid in systems for name in machine.names(f"/sys/fs/btrfs/{uuid}/devices")]
+
+
+def _iterate_backing_disks(machine: Machine) -> Iterator[tuple[str, str]]:
+    """Yield (name, user) for each disk that the kernel uses without claiming it.
+
+    They are the disks behind loop devices, and those that the kernel's NVMe and SCSI targets export to other hosts
+    (drivers/block/loop.c, drivers/nvme/target/io-cmd-bdev.c, drivers/target/target_core_file.c).
+    """
+    files = [
+        (f"/sys/class/block/{name}/loop/backing_file", name) for name in machine.names("/sys/class/block", "loop*")
+    ]
+    subsystems = "/sys/kernel/config/nvmet/subsystems"
+    for subsystem in machine.names(subsystems):
+        folder = f"{subsystems}/{subsystem}/namespaces"
+        files += [(f"{folder}/{one}/device_path", f"the NVMe target {subsystem}") for one in machine.names(folder)]
+    backends = "/sys/kernel/config/target/core"
+    for backend in machine.names(backends):
+        folder = f"{backends}/{backend}"
+        files += [(f"{folder}/{one}/udev_path", f"the SCSI target {one}") for one in machine.names(folder)]
+    for path, user in files:
+        if name := _get_device_name(machine, machine.text(path)):
+            yield name, user
 
 
 def _list_held_disks(machine: Machine) -> list[str]:
@@ -117,38 +195,115 @@ def _walk_lower_block_devices(machine: Machine, name: str, seen: set[str]) -> It
             yield f"{multipath[0]}/{controller}"
 
 
-def _iterate_network_uses(machine: Machine) -> Iterator[tuple[str, str]]:
-    """Yield (sysfs path, reason) for each interface that a default route uses, and for the interfaces below it."""
-    for interface in sorted({*_iterate_ipv4_default_interfaces(machine), *_iterate_ipv6_default_interfaces(machine)}):
-        for lower_interface in _walk_lower_interfaces(machine, interface, set()):
-            yield (
-                f"/sys/class/net/{lower_interface}",
-                f"the host uses it: {_describe_route_use(lower_interface, interface)}",
-            )
+def _iterate_claimed_disks(machine: Machine, candidates: Collection[str]) -> Iterator[tuple[str, str]]:
+    """Yield (sysfs path, reason) for each disk of the candidates that is claimed, or that cannot be asked.
 
-
-def _describe_route_use(port: str, interface: str) -> str:
-    """Return the text that `port` carries the default route.
-
-    If `port` is not `interface`, the text also names `interface`, to which the route belongs.
+    A claim of a partition counts for its disk, so partitions are not opened (bd_may_claim in block/bdev.c). A hidden
+    disk is one path to an NVMe namespace and has no node; the namespace itself is asked.
     """
-    return f"{port} carries the default route" + ("" if port == interface else f" of {interface}")
+    for name in machine.names("/sys/class/block") if candidates else ():
+        node = f"/sys/class/block/{name}"
+        if machine.exists(f"{node}/partition") or machine.read_int(f"{node}/hidden", 0):
+            continue
+        paths = list(_walk_lower_block_devices(machine, name, set()))
+        if not any(_find_functions_on_path(machine, path) & {*candidates} for path in paths):
+            continue
+        try:
+            if not machine.is_claimed(f"/dev/{name.replace('!', '/')}", machine.read(f"{node}/dev")):
+                continue
+            reason = f"{USED}{name} is claimed, for a file system, a RAID or a program"
+        except DriverError as error:
+            reason = f"{UNKNOWN}its disk cannot be opened ({error}): run the agent as root, with the host's /dev"
+        yield from ((path, reason) for path in paths)
 
 
-def _iterate_ipv4_default_interfaces(machine: Machine) -> Iterator[str]:
-    """Yield the interface of each usable IPv4 default route. Raises DriverError if the route table cannot be read."""
+def _iterate_display_uses(machine: Machine, candidates: Collection[str]) -> Iterator[tuple[str, str]]:
+    """Yield (sysfs path, use) for the display that the machine started with, and for those that show the console.
+
+    A boot display that was bound to a VFIO driver is no longer the host's.
+    """
+    for address in candidates:
+        path = f"{PCI_DEVICES}/{address}"
+        is_boot_display = "1" in (machine.text(f"{path}/boot_vga"), machine.text(f"{path}/boot_display"))
+        if is_boot_display and not is_bound_to_vfio(machine, path):
+            yield path, "it is the display that the machine started with"
+    consoles = (f"/sys/class/vtconsole/{name}" for name in machine.names("/sys/class/vtconsole"))
+    if any("frame buffer" in machine.text(f"{path}/name") and machine.text(f"{path}/bind") == "1" for path in consoles):
+        for name in machine.names("/sys/class/graphics", "fb[0-9]*"):
+            yield f"/sys/class/graphics/{name}", f"{name} may show the host's console"
+
+
+def _iterate_program_uses(machine: Machine) -> Iterator[tuple[str, str]]:
+    """Yield (sysfs path, use) for each function of which a program of the host has a device node open.
+
+    Such nodes are those of disks, of GPUs (drm), of accelerators (accel), of clocks and of RDMA devices. VFIO's nodes
+    are left out, because they belong to guests. A function has only one such use, whatever more is open.
+    """
+    uses: dict[str, set[str]] = {}
+    for number, programs in machine.list_open_nodes().users.items():
+        kind, major_minor = "block" if number[0] == "b" else "char", number[1:]
+        if number.startswith(f"c{NVIDIA_MAJOR}:"):
+            minor = int(major_minor.partition(":")[2])
+            for address in _find_nvidia_cards(machine, minor) if minor <= MAX_NVIDIA_CARD else ():
+                uses.setdefault(f"{PCI_DEVICES}/{address}", set()).add(f"{programs[0]} has nvidia{minor} open")
+            continue
+        path = machine.resolve(f"/sys/dev/{kind}/{major_minor}")
+        if "/vfio-dev/" not in path:
+            for address in _find_functions_on_path(machine, path):
+                name = path.rpartition("/")[2]
+                uses.setdefault(f"{PCI_DEVICES}/{address}", set()).add(f"{programs[0]} has {name} open")
+    for path, texts in uses.items():
+        yield path, min(texts)
+
+
+def _find_nvidia_cards(machine: Machine, minor: int) -> list[str]:
+    """Return the PCI address of the card with this node; if the driver does not tell, those of all its cards."""
+    for address in machine.names(NVIDIA_CARDS):
+        if re.search(rf"^Device Minor:\s+{minor}\s*$", machine.text(f"{NVIDIA_CARDS}/{address}/information"), re.M):
+            return [address]
+    return machine.names("/sys/bus/pci/drivers/nvidia", "*:*:*.*")
+
+
+def _iterate_network_uses(machine: Machine) -> Iterator[tuple[str, str]]:
+    """Yield (sysfs path, use) for each interface that carries a route of the host or is part of another interface.
+
+    A route concerns all interfaces below the one that it names. An interface that is part of a bond, a bridge, a VRF,
+    Open vSwitch, a VLAN or a macvlan is used without a route, too: its routes may be in other tables than the main one.
+    """
+    lower = _map_lower_interfaces(machine)
+    uses = {port: f"{port} is part of {upper}" for upper in sorted(lower, reverse=True) for port in lower[upper]}
+    for carried, interfaces in (
+        ("a route", {*_iterate_ipv4_routes(machine, False), *_iterate_ipv6_routes(machine, False)}),
+        ("the default route", {*_iterate_ipv4_routes(machine, True), *_iterate_ipv6_routes(machine, True)}),
+    ):
+        for interface in sorted(interfaces, reverse=True):
+            for port in _walk_lower_interfaces(lower, interface, set()):
+                uses[port] = f"{port} carries {carried}" + ("" if port == interface else f" of {interface}")
+    for port, use in uses.items():
+        yield f"/sys/class/net/{port}", use
+
+
+def _iterate_ipv4_routes(machine: Machine, is_default: bool) -> Iterator[str]:
+    """Yield the interface of each usable IPv4 route, either the default routes or all others.
+
+    Link-local routes are left out. Raises DriverError if the route table cannot be read.
+    """
     for row in _read_table(machine, "/proc/net/route")[1:]:
-        if len(row) > 7 and int(row[1], 16) == int(row[7], 16) == 0 and _is_usable_route(row[3]):
+        if len(row) < 8 or not _is_usable_route(row[3]) or row[1].endswith(IPV4_LINK_LOCAL):
+            continue
+        if (int(row[1], 16) == int(row[7], 16) == 0) is is_default:
             yield row[0]
 
 
-def _iterate_ipv6_default_interfaces(machine: Machine) -> Iterator[str]:
-    """Yield the interface, unless it is lo, of each usable IPv6 default route.
+def _iterate_ipv6_routes(machine: Machine, is_default: bool) -> Iterator[str]:
+    """Yield the interface, unless it is lo, of each usable IPv6 route, either the default routes or all others.
 
-    Raises DriverError if the route table cannot be read.
+    Link-local and multicast routes are left out. Raises DriverError if the route table cannot be read.
     """
     for row in _read_table(machine, "/proc/net/ipv6_route"):
-        if len(row) == 10 and int(row[0], 16) == int(row[1], 16) == 0 and _is_usable_route(row[8]) and row[9] != "lo":
+        if len(row) != 10 or row[9] == "lo" or not _is_usable_route(row[8]) or row[0].startswith(IPV6_UNROUTED):
+            continue
+        if (int(row[0], 16) == int(row[1], 16) == 0) is is_default:
             yield row[9]
 
 
@@ -165,29 +320,32 @@ def _is_usable_route(flags: str) -> bool:
     return int(flags, 16) & (RTF_UP | RTF_REJECT) == RTF_UP
 
 
-def _walk_lower_interfaces(machine: Machine, interface: str, seen: set[str]) -> Iterator[str]:
-    """Yield the interface and all interfaces below it: bond, bridge, VLAN, macvlan, team, Open vSwitch."""
+def _map_lower_interfaces(machine: Machine) -> dict[str, set[str]]:
+    """Return the interfaces that are directly below others: upper interface → its parts.
+
+    The kernel links both directions, and each port to its `master`, such as a bond, a bridge, a VRF or `ovs-system`,
+    which stands for all bridges of Open vSwitch.
+    """
+    lower: dict[str, set[str]] = {}
+    for name in machine.names("/sys/class/net"):
+        node = f"/sys/class/net/{name}"
+        uppers = [link.removeprefix("upper_") for link in machine.names(node, "upper_*")]
+        for upper in filter(None, (*uppers, machine.link(f"{node}/master"))):
+            lower.setdefault(upper, set()).add(name)
+        parts = [link.removeprefix("lower_") for link in machine.names(node, "lower_*")]
+        if parts := [*parts, *machine.names(f"{node}/brif")]:
+            lower.setdefault(name, set()).update(parts)
+    return lower
+
+
+def _walk_lower_interfaces(lower: dict[str, set[str]], interface: str, seen: set[str]) -> Iterator[str]:
+    """Yield the interface and all interfaces below it; `seen` prevents endless recursion."""
     if interface in seen:
         return
     seen.add(interface)
     yield interface
-    node = f"/sys/class/net/{interface}"
-    lower = {name.removeprefix("lower_") for name in machine.names(node, "lower_*")} | set(
-        machine.names(f"{node}/brif")
-    )
-    if not lower and "/virtual/" in machine.resolve(node):
-        lower = _list_open_vswitch_ports(machine)
-    for name in sorted(lower):
-        yield from _walk_lower_interfaces(machine, name, seen)
-
-
-def _list_open_vswitch_ports(machine: Machine) -> set[str]:
-    """Return the ports of all Open vSwitch bridges.
-
-    sysfs does not link such a bridge to its ports, so a default route over a bridge may use any of them.
-    """
-    interfaces = machine.names("/sys/class/net")
-    return {name for name in interfaces if machine.link(f"/sys/class/net/{name}/master") == "ovs-system"}
+    for name in sorted(lower.get(interface, ())):
+        yield from _walk_lower_interfaces(lower, name, seen)
 
 
 def _get_device_name(machine: Machine, source: str) -> str:

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from drivers.errors import Invalid, Unsupported
+from drivers.errors import Busy, Invalid, Unsupported
 from drivers.machine import PCI_DEVICES, Machine
-from drivers.pci.binding import VFIO, HostUsage, list_guest_nodes, read_bound_driver
+from drivers.pci.binding import VFIO, HostUsage, read_bound_driver
+from drivers.pci.iommu import list_virtual_functions
 from drivers.plan import Check, Step, Write
 
 CREATE_S, PER_FUNCTION_S = 10.0, 1.0
@@ -19,12 +20,6 @@ CREATE_S, PER_FUNCTION_S = 10.0, 1.0
 returns only when all of them exist."""
 MAX_CHECKED_LINKS = 62
 """Number of links that are checked after the write, plus the last one and the count; a Step has room for 64 checks."""
-
-
-def list_virtual_functions(machine: Machine, address: str) -> list[str]:
-    """Return the addresses of a card's virtual functions, sorted; empty if there are none or the card is absent."""
-    path = f"{PCI_DEVICES}/{address}"
-    return sorted(filter(None, (machine.link(f"{path}/{name}") for name in machine.names(path, "virtfn*"))))
 
 
 def supports_sriov(machine: Machine, address: str) -> bool:
@@ -52,7 +47,7 @@ def plan_virtual_functions(view: HostUsage, address: str, wanted: int, *, unboun
     if wanted > total:
         raise Invalid(f"{address} can have at most {total} virtual functions, not {wanted}: change vfs")
     _refuse_without_driver(machine, address)
-    view.refuse_if_used([address, *existing])
+    _refuse_if_used(view, address, existing)
     current_count = machine.read_int(f"{path}/sriov_numvfs", 0) if view.for_act else len(existing)
     steps = [_make_count_step(machine, address, current_count, 0)] if current_count else []
     autoprobe_path = f"{path}/sriov_drivers_autoprobe"
@@ -74,7 +69,7 @@ def plan_virtual_functions_restore(view: HostUsage, address: str, first: Mapping
     steps = []
     if current_count and wanted.isdecimal() and int(wanted) != current_count:
         _refuse_without_driver(machine, address)
-        view.refuse_if_used([address, *list_virtual_functions(machine, address)])
+        _refuse_if_used(view, address, list_virtual_functions(machine, address))
         steps.append(_make_count_step(machine, address, current_count, 0))
     autoprobe_path, autoprobe_before = (
         f"{path}/sriov_drivers_autoprobe",
@@ -85,6 +80,18 @@ def plan_virtual_functions_restore(view: HostUsage, address: str, first: Mapping
     if wanted.isdecimal() and int(wanted) not in (0, current_count):
         steps.append(_make_count_step(machine, address, 0, int(wanted)))
     return steps
+
+
+def explain_permission(address: str) -> str:
+    """Return the end of a sentence that says how an operator allows virtual functions of a card that the host uses."""
+    return f'; to let it have virtual functions beside that, add vfs_beside_host = ["{address}"] to its rule'
+
+
+def _refuse_if_used(view: HostUsage, address: str, virtual_functions: list[str]) -> None:
+    """Raise Busy if the host or a guest uses the card or one of its virtual functions; see `HostUsage`."""
+    if reason := view.in_use.get(address):
+        raise Busy(f"{address} cannot be changed: {reason}{explain_permission(address)}")
+    view.refuse_if_used([address, *virtual_functions])
 
 
 def _refuse_without_driver(machine: Machine, address: str) -> None:
@@ -122,7 +129,6 @@ def _make_count_step(machine: Machine, address: str, before: int, wanted: int) -
             Check(f"{path}/sriov_numvfs", str(before)),
             Check(f"{path}/driver", read_bound_driver(machine, address), link=True),
         ),
-        idle=list_guest_nodes(machine, list_virtual_functions(machine, address)) if before else (),
         seen=(Check(f"{path}/sriov_numvfs", str(wanted)), *links),
         undo=(Write(f"{path}/sriov_numvfs", str(before)),),
         timeout_s=min(CREATE_S + PER_FUNCTION_S * max(wanted, before), 600.0),

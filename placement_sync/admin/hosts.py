@@ -45,7 +45,8 @@ class SyncStateFilter(admin.SimpleListFilter):
     def queryset(self, request: HttpRequest, queryset: QuerySet[Any]) -> QuerySet[Any]:
         """Return the hosts in the chosen state; all if none is chosen.
 
-        `queryset` must come from `TreeAdmin.get_queryset`, which annotates the rows with `waiting`.
+        A host that has problems and an open intent is found by both. `queryset` must come from
+        `TreeAdmin.get_queryset`, which annotates the rows with `waiting`.
         """
         if self.value() == "problems":
             return queryset.exclude(problems=[])
@@ -62,7 +63,7 @@ class TreeAdmin(ReadOnlyModelAdmin):
     """
 
     actions = ("look_now",)
-    list_before_template = "placement_sync/waiting.html"
+    list_before_template = "placement_sync/admin/hosts_not_written.html"
     list_display = ("shown_host", "standing", "providers", "looked", "shown_root")
     list_display_links = ("standing",)
     list_filter = (SyncStateFilter,)
@@ -171,10 +172,10 @@ class TreeAdmin(ReadOnlyModelAdmin):
             "faults": [
                 (badges.render_choice(one.kind), one) for one in discrepancies.list_discrepancies_of_host(host.pk)
             ],
-            "asked": comparison_lines,
+            "comparison_lines": comparison_lines,
         }
         context |= permissions.build_permission_context(request, permissions.RESCAN, "accelerators.change_host")
-        return TemplateResponse(request, "placement_sync/tree.html", context)
+        return TemplateResponse(request, "placement_sync/admin/host_providers.html", context)
 
     @display(description="Host", ordering="host__name")
     def shown_host(self, tree: Tree) -> SafeString:
@@ -183,7 +184,7 @@ class TreeAdmin(ReadOnlyModelAdmin):
 
     @display(description="State")
     def standing(self, tree: Any) -> SafeString:
-        """Render the host's state as a badge. The row must come from `get_queryset`."""
+        """Render the host's state in Placement (`_sync_state_badge`). The row must come from `get_queryset`."""
         return _sync_state_badge(tree, tree.waiting)
 
     @display(description="Providers")
@@ -212,7 +213,10 @@ class TreeAdmin(ReadOnlyModelAdmin):
 
     @admin.action(description="Compare with Placement now", permissions=["look"])
     def look_now(self, request: HttpRequest, trees: QuerySet[Tree]) -> None:
-        """Raise an intent for each selected host, so that the job synchronizes it with Placement within seconds."""
+        """Raise an intent for each selected host, so that the job synchronizes it with Placement within seconds.
+
+        Stored allocations of the hosts are marked as outdated, and a message says how many hosts there are.
+        """
         hosts = list(Host.objects.filter(placement__in=trees))
         _request_synchronization(hosts)
         subject = "1 host is" if len(hosts) == 1 else f"{len(hosts)} hosts are"
@@ -332,9 +336,10 @@ def _compare_now(host: Host) -> list[str]:
 
 
 def _sync_state_badge(tree: Tree, waiting: str | None) -> SafeString:
-    """Return the badge of a host's state: behind, problems, in step, or not written yet.
+    """Return the badge of a host's state: behind, problems, in step, or not written yet; the first that applies.
 
-    `waiting` is the last error of its open intent, None if it has none; the host is behind if it has one.
+    `waiting` is the last error of the host's open intent ('' if it has not failed). It is None if the host has no open
+    intent; with an open intent the host is behind. The error or the problems are shown on hover.
     """
     if waiting is not None:
         return badges.render_badge("behind", "warn", waiting or "is being written")

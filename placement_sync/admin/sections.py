@@ -15,7 +15,7 @@ from placement_sync.jobs.discrepancies import (
 
 
 def build_host_section(host: Host) -> list[dict[str, Any]]:
-    """Return the discrepancies of a host as the template `accelerators/faults.html` needs them. One statement."""
+    """Return the discrepancies of a host for the template `accelerators/admin/discrepancies.html`. One statement."""
     return _render_discrepancies(list_discrepancies_of_host(host.pk))
 
 
@@ -42,7 +42,7 @@ def _render_discrepancies(discrepancies: Iterable[DiscrepancySummary]) -> list[d
         {
             "kind": badges.render_choice(one.kind),
             "since": badges.render_relative_time(one.since),
-            "said": one.explanation,
+            "explanation": one.explanation,
         }
         for one in discrepancies
     ]

@@ -118,7 +118,10 @@ class WriterAdmin(RefusalAsMessage):
 
     @display(description="Hosts whose agent cannot write, so the conductor writes")
     def shown_unable(self, writer: Writer) -> SafeString | str:
-        """Render a table of at most MAX_SHOWN hosts whose agent cannot write, with the reasons; "none" if all can."""
+        """Render a table of at most MAX_SHOWN hosts whose agent cannot write, with the reasons; "none" if all can.
+
+        Hosts without an agent are among them.
+        """
         unable = writer_election.list_hosts_without_writer(Host.objects.order_by("name"))
         rows = format_html_join("", "<tr><td>{}</td><td>{}</td></tr>", unable[:MAX_SHOWN])
         more = (

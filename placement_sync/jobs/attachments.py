@@ -1,11 +1,12 @@
-"""The job `attachments`: carry out what `accelerators.workflows.attachment_orders` was asked for, one step per
+"""The job `attachments`: attach and detach what `accelerators.workflows.attachment_orders` has stored, one step per
 transaction.
 
 Intents of the kind `attachment` wake it. A change of Placement is recorded and committed by one step and sent by the
-next (`allocations`), so it happens once, wherever the worker is killed. The amounts in Placement show whether it
-happened only while no other attachment of the instance changes them, so one attachment goes at a time (`_check_turn`).
-Requests are bound and deleted in the transaction that records it. What fails before it is attached is undone; an undo
-that fails is retried until it succeeds.
+next (`allocations`), so it happens once, wherever the worker is killed. Whether it has happened is read from the
+amounts in Placement. These tell it only while no other attachment of the same instance changes them; therefore only one
+attachment of an instance proceeds at a time (`_check_turn`). Requests are bound and deleted in the transaction that
+records the step. An attachment that fails before it is attached is undone; an undo that fails is retried until it
+succeeds.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ def run() -> None:
 
 
 def step() -> bool:
-    """Take one step of the attachment whose intent has waited longest; return True if there may be more to do.
+    """Take one step of the attachment whose intent is due for the longest time; return True if there may be more to do.
 
     If nothing is due, detach attachments whose requests were deleted by others, and delete old ended attachments. A
     failed step is recorded with its intent and retried later; its error is not raised. If Placement cannot be reached,
@@ -105,10 +106,10 @@ def step() -> bool:
 def look_up_instance(uuid: str, project: str | None = None) -> NovaInstance:
     """Ask Nova for an instance, and check that Placement has allocations of it, to which a claim can be added.
 
-    Takes at most 4 s (2 s per service). Raises RefusedError: NOT_FOUND if Nova has no such instance, or it is not of
-    `project`; UNAVAILABLE if a service does not answer; CONFLICT if nothing can be attached now or with this
-    configuration. For an instance of another project Placement is not asked: the answer would reveal that the instance
-    exists.
+    Takes at most 4 s (2 s per service). Placement is not asked if it is switched off. Raises RefusedError: NOT_FOUND if
+    Nova has no such instance, or it is not of `project` (None: any project); UNAVAILABLE if a service gives no usable
+    answer; CONFLICT if Nova is switched off or not configured, or if Placement has nothing allocated to the instance.
+    For an instance of another project Placement is not asked: the answer would reveal that the instance exists.
     """
     keys = settings.KEYS
     if (cloud := get_cloud_session(keys.nova_endpoint)) is None:
@@ -193,7 +194,8 @@ def _claim_shares(row: Attachment) -> None:
 
     One step records the write and the next one sends it. When Placement shows the shares, the attachment is `claimed`.
     Raises RefusedError CONFLICT if the instance has no allocations or Placement rejects the write;
-    PlacementConflictError if another writer was faster; RetryLaterError.
+    PlacementConflictError if another writer was faster; RetryLaterError if another attachment of the instance has to go
+    first; PlacementUnavailableError if Placement cannot be reached.
     """
     if (placement := _open_placement()) is None:
         return attachment_orders.advance_attachment(row, AttachmentState.ATTACHING, "claimed", PLACEMENT_OFF_TEXT)
@@ -224,7 +226,8 @@ def _release_shares(row: Attachment) -> None:
     """Release the shares in Placement that were claimed, or may have been, and end the attachment.
 
     One step records the write and the next one sends it. Nothing is written if no claim was recorded or Placement is
-    switched off.
+    switched off. Raises RetryLaterError if another attachment of the instance has to go first, and the errors of
+    `PlacementClient`.
 
     A write replaces all allocations of the instance, so Placement rejects it also if an allocation that is not ours is
     invalid. Therefore, if nothing has to be released and no claim can be under way any more (`is_past_pending_writes`),
@@ -290,6 +293,6 @@ def _decode_change(recorded: Any) -> AllocationWrite | None:
 
 
 def _back_off_due_intents(error: str) -> None:
-    """Record the failure for all due intents, so that they back off together while the service is away."""
+    """Record the failure for all due `attachment` intents, so that they back off together while Placement is away."""
     while due := outbox.load_due_intents(KIND, 1000):
         outbox.record_failures(due, error)

@@ -246,7 +246,12 @@ def step() -> bool:
 
 
 def must_read_allocations(provider: ComparedProvider, has_discrepancy: bool, now: datetime) -> bool:
-    """Return True if the provider's allocations must be read again, as the stored ones may be out of date. Pure."""
+    """Return True if the provider's allocations must be read, because the stored ones may be out of date. Pure.
+
+    They may be if there are none, if the provider's generation is another one, if a consumer among them holds no
+    handle, if a discrepancy about allocations is stored for it, or if they are older than REREAD_S and a request is
+    bound there.
+    """
     stored_claims = provider.claims
     if (
         stored_claims is None
@@ -266,8 +271,9 @@ def compare_allocations(
 ) -> tuple[StoredClaims | None, list[Contradiction]]:
     """Compare one provider's allocations with the requests that hold its handles. Pure.
 
-    `read_allocations` were read at `now`; None if the stored ones are still valid. Returns the claims to store and the
-    contradictions.
+    `read_allocations` were read at `now`; None if the stored ones are still valid. Returns the claims to store, with
+    the consumers for which no request holds a handle, and the contradictions. The claims are None if allocations were
+    never read; then nothing is compared.
     """
     claims = provider.claims
     if read_allocations is not None:
@@ -324,8 +330,9 @@ def _build_unattached(provider: ComparedProvider, consumer: str, amounts: Mappin
 def _find_without_device(broken_holdings: Sequence[HoldingRequest]) -> tuple[list[Contradiction], set[str]]:
     """Find instances that Nova shows as ACTIVE on their host although the handle that they hold has a defect.
 
-    Returns the contradictions, and the instances for which Nova gave no answer. Asks Nova for at most MAX_NOVA_QUERIES
-    instances.
+    `broken_holdings` are bound requests with a `defect`. Returns the contradictions, and the instances for which Nova
+    gave no answer. Asks Nova for at most MAX_NOVA_QUERIES instances; the others count as not answered. Both are empty
+    if Nova is switched off or no cloud is configured.
     """
     if not broken_holdings or (cloud := get_cloud_session(settings.KEYS.nova_endpoint)) is None:
         return [], set()
@@ -368,8 +375,9 @@ def _build_contradiction(kind: DiscrepancyKind, holding: HoldingRequest, explana
 
 
 def _load_due_hosts() -> list[tuple[int, datetime, datetime]]:
-    """Return at most HOST_BATCH hosts that must be compared: id, time of the last look, and the database's time. One
-    statement.
+    """Return at most HOST_BATCH hosts that must be compared (see `step`), the longest due first. One statement.
+
+    Each is its id, the time of the last look, and the present time of the database.
     """
     is_due = Q(compared_at=None) | Q(looked_at__gt=F("compared_at")) | Q(compare_at__lte=Now())
     due = Tree.objects.filter(is_due).order_by(Coalesce("compare_at", "looked_at"), "host")
@@ -446,7 +454,7 @@ def _read_allocations(cloud: Any, providers: Sequence[str]) -> dict[str, dict[st
     outages: list[Exception] = []
 
     def read_provider(uuid: str) -> dict[str, dict[str, int]] | None:
-        """Return the allocations of one provider, None if Placement gave no usable answer."""
+        """Return the allocations of one provider, None if Placement gave no usable answer or was found away before."""
         if outages:
             return None
         try:
@@ -512,9 +520,10 @@ def _build_row(fault: Contradiction, now: datetime) -> Discrepancy:
 
 
 def _build_event(verb: str, row: Discrepancy, change: list[str | None]) -> dict[str, Any]:
-    """Return the event of a discrepancy.
+    """Return the event `discrepancy.appeared` or `discrepancy.mended` (`verb`); nothing is written.
 
-    Its subject is the device, if there is one, so that the device's time line shows it.
+    `change` holds the discrepancy's label before and after, None for no discrepancy. The subject is the device, if
+    there is one, so that the device's time line shows the event.
     """
     subject = (row.device.uuid, str(row.device)) if row.device else None
     changes = {"discrepancy": change, "instance": [None, str(row.instance)][:: 1 if verb == "appeared" else -1]}
@@ -529,9 +538,9 @@ def _store_comparisons(
     looked_at_by_host: Mapping[int, datetime],
     hosts_to_recheck: set[int],
 ) -> None:
-    """Store the changed claims and mark the hosts as compared.
+    """Store the changed claims and mark the hosts as compared. Call it inside `conductor.writing()`.
 
-    Those in `hosts_to_recheck` are compared again after CONFIRM_AFTER_S.
+    Hosts in `hosts_to_recheck` are compared again after CONFIRM_AFTER_S, even if nobody looks at them before.
     """
     changed_claims = [
         {"uuid": provider.uuid, "claims": claims}

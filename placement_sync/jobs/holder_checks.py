@@ -1,8 +1,8 @@
 """The holder checks of Placement and Nova before a destructive act (`accelerators.safety`).
 
-Placement tells which consumers have an allocation of the device. Nova tells which instances that gave their request
-back still live on the host. `placement_sync.apps` registers both where a cloud is configured. A service that does not
-answer within 2 s counts against the act.
+Placement tells which consumers have an allocation of the device. Nova tells which of the instances that gave their
+request back are still on the host. `placement_sync.apps` registers both where a cloud is configured. If a service does
+not answer within 2 s, the act is refused.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def check_placement(device: Device) -> HolderCheckResult:
 def _read_consumers(cloud: Any, endpoint: str, providers: Sequence[str]) -> HolderCheckResult:
     """Return the consumers with an allocation of any of these providers (at most MAX_SHOWN), or why that is unknown.
 
-    Costs one call per provider, each with a deadline of 2 s.
+    Costs one call per provider, each with a deadline of 2 s. If one of them fails, the result has only `unknown`.
     """
     placement = PlacementClient(cloud, endpoint, timeout_s=HOLDER_CHECK_DEADLINE_S)
     consumers: set[str] = set()
@@ -72,8 +72,9 @@ def _read_consumers(cloud: Any, endpoint: str, providers: Sequence[str]) -> Hold
 def check_nova(device: Device) -> HolderCheckResult:
     """Return the instances that gave back their request of this device and are still on its host, or why it is unknown.
 
-    Their guests may still use the device. An instance that was deleted, is shelved, or is on another host does not hold
-    it any more.
+    Their guests may still use the device. An instance that was deleted, is shelved and offloaded, or is on another host
+    does not hold it any more; one whose host Nova does not show counts as on this host. Nobody holds the device if Nova
+    is switched off or no cloud is configured.
     """
     host = device.host
     former_holders = [uuid for uuid in _load_former_holders(device) if uuid not in _unknown_instances]
@@ -82,8 +83,9 @@ def check_nova(device: Device) -> HolderCheckResult:
 
 
 def _load_former_holders(device: Device) -> list[str]:
-    """Return the instances that gave back a handle of the device. Events are the record: each unbind and each deletion
-    writes which handle was held. One statement.
+    """Return the instances that gave back a handle of the device within RELEASED_WITHIN_DAYS, the latest first, at most
+    MAX_INSTANCES. They are read from events: each unbind and each deletion records which handle was held. One
+    statement.
 
     Attachments that ended without a fault, or were never attached, are left out: Nova did not plug the device into the
     running instance, and whoever detached it has removed it from the guest. If somebody else deleted the requests, the

@@ -61,9 +61,10 @@ def run() -> None:
 def step() -> bool:
     """Process one batch of due intents; return True if there may be more.
 
-    Raises intents for hosts that were not looked at for long first. Every outcome is stored in a transaction of its
-    own. Returns False if Placement cannot be reached, after all due intents were postponed, and does nothing if it is
-    switched off or no cloud is configured.
+    First raises intents for hosts that were not looked at for long. For a host whose agent writes, differences are sent
+    to the agent as a command, and the intent is postponed. Every outcome is stored in a transaction of its own. Returns
+    False if Placement cannot be reached, after all due intents were postponed. Does nothing if Placement is switched
+    off or no cloud is configured.
     """
     if (cloud := get_cloud_session(settings.KEYS.placement_endpoint)) is None:
         return False
@@ -145,8 +146,9 @@ def _synchronize_in_parallel(
 ) -> list[SyncResult]:
     """Synchronize the hosts in parallel and return the results in the order of `hosts`.
 
-    A host whose id is in `dry_run_hosts` gets only a dry run. When Placement is unavailable for one host, the hosts
-    that have not begun are not tried and get the same error.
+    What is desired and what was written is loaded from the database before; nothing is stored there. A host whose id is
+    in `dry_run_hosts` gets only a dry run. When Placement is unavailable for one host, the hosts that have not begun
+    are not tried and get the same error.
     """
     known_names: set[str] = set()
     outages: list[PlacementUnavailableError] = []
@@ -197,7 +199,11 @@ def _bind_programmed_requests(host: str) -> None:
 
 
 def _enqueue_hosts_to_sweep() -> None:
-    """Raise an intent for up to INTENT_BATCH hosts that were not looked at for SWEEP_S."""
+    """Raise an intent for up to INTENT_BATCH hosts that were not looked at for SWEEP_S, or never although they have
+    providers.
+
+    Hosts that have an intent already are left out.
+    """
     looked_at_before = Q(placement__looked_at__lt=Now() - timedelta(seconds=SWEEP_S))
     providers = Deployable.objects.filter(device__host=OuterRef("pk"), rp_uuid__isnull=False)
     intents = Intent.objects.filter(kind=KIND, key=Cast(OuterRef("uuid"), CharField()))
@@ -207,6 +213,6 @@ def _enqueue_hosts_to_sweep() -> None:
 
 
 def _back_off_due_intents(error: str) -> None:
-    """Record the failure for all due intents, so that they back off together while Placement is away."""
+    """Record the failure for all due `provider` intents, so that they back off together while Placement is away."""
     while due := outbox.load_due_intents(KIND, 1000):
         outbox.record_failures(due, error)

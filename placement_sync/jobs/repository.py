@@ -15,7 +15,7 @@ from django.db.models.functions import JSONObject, Now
 
 from accelerators.domain.offer import is_offered
 from accelerators.domain.states import HandleType
-from accelerators.models import AttachHandle, Attribute, Deployable, Host
+from accelerators.models import AttachHandle, Attribute, Deployable, Host, ReleasedHandle
 from placement_sync.apply_writes import SyncOutcome
 from placement_sync.mapping import DeployableRecord
 from placement_sync.models import Tree, WrittenProvider
@@ -30,6 +30,7 @@ def load_deployables(host: Host) -> list[DeployableRecord]:
     """
     device_nodes = AttachHandle.objects.filter(deployable=OuterRef("pk"), attach_type=HandleType.DEV)
     attributes = Attribute.objects.filter(deployable=OuterRef("pk")).values(item=JSONObject(key="key", value="value"))
+    releases = ReleasedHandle.objects.filter(handle__deployable=OuterRef("pk")).order_by()
     rows = (
         Deployable.objects.filter(~Exists(device_nodes), device__host=host, rp_uuid__isnull=False)
         .order_by(F("missing_since").asc(nulls_first=True), "id")
@@ -41,6 +42,7 @@ def load_deployables(host: Host) -> list[DeployableRecord]:
             "device__state",
             "device__status",
             ArraySubquery(attributes),
+            ArraySubquery(releases.values("pk")),
         )
     )
     return [
@@ -50,13 +52,17 @@ def load_deployables(host: Host) -> list[DeployableRecord]:
             total if missing_since is None else 0,
             {item["key"]: item["value"] for item in attribute_items},
             is_offered(state, health) and missing_since is None,
+            len(released_ids),
         )
-        for name, rp_uuid, total, missing_since, state, health, attribute_items in rows
+        for name, rp_uuid, total, missing_since, state, health, attribute_items, released_ids in rows
     ]
 
 
 def load_written(host: Host) -> dict[str, WrittenRecord]:
-    """Return what was last written to each provider of the host, by provider uuid. One statement."""
+    """Return what was last written to each provider of the host, and how Placement last showed it, by provider uuid.
+
+    One statement.
+    """
     return {str(row.uuid): _decode_written(row) for row in WrittenProvider.objects.filter(host=host).defer("claims")}
 
 
@@ -69,9 +75,14 @@ def load_root(host: Host) -> str:
 def store_outcome(host: Host, outcome: SyncOutcome) -> None:
     """Store the outcome of a synchronization, and delete the rows of providers that it no longer contains.
 
-    One transaction. The time of the last synchronization is set even if the outcome has problems. Stored claims stay.
+    One transaction. The time at which Placement last matched completely stays if the outcome has problems. Stored
+    claims stay.
     """
-    tree = Tree(host=host, root=outcome.root or None, looked_at=Now(), synced_at=Now(), problems=outcome.problems)
+    tree = Tree(host=host, root=outcome.root or None, looked_at=Now(), problems=outcome.problems)
+    updated_fields = ["root", "looked_at", "problems"]
+    if not outcome.problems:
+        tree.synced_at = Now()
+        updated_fields.append("synced_at")
     written = [_encode_written(host, uuid, entry) for uuid, entry in sorted(outcome.written.items())]
     with transaction.atomic():
         WrittenProvider.objects.filter(host=host).exclude(uuid__in=outcome.written).delete()
@@ -85,7 +96,7 @@ def store_outcome(host: Host, outcome: SyncOutcome) -> None:
             [tree],
             update_conflicts=True,
             unique_fields=["host"],
-            update_fields=["root", "looked_at", "synced_at", "problems"],
+            update_fields=updated_fields,
         )
 
 

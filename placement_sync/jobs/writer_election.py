@@ -87,13 +87,13 @@ def switch_writer(who: str, actor: str, reason: str = "", source: EventSource = 
 
 
 def decide_turns(already_commanded: Mapping[int, bool]) -> dict[int, WriteTurn]:
-    """Return whose turn it is for each host (id).
+    """Return for each host, by its id, whose turn it is to write.
 
-    The value in `already_commanded` is true if the host's agent was already sent a command since the change. Then it is
-    the conductor's turn when the command has ended: it looks itself and corrects what is still different.
+    `already_commanded` maps each host to whether its agent was already sent a command for the present differences. Then
+    it is the conductor's turn when that command has ended: the conductor looks itself and corrects what still differs.
 
-    Also has the open commands of agents that have stopped writing ended; until that is done, their hosts wait. Reads
-    with at most three statements, one while the writer was never changed.
+    If an agent has stopped writing, its open command is given the deadline now, and the job `commands` is woken, which
+    ends it; until then the host waits. Reads with at most three statements, one while the writer was never changed.
     """
     writer = get_writer()
     if not writer.epoch:
@@ -127,10 +127,10 @@ def _end_commands(command_ids: Sequence[int]) -> None:
 
 
 def delegate_writes(host: Host, outcome: SyncOutcome) -> int:
-    """Place a command that has the host's agent write what differs.
+    """Place a command that makes the host's agent write what differs.
 
-    Returns the command's number, or 0 if the work is larger than MAX_PAYLOAD_BYTES: then nothing is placed. The command
-    names the current epoch, and contains all desired providers, not only those in `outcome.writes`.
+    Returns the command's primary key, or 0 if the work is larger than MAX_PAYLOAD_BYTES: then nothing is placed. The
+    command names the current epoch, and contains all desired providers, not only those in `outcome.writes`.
     """
     desired, _ = mapping.compute_desired_providers(repository.load_deployables(host))
     work = ProviderWork(desired, outcome.written, outcome.root, settings.KEYS.placement_endpoint)
@@ -151,7 +151,10 @@ def delegate_writes(host: Host, outcome: SyncOutcome) -> int:
 
 
 def list_hosts_without_writer(hosts: Iterable[Host]) -> list[tuple[str, str]]:
-    """Return name and reason of the hosts whose agent cannot write, sorted by name; the conductor writes for them."""
+    """Return name and reason of those of these hosts whose agent cannot write, sorted by name.
+
+    Hosts without an agent are among them. The conductor writes for all of them.
+    """
     name_by_id = {host.id: host.name for host in hosts}
     status_by_host = placement_delegation.get_writer_statuses(name_by_id.keys())
     return sorted((name_by_id[host], hand.reason) for host, hand in status_by_host.items() if hand.reason)

@@ -67,7 +67,8 @@ def iterate_server_pages(
 def look_up_instances(fetch: FetchServers, project: str, uuids: Collection[str]) -> dict[str, InstanceState]:
     """Return state and name of these instances of a project, by uuid; an instance that Nova does not list is GONE.
 
-    Reads no further page once all of them are found. Raises whatever `fetch` raises.
+    Reads no further page once all of them are found. Raises whatever `fetch` raises, and KeyError if an answer does not
+    describe servers.
     """
     missing, states = set(uuids), {}
     for servers in iterate_server_pages(fetch, project):
@@ -149,7 +150,10 @@ def send_get(session: Any, endpoint: str, path: str, params: Mapping[str, str], 
 
 
 def get_server(session: Any, endpoint: str, uuid: str, timeout_s: float = DEADLINE_S) -> NovaServer | None:
-    """Return one instance, or None if Nova answers 404. Raises NovaUnavailableError."""
+    """Return one instance, or None if Nova answers 404.
+
+    Raises NovaUnavailableError if there is no answer, or any other answer than a description of the instance.
+    """
     answer = send_get(session, endpoint, f"/servers/{uuid}", {}, timeout_s)
     if answer.status_code == 404:
         return None
@@ -168,8 +172,8 @@ def get_servers(
 ) -> dict[str, NovaServer | NovaUnavailableError | None]:
     """Return several instances by uuid, read in parallel (MAX_PARALLEL_CALLS threads); None if Nova answers 404.
 
-    An instance maps to NovaUnavailableError if Nova has not answered for it within `deadline_s`, which is for all
-    together.
+    An instance maps to NovaUnavailableError if Nova has given no usable answer for it within `deadline_s`, which is for
+    all together. Nothing is raised.
     """
     executor = ThreadPoolExecutor(MAX_PARALLEL_CALLS, thread_name_prefix="servers")
     futures = {uuid: executor.submit(partial(get_server, session, endpoint, uuid, deadline_s)) for uuid in uuids}
@@ -231,7 +235,10 @@ class InstanceStateCache:
             return {uuid: entry[1] for uuid, entry in cached if entry and now < entry[0]}
 
     def _list_project(self, project: str, uuids: Collection[str]) -> dict[str, InstanceState]:
-        """List the project's servers, cache the states of these uuids, and return them."""
+        """List the project's servers, cache the states of these uuids, and return them.
+
+        Raises what the session, the call or an unusable answer raises.
+        """
         states = look_up_instances(make_fetcher(self._session(), self._endpoint, self._deadline_s), project, uuids)
         until = self._monotonic() + CACHE_S
         with self._lock:
@@ -243,7 +250,10 @@ class InstanceStateCache:
         return states
 
     def _add_answer(self, future: Future[dict[str, InstanceState]], known: dict[str, InstanceState]) -> bool:
-        """Add a finished listing to `known`; return False if it failed or is not finished."""
+        """Add a finished listing to `known`; return False if it failed or is not finished.
+
+        A listing that has not begun is cancelled; one that is running goes on and still fills the cache.
+        """
         if not future.done():
             future.cancel()
             return False
@@ -253,9 +263,10 @@ class InstanceStateCache:
         return True
 
     def _update_back_off(self, failed: list[Future[dict[str, InstanceState]]]) -> None:
-        """Start the back-off if a listing failed; log one warning when Nova goes away, and no other until it was back.
+        """Start the back-off if `failed` is not empty; otherwise note that Nova answers.
 
-        A missing cloud configuration is not logged.
+        `failed` are the listings that failed or did not end in time. The first failure after a success is logged as a
+        warning, unless it is a missing cloud configuration.
         """
         if failed:
             self._back_off_until = self._monotonic() + CACHE_S

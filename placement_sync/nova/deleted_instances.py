@@ -2,8 +2,8 @@
 
 Observed with a real Nova: a server that is deleted while it is being bound leaves its requests behind. An instance
 counts as deleted only if two complete listings, at least LISTING_INTERVAL_S apart, lack it and Nova answers 404 to a
-direct query. A listing that contains none of MIN_FOREIGN_CLOUD or more instances is taken for another cloud's and
-ignored.
+direct query. If MIN_FOREIGN_CLOUD or more instances hold requests and a listing contains none of them, it is taken for
+another cloud's and ignored.
 """
 
 from __future__ import annotations
@@ -49,8 +49,9 @@ def run() -> None:
 def step() -> bool:
     """Compare the instances that hold requests with Nova, at most every LISTING_INTERVAL_S.
 
-    Delete the requests of those that are certainly gone. If Nova does not answer usably, a warning is logged. Does
-    nothing if Nova is switched off or no cloud is configured. Always returns False: there is never more.
+    Delete the requests of those that are certainly gone: this listing lacks them, one at least LISTING_INTERVAL_S ago
+    lacked them, and Nova answers 404 for them. If Nova does not answer usably, a warning is logged. Does nothing if
+    Nova is switched off or no cloud is configured. Always returns False: there is never more.
     """
     holding = _load_holding_instances()
     missing_since = {str(row.instance): row.since for row in Vanished.objects.all()}
@@ -85,7 +86,10 @@ def _load_holding_instances() -> set[str]:
 def select_confirmed_missing(
     missing: Collection[str], missing_since: Mapping[str, datetime], now: datetime
 ) -> set[str]:
-    """Return the missing instances that were first missed at least LISTING_INTERVAL_S ago."""
+    """Return those of the `missing` instances that were first missed at least LISTING_INTERVAL_S before `now`. Pure.
+
+    `missing_since` holds the times at which earlier listings first lacked them.
+    """
     missed_before = now - timedelta(seconds=LISTING_INTERVAL_S)
     return {uuid for uuid in missing if uuid in missing_since and missing_since[uuid] <= missed_before}
 
@@ -111,7 +115,8 @@ def _delete_vanished(instances: Collection[str]) -> None:
 
 
 def _delete_requests(instance: str) -> None:
-    """Delete the instance's requests, record an event, and delete the instance's `Vanished` row."""
+    """Delete the instance's requests and release their handles, record the event `instance.vanished`, and delete the
+    instance's `Vanished` row."""
     requests = AcceleratorRequest.objects.filter(instance_uuid=instance)
     with conductor.writing():
         names = ", ".join(str(uuid) for uuid in requests.values_list("uuid", flat=True))
@@ -154,7 +159,10 @@ class _NovaQueries:
             params["marker"] = uuids[-1]
 
     def is_gone(self, uuid: str) -> bool:
-        """Return True if Nova answers 404 for this instance. Raises NovaUnavailableError if there is no answer."""
+        """Return True if Nova answers 404 for this instance, False for any other answer.
+
+        Raises NovaUnavailableError if there is no answer.
+        """
         return bool(self._get(f"/servers/{uuid}", {}).status_code == 404)
 
     def _get(self, path: str, params: Mapping[str, str]) -> Any:

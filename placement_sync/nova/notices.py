@@ -21,7 +21,10 @@ yet, and Nova will query the request itself when it has (422).
 
 @dataclass(frozen=True)
 class Notice:
-    """The outcome of one request that Nova shall be notified of."""
+    """The outcome of one request that Nova shall be notified of: bound if `completed`, otherwise failed.
+
+    `request` and `instance` are uuids.
+    """
 
     request: str
     instance: str
@@ -44,7 +47,7 @@ class NoticeResult:
 
 
 def build_body(notices: Sequence[Notice]) -> dict[str, Any]:
-    """Return the request body for these notices."""
+    """Return the body of one call of Nova's server external events: one event per notice, in their order."""
     return {
         "events": [
             {
@@ -83,7 +86,8 @@ def interpret_answer(notices: Sequence[Notice], status: int, answer: object) -> 
 def send_notices(session: Any, endpoint: str, notices: Sequence[Notice]) -> list[NoticeResult]:
     """Send the notices in one call through a keystoneauth1 session and return the result of each.
 
-    Blocks for up to TIMEOUT_S.
+    Blocks for up to TIMEOUT_S. Errors of the call are not raised: all results then have `nova_unavailable` set.
+    `endpoint` overrides the address of Nova in Keystone's catalogue, unless it is ''.
     """
     from keystoneauth1.exceptions import ClientException
 
@@ -110,7 +114,10 @@ def send_notices(session: Any, endpoint: str, notices: Sequence[Notice]) -> list
 
 
 def _parse_event_codes(answer: object) -> Mapping[str, int] | None:
-    """Return the code of each request's event, or None if the answer is no list of events."""
+    """Return the code of each request's event, or None if the answer is no list of events.
+
+    Events whose code is not a number are left out.
+    """
     events = answer.get("events") if isinstance(answer, dict) else None
     if not isinstance(events, list) or not all(isinstance(event, dict) for event in events):
         return None
@@ -118,7 +125,10 @@ def _parse_event_codes(answer: object) -> Mapping[str, int] | None:
 
 
 def _interpret_code(code: int) -> NoticeResult:
-    """Return the result that the code of one event stands for; 0 means that Nova's answer lacks the event."""
+    """Return the result that the code of one event stands for; 0 means that Nova's answer lacks the event.
+
+    FINAL_CODES need no retry. Any other code has to be sent again and needs a person's attention.
+    """
     meaning = {
         200: "accepted",
         404: "Nova does not know the instance",

@@ -61,10 +61,10 @@ def step() -> bool:
 
 
 def _store_results(intents: list[outbox.DueIntent], answers: list[NoticeResult]) -> None:
-    """Record events, then mark intents done or schedule their retry.
+    """Record events, delete the intents of notices that need no retry, and schedule the retry of the others.
 
     An event is recorded for each notice that needs no retry, and for the first refusal. None is recorded for a notice
-    that failed because Nova was away, unless Nova refused the credentials.
+    that failed because Nova was away, unless Nova refused the credentials. Call it inside `conductor.writing()`.
     """
     pairs = list(zip(intents, answers, strict=True))
     conductor.record_events(

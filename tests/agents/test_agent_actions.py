@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 from datetime import UTC, datetime
 from io import StringIO
 from pathlib import Path
@@ -130,7 +131,7 @@ def test_a_join_token_pins_the_listeners_certificate(tmp_path: Path, monkeypatch
     keys = Keys(state_dir=str(tmp_path), agent_listen="127.0.0.1:9443")
     monkeypatch.setattr(tls, "get_keys", lambda: keys)
     joins = [
-        credentials.parse_join_string(command_output("join_token", "cmp1", *more).splitlines()[-1])
+        credentials.parse_join_string(command_output("join_token", socket.gethostname(), *more).splitlines()[-1])
         for more in (
             (),
             ("--address", "https://acc:1"),
@@ -148,6 +149,27 @@ def test_a_join_token_pins_the_listeners_certificate(tmp_path: Path, monkeypatch
     monkeypatch.setattr(tls, "get_keys", lambda: Keys(state_dir=str(tmp_path), agent_listen="127.0.0.1:0"))
     with pytest.raises(CommandError, match="--address"):
         command_output("join_token", "cmp1")
+
+
+@pytest.mark.parametrize("keys", [{}, {"agent_listen": "127.0.0.1:9443"}, {"listen": "[::1]:8080"}])
+def test_a_join_token_for_another_host_without_an_address_it_can_reach_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, keys: dict[str, str]
+) -> None:
+    monkeypatch.setattr(tls, "get_keys", lambda: Keys(state_dir=str(tmp_path), **keys))  # type: ignore[arg-type]
+    with pytest.raises(
+        CommandError, match=r"cmp1 cannot reach the only address .* CYBORG_AGENT_LISTEN .* --address https://NAME"
+    ):
+        command_output("join_token", "cmp1")
+    assert not JoinToken.objects.exists()
+    for arguments in ((socket.gethostname(),), ("cmp1", "--address", "http://127.0.0.1:1")):
+        join = credentials.parse_join_string(command_output("join_token", *arguments).splitlines()[-1])
+        assert join.host == arguments[0]
+
+
+def test_a_join_token_names_the_address_on_which_the_web_process_listens(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tls, "get_keys", lambda: Keys(listen="192.0.2.7:8080"))
+    join = credentials.parse_join_string(command_output("join_token", "cmp1").splitlines()[-1])
+    assert (join.address, join.fingerprint) == ("http://192.0.2.7:8080", "")
 
 
 @pytest.mark.parametrize(

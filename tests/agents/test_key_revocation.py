@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from django.db import DataError
 from websockets.sync.client import ClientConnection
 
 from accelerators.models import Device, Event
@@ -242,6 +243,21 @@ def test_an_unrequested_or_forged_new_key_is_refused(agent: WireAgent) -> None:
         socket.send(wire.encode_message(sign_new_key(agent, neighbour.key)))
         assert receive_refusal_code(socket) == "rotation", "another host has this key"
     assert Agent.objects.get(host__name="cmp1").public_key == agent.public_key
+
+
+def test_a_new_key_that_the_database_cannot_store_is_refused_with_the_reason(
+    agent: WireAgent, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise DataError("no such row")
+
+    monkeypatch.setattr(key_revocation, "replace_key", fail)
+    agent.connect().close()
+    key_revocation.request_key_rotation(key_revocation.find_agent("cmp1"), "olga")
+    with agent.connect_and_say_hello() as socket:
+        receive_message(socket, wire.Rotate)
+        socket.send(wire.encode_message(sign_new_key(agent, Ed25519PrivateKey.generate())))
+        assert receive_refusal_code(socket) == "database"
 
 
 def test_truncated_frames_close_only_their_own_connection(agent: WireAgent, gateway: tuple[AgentGateway, int]) -> None:

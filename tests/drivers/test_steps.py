@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 from pathlib import Path
 
 import pytest
 
-from drivers.errors import Denied
+from drivers.errors import Denied, DriverError, Failed, Gone
 from drivers.machine import Machine
 from drivers.plan import Plan, Step, Write, stray, within
 
@@ -60,6 +61,37 @@ def test_an_exclusive_node_counts_as_open_only_when_opening_it_gives_ebusy(
 
     monkeypatch.setattr("os.open", answer)
     assert Machine("n", dev_root=str(tmp_path)).is_open("/dev/vfio/12") is is_open
+
+
+@pytest.mark.parametrize(
+    ("code", "raised"), [(errno.EBUSY, None), (errno.EPERM, Denied), (errno.ENOENT, Gone), (0, Failed)]
+)
+def test_a_disk_is_claimed_only_if_an_exclusive_open_gives_ebusy_and_unknown_after_any_other_error(
+    code: int, raised: type[DriverError] | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    node, kernel = tmp_path / "sda", os.open
+    node.touch()
+
+    def answer(path: str, flags: int) -> int:
+        assert flags & os.O_EXCL and flags & os.O_ACCMODE == os.O_RDONLY, "it is claimed, but never for writing"
+        if code:
+            raise OSError(code, os.strerror(code))
+        return kernel(path, flags & ~os.O_EXCL)
+
+    monkeypatch.setattr("os.open", answer)
+    machine = Machine("n", dev_root=str(tmp_path))
+    if raised is None:
+        assert machine.is_claimed("/dev/sda", "8:0")
+    else:
+        with pytest.raises(raised, match="/dev/sda"):  # with 0: a file, and not the block device 8:0
+            machine.is_claimed("/dev/sda", "8:0")
+
+
+def test_the_open_nodes_of_this_machine_are_complete_or_the_reason_is_named() -> None:
+    found = Machine("n").list_open_nodes()
+    assert all(re.fullmatch(r"[bc]\d+:\d+", number) and programs for number, programs in found.users.items())
+    if os.geteuid():
+        assert "CAP_SYS_PTRACE" in found.unseen
 
 
 def test_a_node_that_may_not_be_opened_raises_denied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -73,6 +73,7 @@ def test_the_documented_settings_of_the_generic_driver_are_valid() -> None:
     backends = generic.parse_backends(tomllib.loads(BLOCKS["drivers.toml"])["generic_driver"])
     assert {name: kind.kind for name, kind in backends.items()} == {
         "disks": "pci",
+        "nics": "pci",
         "vgpu": "mdev",
         "npu": "accel-class",
     }

@@ -28,6 +28,8 @@ from tests.mutants.mutating import draw_sample, format_diff, list_all_mutants, m
 from tests.mutants.workers import Worker, WorkerError, prepare_workers
 
 WANTED = 0.9
+MAX_FAILING_SHARE = 0.02
+"""Share of the tests that may fail without a mutant. If more fail, the runner is at fault, not the tests."""
 RECORD_S, FLOOR_S, FACTOR, COLD_S = 1800.0, 20.0, 5.0, 60.0
 
 
@@ -150,6 +152,9 @@ class _Session:
             recorded.add(entry)
             if entry["failed"]:
                 print(f"mutants: left out, fails without a mutant: {', '.join(entry['failed'])}", file=sys.stderr)
+        failing, tests = (sum(len(entry[name]) for entry in latest.values()) for name in ("failed", "seconds"))
+        if failing > MAX_FAILING_SHARE * tests:
+            raise WorkerError(f"{failing} of {tests} tests fail without a mutant: mend this runner or the tests first")
         for entry in self.recordings:
             recorded.add_times(entry.get("times", {}))
         return recorded

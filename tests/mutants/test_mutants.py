@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.mutants import figures, state, swapping
+from tests.mutants import figures, state, swapping, worker
 
 SOURCE = """
 LIMIT = 3
@@ -93,3 +93,11 @@ def test_equivalent_mutants_do_not_count_in_the_share(monkeypatch: pytest.Monkey
     assert "| groups | 90 | 5 | 2 | 1 | 1 | 1 | 75 % |" in figures.table(run, results)
     assert "### Survived: 1" in figures.survivors(results)
     assert "x is never read" in figures.survivors(results)
+
+
+def test_a_test_of_the_same_top_folder_is_no_test_of_another_folder() -> None:
+    """With a test of another sub-package as the next item, pytest would keep the fixtures of their common package."""
+    folder = Path("tests").absolute()
+    assert worker.get_top_folder(folder / "accelerators/admin/test_a.py") == "accelerators"
+    assert worker.get_top_folder(folder / "accelerators/test_b.py") == "accelerators"
+    assert worker.get_top_folder(folder / "test_c.py") == "test_c.py"

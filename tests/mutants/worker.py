@@ -81,8 +81,18 @@ def run_items(session: pytest.Session, ids: list[str], watcher: Watcher, *, unti
 
 
 def _find_item_in_other_folder(session: pytest.Session, item: pytest.Item) -> pytest.Item | None:
-    """Return a test of another folder; with it as the next item pytest tears down all fixtures below the session."""
-    return next((each for each in session.items if each.path.parent != item.path.parent), None)
+    """Return a test of another folder directly in `tests`.
+
+    With it as the next item, pytest tears down all fixtures below `tests`. What it keeps, every other test needs, too;
+    otherwise the next test would fail with "previous item was not torn down properly".
+    """
+    folder = get_top_folder(item.path)
+    return next((each for each in session.items if get_top_folder(each.path) != folder), None)
+
+
+def get_top_folder(path: Path) -> str:
+    """Return the first part of a test's path below `tests`: `agents` for tests/agents/host/test_main.py."""
+    return path.relative_to(TREE / "tests").parts[0]
 
 
 @pytest.hookimpl(tryfirst=True)

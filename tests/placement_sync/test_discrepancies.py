@@ -140,7 +140,7 @@ def test_pages_of_the_host_the_device_and_the_request_show_a_discrepancy(client:
     def list_faults(row: Model) -> list[str]:
         page = client.get(reverse(f"admin:accelerators_{row._meta.model_name}_change", args=[row.pk]))
         assert ('id="faults"' in page.content.decode()) is bool(page.context["faults"])
-        return [fault["said"] for fault in page.context["faults"]]
+        return [fault["explanation"] for fault in page.context["faults"]]
 
     requests = AcceleratorRequest.objects.order_by("id")
     rows = (Host.objects.get(), *Device.objects.order_by("id"), *requests)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from datetime import UTC, datetime, timedelta
 
 import pytest
 
 from accelerators import conductor
 from accelerators.commands import command_queue
-from accelerators.models import AttachHandle, Intent
+from accelerators.models import AcceleratorRequest, AttachHandle, Intent
 from accelerators.requests import binding
 from accelerators.runtime import jobs
 from placement_sync.jobs import providers
@@ -61,6 +62,27 @@ def test_a_programmed_request_is_bound_only_after_its_traits_are_in_placement(
     notice = Intent.objects.get(kind="notice")
     assert (notice.key, notice.payload["completed"]) == (str(request.uuid), True)
     assert not Intent.objects.filter(kind=binding.PROGRAMMED_INTENT).exists()
+
+
+def test_a_programmed_request_that_placement_does_not_show_in_time_names_placement_as_the_reason(
+    handle: AttachHandle, placement: PlacementModelSession
+) -> None:
+    make_handles_pci()
+    (request,) = create_and_bind("adder")
+    attach = get_open_command("attach")
+    command_queue.mark_image_ready(attach.id, ADDER_IMAGE)
+    placement.away = True
+    answer_command(attach)
+    providers.step()
+    with conductor.writing():
+        AcceleratorRequest.objects.update(deadline=datetime.now(UTC) - timedelta(seconds=1))
+    binding.fail_overdue_binds()
+    state, fault = get_state_and_fault(request)
+    assert state == "BindFailed" and "nothing was heard" not in fault
+    error = Intent.objects.get(kind="provider").last_error
+    assert error and fault == (
+        f"host cmp1 was programmed, but its new traits were not in Placement before the deadline: {error}"
+    )
 
 
 def test_a_request_unbound_before_placement_is_written_is_skipped(

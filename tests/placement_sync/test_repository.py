@@ -59,3 +59,16 @@ def test_an_outcome_replaces_the_hosts_rows_in_three_statements_and_keeps_the_cl
     assert tree.synced_at and tree.compared_at
     assert (repository.load_root(host), tree.problems, tree.looked_at.year > 2020) == (new, [], True)
     assert tree.compared_at.year == 2020, "what the job `faults` has stored is kept"
+
+
+def test_an_outcome_with_problems_keeps_the_time_of_the_last_complete_match() -> None:
+    host = get_or_create_host()
+    repository.store_outcome(host, SyncOutcome(problems=["the class is in use"]))
+    assert Tree.objects.get(host=host).synced_at is None
+    repository.store_outcome(host, SyncOutcome())
+    synced_at = Tree.objects.get(host=host).synced_at
+    assert synced_at is not None
+    Tree.objects.update(synced_at="2020-01-01T00:00:00Z")
+    repository.store_outcome(host, SyncOutcome(problems=["the class is in use"]))
+    tree = Tree.objects.get(host=host)
+    assert (tree.synced_at.year, tree.problems) == (2020, ["the class is in use"])

@@ -42,11 +42,13 @@ COLUMNS = {
     "accelerators_host": "applied_epoch applied_seq applied_hash boot_id reported_at drivers",
     "accelerators_image": "used_at",
     "accelerators_attachment": "claim release fault",
+    "accelerators_releasedhandle": "answer ask_at ask_until",
 }
 """Columns that an UPDATE may set without an event, by table.
 
 They store which report was applied last and its data about unchanged drivers; when an image was last used; what an
-attachment will write to Placement, and what prevents the write.
+attachment will write to Placement, and what prevents the write; when a host is asked about a released handle again, and
+what it answered.
 """
 
 
@@ -60,6 +62,7 @@ SUBJECTS = {
     "device": "device command",
     "deviceprofile": "profile",
     "driverwish": "driver",
+    "releasedhandle": "device",
     "rolloutstep": "rollout driver command",
 }
 """The subject types of events that may record a change of a table. For other tables it is the table's own name.

@@ -19,12 +19,12 @@ import threading
 from collections.abc import Callable, Iterator
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from drivers.errors import Denied, DriverError, Failed, Timeout, Unsupported, from_os
-from drivers.machine import MAX_READ, Machine
+from drivers.machine import MAX_READ
 from drivers.plan import Image
-from tests.drivers.tree import FakeHost
+from tests.drivers.tree import FakeHost, TreeMachine
 from tests.support import modelkinds, modelpci
 from tests.support.modelpci import KernelDriver, Rule, refuse
 
@@ -32,7 +32,7 @@ RULES: dict[str, Rule] = modelpci.RULES | modelkinds.RULES
 WRITE_ONLY = frozenset({"bind", "unbind", "drivers_probe", "rescan", "remove", "reset", "create", "cancel"})
 
 
-class Model(Machine):
+class Model(TreeMachine):
     """The `Machine` of a model. It asks the model which nodes are open, because plain files can be opened twice."""
 
     def __init__(self, host: ModelMachine, **roots: str) -> None:
@@ -59,9 +59,10 @@ class ModelMachine(FakeHost):
 
     def __init__(self, root: Path, event: Callable[[str, str], None] = lambda action, path: None) -> None:
         super().__init__(root)
-        self.dev, self.state = root / "dev", root / "state"
+        self.state = root / "state"
         roots = {"sys_root": self.sys, "proc_root": self.proc, "dev_root": self.dev, "state_root": self.state}
-        self.machine: Machine = Model(self, **{name: str(path) for name, path in roots.items()})
+        self.tree_machine = Model(self, **{name: str(path) for name, path in roots.items()})
+        self.machine = self.tree_machine
         self.event = event
         self.privileged, self.read_only = True, False
         self.writes: list[tuple[str, str]] = []
@@ -75,7 +76,7 @@ class ModelMachine(FakeHost):
         self._free = threading.Condition()
         for name in ("drivers_probe", "rescan"):
             self.file(self.sys / "bus/pci" / name, "")
-        self.load("vfio-pci")
+        self.load("vfio-pci", vfio="group")
 
     # Methods for tests.
 
@@ -97,7 +98,7 @@ class ModelMachine(FakeHost):
 
         Return its directory. `group` is its IOMMU group; `offset` is the SR-IOV offset of the first virtual function.
         """
-        path = super().pci(address, vendor, device, pci_class, bus=bus, **{"reset": "", **more})
+        path = super().pci(address, vendor, device, pci_class, bus=bus, group=None, **{"reset": "", **more})
         modelpci.link_function(self, path)
         if group is not None:
             modelpci.join_group(self, path, group)
@@ -114,16 +115,21 @@ class ModelMachine(FakeHost):
         """Return the name of the kernel driver that a function is bound to, or ''."""
         return self.machine.link(f"/sys/bus/pci/devices/{address}/driver")
 
-    def load(self, name: str, *takes: str, sriov: bool = True, gives: int = 65535) -> KernelDriver:
-        """Load the module of a kernel driver. Functions that already exist are not bound to it."""
+    def load(
+        self, name: str, *takes: str, sriov: bool = True, gives: int = 65535, vfio: Literal["", "group", "cdev"] = ""
+    ) -> KernelDriver:
+        """Load the module of a kernel driver. Functions that already exist are not bound to it.
+
+        `vfio` makes it a driver of the VFIO family: one of a kernel with group nodes, or one with device nodes only.
+        """
         for file in ("bind", "unbind"):
             self.file(self.sys / "bus/pci/drivers" / name / file, "")
-        self.drivers[name] = KernelDriver(name, takes, sriov, gives)
+        self.drivers[name] = KernelDriver(name, takes, sriov, gives, vfio=vfio)
         return self.drivers[name]
 
     @contextlib.contextmanager
     def holding(self, node: str) -> Iterator[None]:
-        """Simulate a guest that has a node open: `/dev/vfio/N`, or an mdev by its uuid.
+        """Simulate a guest that has a node open: `/dev/vfio/N`, `/dev/vfio/devices/vfioN`, or an mdev by its uuid.
 
         Unbinding the function blocks until the block ends; removing the mdev fails with EBUSY.
         """

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
     from tests.support.modelmachine import ModelMachine
@@ -33,7 +33,8 @@ class KernelDriver:
     `takes` are globs over `vendor:device`; without any the driver binds by `driver_override` only. `gives` is the
     largest number of virtual functions that the driver creates; the rest of a larger request is ignored without an
     error. Without `sriov` it creates none, and writing sriov_numvfs fails with ENOENT. `refuses` is the errno with
-    which its probe fails, or 0.
+    which its probe fails, or 0. `vfio` is set for a driver that hands functions to guests (vfio-pci or a variant): its
+    functions have a group node, or on a kernel without groups only nodes of their own.
     """
 
     name: str
@@ -41,6 +42,7 @@ class KernelDriver:
     sriov: bool = True
     gives: int = 65535
     refuses: int = 0
+    vfio: Literal["", "group", "cdev"] = ""
 
 
 def refuse(code: int, subject: object) -> OSError:
@@ -86,10 +88,10 @@ def attach(host: ModelMachine, path: Path, driver: KernelDriver) -> None:
         raise refuse(errno.ENODEV, path)  # pci_device_can_probe
     if driver.refuses:
         raise refuse(driver.refuses, path)
-    if driver.name == "vfio-pci":
+    if driver.vfio:
         if not (path / "iommu_group").is_symlink():
             raise refuse(errno.EINVAL, path)
-        host.file(host.dev / "vfio" / group_of(path), "")
+        _register_with_vfio(host, path, driver)
     host.link(path / "driver", host.sys / "bus/pci/drivers" / driver.name)
     host.link(host.sys / "bus/pci/drivers" / driver.name / path.name, path)
     host.event("bind", str(path))
@@ -103,10 +105,10 @@ def detach(host: ModelMachine, path: Path) -> None:
     host.until(lambda: not is_held(host, path))
     host.relink(path / "driver", None)
     host.relink(host.sys / "bus/pci/drivers" / driver.name / path.name, None)
-    if driver.name == "vfio-pci" and not any(
-        (member / "driver").resolve().name == "vfio-pci" for member in (path / "iommu_group/devices").iterdir()
-    ):
+    shutil.rmtree(path / "vfio-dev", ignore_errors=True)
+    if driver.vfio and not any((member / "vfio-dev").exists() for member in (path / "iommu_group/devices").iterdir()):
         (host.dev / "vfio" / group_of(path)).unlink(missing_ok=True)
+        shutil.rmtree(host.sys / "class/vfio" / group_of(path), ignore_errors=True)
     host.event("unbind", str(path))
 
 
@@ -135,9 +137,25 @@ def group_of(path: Path) -> str:
 
 
 def is_held(host: ModelMachine, path: Path) -> bool:
-    """Return True if a guest holds the function through vfio-pci."""
-    driver = driver_of(host, path)
-    return driver is not None and driver.name == "vfio-pci" and f"/dev/vfio/{group_of(path)}" in host.held
+    """Return True if a guest holds the function through VFIO."""
+    nodes = {f"/dev/vfio/{group_of(path)}", f"/dev/vfio/devices/{vfio_name(path)}"}
+    return (path / "vfio-dev").exists() and bool(nodes & host.held)
+
+
+def vfio_name(path: Path) -> str:
+    """Return the name of a function's own VFIO node."""
+    return f"vfio{int(group_of(path) or 0)}"
+
+
+def _register_with_vfio(host: ModelMachine, path: Path, driver: KernelDriver) -> None:
+    """Show a function in sysfs and its node in /dev as the VFIO core does (drivers/vfio/vfio_main.c)."""
+    name = vfio_name(path)
+    if driver.vfio == "cdev":
+        host.char(f"vfio/devices/{name}", f"511:{name.removeprefix('vfio')}", path / "vfio-dev")
+    else:
+        (path / "vfio-dev" / name).mkdir(parents=True)
+        host.file(host.dev / "vfio" / group_of(path), "")
+        host.file(host.sys / "class/vfio" / group_of(path) / "dev", f"242:{group_of(path)}\n")
 
 
 def _matches(path: Path, driver: KernelDriver) -> bool:

@@ -101,7 +101,9 @@ def agents_by_host(product: Product, headers: dict[str, str]) -> dict[str, dict[
 
 def make_joined_agent(product: Product, host: str) -> WireAgent:
     """Return an agent with a new join token for `host`."""
-    secret = credentials.parse_join_string(product.manage("join_token", host)[-1]).secret
+    secret = credentials.parse_join_string(
+        product.manage("join_token", host, "--address", f"http://127.0.0.1:{product.port}")[-1]
+    ).secret
     return WireAgent(product.port, host, host, token=secret)
 
 

@@ -48,16 +48,18 @@ PHASE_S = scaled(6.0, 3600.0)
 ROUND_PAUSE_S = scaled(0.0, 2.0)
 """Pause between two rounds of plugging and reading, so that outages of an hour can run side by side on one machine."""
 SERVICE_DELAY_S = 4.0
-"""Longer than the product waits for Nova when it shows an instance (2 s), shorter than its other time-outs (5 to 10 s).
-A read by a known caller may not take as long, because it needs no answer of the slow service."""
+"""Longer than the product waits for Nova when it shows an instance (NOVA_WAIT_S), shorter than its other time-outs (5
+to 10 s). A read by a known caller may not take as long, because it needs no answer of the slow service."""
 REPORT_S = 10.0
 """How soon a change of the hardware is stored, whichever service is slow. The agent rescans every 2 s."""
 READ_S = 30.0
 STRANGERS = 2 * Keys().request_threads
 """How many callers at once bring tokens that the product must first validate with Keystone."""
-READ_BEHIND_STRANGERS_S = 3 * SERVICE_DELAY_S
-"""How long a read by a known caller may take while Keystone is slow: callers with new tokens
-occupy all request threads twice in turn until Keystone has answered."""
+NOVA_WAIT_S = 2.0
+READ_BEHIND_STRANGERS_S = 2 * SERVICE_DELAY_S + NOVA_WAIT_S + 5.0
+"""How long a read by a known caller may take while Keystone is slow: callers with new tokens occupy all request threads
+twice in turn until Keystone has answered; then the product waits for Nova, for whose token it asks Keystone, too. The
+rest is for a busy machine."""
 FAKE_CARD_STATE = "SELECT d.state FROM accelerators_device d WHERE d.vendor = '0xABCD'"
 CREATED_REQUESTS = "SELECT subject FROM accelerators_event WHERE action = 'request.created'"
 SETTINGS = {"CYBORG_RESCAN_S": "2", "CYBORG_HOST_NAME": "here.example", "CYBORG_HOST_NODE": "here"}

@@ -37,7 +37,8 @@ from accelerators.domain.errors import RefusedError
 from accelerators.domain.states import RequestState
 from accelerators.models import AcceleratorRequest, AttachHandle
 
-FREE = "free"
+FREE, RELEASED = "free", "released"
+"""States of units without a request. A `released` unit is not free yet: a guest may still use it."""
 IS_HELD = Q(request__isnull=False)
 MAX_GENERATION = 2**63 - 1
 
@@ -61,7 +62,7 @@ class AcceleratorFilter(filters.FilterSet):
     device = filters.UUIDFilter(field_name="deployable__device__uuid")
     host = host_filter("deployable__device__host__name")
     project = filters.CharFilter(field_name="request__project_id")
-    state = choice_filter((*RequestState, FREE), method="filter_by_state")
+    state = choice_filter((*RequestState, FREE, RELEASED), method="filter_by_state")
 
     def ignore_attached(self, rows: QuerySet[AttachHandle], name: str, wanted: bool) -> QuerySet[AttachHandle]:
         """Return `rows` unchanged. `AcceleratorView.get_queryset` includes or excludes free units, because that depends
@@ -69,10 +70,13 @@ class AcceleratorFilter(filters.FilterSet):
         return rows
 
     def filter_by_state(self, rows: QuerySet[AttachHandle], name: str, wanted: list[str]) -> QuerySet[AttachHandle]:
-        """Keep units in any of the `wanted` states; `free` stands for a unit without a request."""
+        """Keep units in any of the `wanted` states; `free` and `released` stand for units without a request."""
         if not wanted:
             return rows
-        return rows.filter(Q(request__state__in=wanted) | (~IS_HELD if FREE in wanted else Q(pk__in=[])))
+        condition = Q(request__state__in=wanted)
+        condition |= ~IS_HELD & Q(release__isnull=True) if FREE in wanted else Q(pk__in=[])
+        condition |= Q(release__isnull=False) if RELEASED in wanted else Q(pk__in=[])
+        return rows.filter(condition)
 
 
 class LabelField(StrictTextField):
@@ -131,9 +135,9 @@ class AcceleratorSerializer(RowSerializer):
         )
 
     def get_state(self, unit: AttachHandle) -> str:
-        """Return the state of the request that holds the unit, or `free`."""
+        """Return the state of the request that holds the unit; `free`, or `released` while a guest may still use it."""
         request = get_holding_request(unit)
-        return request.state if request else FREE
+        return request.state if request else RELEASED if getattr(unit, "release", None) else FREE
 
     def get_instance(self, unit: AttachHandle) -> InstanceSerializer:
         """Return the instance that holds the unit, with its state and name from Nova."""
@@ -255,7 +259,7 @@ class AcceleratorView(CollectionView):
     }
     response_serializers = dict.fromkeys(body_serializers, (202, ResultsSerializer))
     collection_actions = {"delete": "remove_units"}
-    queryset = AttachHandle.objects.select_related("request__profile", "deployable__device__host")
+    queryset = AttachHandle.objects.select_related("request__profile", "release", "deployable__device__host")
 
     def get_queryset(self) -> QuerySet[AttachHandle]:
         """Return the units that the caller may see.
@@ -325,7 +329,8 @@ class AcceleratorView(CollectionView):
         """Place the commands that add units (`sign` 1) or remove them (-1), as the body says; 202 with one result per
         device.
 
-        If the body names a generation, which only a single device can have, its refusal is raised as RefusedError.
+        If the body names a generation, it must name a single device, and a refusal of that device is raised as
+        RefusedError.
         """
         values = self.validate_body()
         targets = [

@@ -39,9 +39,9 @@ MAX_WAITERS = 2
 the client has to poll."""
 _waiter_slots = threading.BoundedSemaphore(MAX_WAITERS)
 ALL_OPERATIONS = ("install", *ORDERABLE_DEVICE_OPS, "attach", "detach", *ORDERABLE_HOST_OPS, "placement", "configure")
-"""Every operation that a command can have. This API orders only those of OF_DEVICE and OF_HOST. `install` is ordered by
-enabling a device, `attach` and `detach` by binding a request, `placement` by the conductor for agents that write to
-Placement, and `configure` by rollouts."""
+"""Every operation that a command can have. This API orders only those of ORDERABLE_DEVICE_OPS and ORDERABLE_HOST_OPS.
+`install` is ordered by enabling a device, `attach` and `detach` by binding a request, `placement` by the conductor for
+agents that write to Placement, and `configure` by rollouts."""
 
 
 class CommandFilter(filters.FilterSet):

@@ -75,7 +75,10 @@ def body_too_large_error() -> ApiError:
 
 
 def build_error_body(status: int, message: str, reason: str = "") -> dict[str, dict[str, object]]:
-    """Return the body of an error answer, with the id of the current request. Without `reason`, the status gives it."""
+    """Return the body of an error answer, with the id of the current request.
+
+    Without `reason`, REASON_BY_STATUS gives it; raises KeyError for a status that is not listed there.
+    """
     error = {
         "code": status,
         "title": HTTPStatus(status).phrase,

@@ -10,7 +10,10 @@ from accelerators.domain.choices import list_choices
 
 
 def host_filter(field_name: str | None = None) -> filters.CharFilter:
-    """Build a filter by the exact name of a host."""
+    """Build a filter by the exact name of a host.
+
+    `field_name` is the lookup path to the name; by default it is the name of the filter.
+    """
     return filters.CharFilter(field_name=field_name, help_text="Exactly this host name.")
 
 

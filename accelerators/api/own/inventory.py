@@ -412,7 +412,7 @@ class AttachHandleSerializer(RowSerializer):
         return parse_attach_info(handle.attach_info)
 
     def get_not_offered(self, handle: AttachHandle) -> str:
-        """Why the unit is never offered to Nova; empty if it is offered."""
+        """Why the unit is not offered to Nova; empty if it can be."""
         return handle.reason_not_offered
 
     def get_holder(self, handle: AttachHandle) -> dict[str, Any] | None:
@@ -428,4 +428,4 @@ class AttachHandleView(CollectionView):
     etag_collections = ("devices", "requests")
     serializer_class = AttachHandleSerializer
     filterset_class = AttachHandleFilter
-    queryset = AttachHandle.objects.select_related("request", "deployable__device__host")
+    queryset = AttachHandle.objects.select_related("request", "release", "deployable__device__host")

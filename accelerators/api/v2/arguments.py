@@ -37,7 +37,8 @@ _LIMIT = re.compile(r"[0-9]{1,18}")
 class ListQuery:
     """The parsed query of a list. `equal_filters` maps columns to the values that they must have.
 
-    `sort` is a key and a direction; None means the default order, oldest first. `limit` None means no limit.
+    `sort` is a key and a direction; None means the default order, oldest first. `limit` None means no limit. `marker`
+    is the uuid of the element after which the list begins, None for the first.
     """
 
     equal_filters: Mapping[str, str] = field(default_factory=dict)
@@ -52,7 +53,7 @@ def parse_list_query(
     """Parse the query string of a list; the parameters in `column_filters` are compared with columns.
 
     The filter `name` is ignored if the resource has no such column. Any filter, even an ignored one, changes the order
-    to newest first (contract 2.0, Lists).
+    to newest first (contract 2.0, Lists). Raises V2Error 400 for an unknown or invalid parameter or filter.
     """
     remaining = dict(params)
     filters = _extract_filters(remaining)
@@ -70,7 +71,7 @@ def parse_page_query(
     """Parse the query string of a list that handles its own parameters, those in `known`.
 
     Returns the ListQuery (limit and marker; the order is the default one, oldest first) and the parameters of `known`
-    that were given. Raises V2Error 400.
+    that were given. Raises V2Error 400 for an unknown parameter and for an invalid limit or marker.
     """
     values = _get_last_values(dict(params), {*known, "limit", "marker"})
     return _build_list_query(values, {}, None, None), {name: values[name] for name in known if name in values}
@@ -136,7 +137,8 @@ def _get_last_values(params: QueryParams, known: Collection[str]) -> dict[str, s
 def _extract_filters(params: QueryParams) -> dict[str, str]:
     """Remove the filters from `params` and return them by name.
 
-    Two forms are accepted: `filters.field=F&filters.value=V`, repeated, and `filters[0].field=F…`.
+    Two forms are accepted: `filters.field=F&filters.value=V`, repeated, and `filters[0].field=F…`. Raises V2Error 400
+    for another form, for a name that is not in FILTER_NAMES, and for a value with NUL.
     """
     if "filters" in params:
         raise bad_input_error("filters", params["filters"][-1], "unable to convert to ArrayType.")

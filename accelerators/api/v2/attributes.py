@@ -37,7 +37,7 @@ ATTRIBUTES = V2Resource(
 
 
 class AttributeMethods(V2View):
-    """The methods that the collection and its members share."""
+    """POST and DELETE, which the collection and its members share. POST ignores a uuid in the path."""
 
     resource = ATTRIBUTES
     allow_header = "DELETE, GET, POST"
@@ -88,7 +88,8 @@ class AttributeList(AttributeMethods, V2ListView):
     """`GET /v2/attributes?deployable_id=&key=`."""
 
     def get(self, request: Request) -> Response:
-        """Return all attributes, or those of a deployable (0 means all deployables) or with a key."""
+        """Return all attributes, or those of the deployable `deployable_id` (0 means all deployables), with the key
+        `key`, or both. 400 for an invalid query."""
         query, given = arguments.parse_page_query(request.query_params.lists(), ("deployable_id", "key"))
         of = _parse_deployable_id(given.get("deployable_id", "0"))
         condition = "(%(of)s = 0 OR a.deployable_id = %(of)s) AND (%(key)s::text IS NULL OR a.key = %(key)s)"

@@ -82,7 +82,10 @@ class DeviceAction(V2View):
         return Response(None, 204)
 
     def change_state(self, uuid: UUID, caller: Caller) -> None:
-        """Change the state of the device as this address says; each subclass defines it. Raises RefusedError."""
+        """Change the state of the device as the view's URL says. Each subclass implements it.
+
+        It may raise RefusedError, for example NOT_FOUND.
+        """
         raise NotImplementedError
 
 

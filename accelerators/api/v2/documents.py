@@ -24,12 +24,12 @@ class PublicV2View(V2View):
 
 
 class VersionsView(PublicV2View):
-    """`GET /`: always 200 and JSON. Microversion headers are ignored, even invalid ones."""
+    """`GET /`: the service description, with status 200. Microversion headers are ignored, even invalid ones."""
 
     has_microversions = False
 
     def get(self, request: Request) -> Response:
-        """Return the service's name, description and versions."""
+        """Return the service's name, description and versions; 400 for any query parameter."""
         arguments.parse_known_arguments(request.query_params.lists())
         version = {
             "id": "v2",
@@ -52,7 +52,7 @@ class VersionView(PublicV2View):
     """`GET /v2`: not wrapped, because keystoneauth looks for `id` at the top level. Its link ends in a slash."""
 
     def get(self, request: Request) -> Response:
-        """Return the description of version 2."""
+        """Return the description of version 2; 400 for any query parameter."""
         arguments.parse_known_arguments(request.query_params.lists())
         return Response(
             {

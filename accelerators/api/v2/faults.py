@@ -35,8 +35,8 @@ STATUS_BY_REASON: Mapping[RefusalReason, int] = {
 
 
 class V2Error(AcceleratorsError):
-    """An error raised by a handler (form A). `status` is the HTTP status, `text` the message for people, on one
-    line."""
+    """An error raised by a handler. Its body has form A (`wrap_fault`). `status` is the HTTP status, `text` the message
+    for people, on one line."""
 
     def __init__(self, status: int, text: str) -> None:
         super().__init__(text)
@@ -44,7 +44,7 @@ class V2Error(AcceleratorsError):
 
 
 def bad_input_error(name: str, value: str, explanation: str) -> V2Error:
-    """Return the error 400 for a value that cannot be used."""
+    """Return the error 400 for a value that cannot be used; `name` is the parameter or field that has this value."""
     return V2Error(400, f"Invalid input for field/attribute {name}. Value: '{value}'. {explanation}")
 
 
@@ -54,9 +54,9 @@ def missing_argument_error(name: str) -> V2Error:
 
 
 class RouterError(AcceleratorsError):
-    """An error raised before a handler is reached (form B). The answer has only the headers given here.
+    """An error raised before a handler is reached. Its body has form B: text or an HTML page (`build_body`).
 
-    `reason` is the standard text of the status, `detail` what else is to be said.
+    `reason` is the standard text of the status, `detail` is further text. The answer has only the headers given here.
     """
 
     def __init__(

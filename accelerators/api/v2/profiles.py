@@ -67,7 +67,7 @@ ONE_PROFILE = V2Resource(
 
 
 class ProfileMethods(V2View):
-    """The methods that the collection and its members share."""
+    """POST, which the collection and its members share. It ignores the last part of a member's path."""
 
     allow_header = "DELETE, GET, POST"
     policy_rules = {
@@ -96,7 +96,10 @@ class ProfileList(ProfileMethods, V2ListView):
     resource = PROFILES
 
     def get(self, request: Request) -> Response:
-        """Return all profiles, or those whose names are in the comma-separated list `name`."""
+        """Return all profiles, or those whose names are in the comma-separated list `name`.
+
+        A name that no profile has is ignored. 400 for an invalid query.
+        """
         query, given = arguments.parse_page_query(request.query_params.lists(), ("name",))
         if "name" not in given:
             return Response(PROFILES.fetch_list(query, self.version, self.base_url))
@@ -115,7 +118,7 @@ class ProfileList(ProfileMethods, V2ListView):
 
 
 class ProfileDetail(ProfileMethods):
-    """`GET` and `DELETE /v2/device_profiles/{uuid or name}`. A POST ignores the last part of the path."""
+    """`GET` and `DELETE /v2/device_profiles/{uuid or name}`."""
 
     policy_rules = ProfileMethods.policy_rules | {"GET": "cyborg:device_profile:get_one"}
 

@@ -54,7 +54,7 @@ REQUESTS = V2Resource(
 
 
 class RequestMethods(V2View):
-    """The methods that the collection and its members share. POST and PATCH ignore a uuid in the path."""
+    """POST, PATCH and DELETE, which the collection and its members share. POST and PATCH ignore a uuid in the path."""
 
     resource = REQUESTS
     allow_header = "DELETE, GET, PATCH, POST"
@@ -147,8 +147,11 @@ class RequestList(RequestMethods, V2ListView):
     """`GET /v2/accelerator_requests?instance=&bind_state=`."""
 
     def get(self, request: Request) -> Response:
-        """Return the caller's requests. With `bind_state=resolved` and an instance, answer 423 if one of its requests
-        is not resolved; without an instance, return only resolved requests."""
+        """Return the requests that the caller may see. With `bind_state=resolved` and an instance, answer 423 if one of
+        its requests is not resolved (Bound or BindFailed); without an instance, return only resolved requests.
+
+        400 for an instance that is not a uuid, and for any other `bind_state`.
+        """
         query, given = arguments.parse_page_query(request.query_params.lists(), ("instance", "bind_state"))
         bind_state, instance = given.get("bind_state"), given.get("instance")
         if bind_state not in (None, "", "resolved"):

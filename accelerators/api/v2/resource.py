@@ -29,18 +29,24 @@ class JsonColumn:
 
 
 def make_plain_column(name: str, sql: str, since: Microversion = MIN_VERSION) -> JsonColumn:
-    """Return a column that shows a value as it is stored."""
+    """Return a column that shows a value as it is stored; lists can be sorted by it. `since` is its first version."""
     return JsonColumn(name, sql, sql, since)
 
 
 def make_time_column(name: str, sql: str) -> JsonColumn:
-    """Return a column with a timestamp in whole seconds and the offset of UTC (contract 2.0, Timestamps)."""
+    """Return a column with a timestamp in whole seconds and the offset of UTC (contract 2.0, Timestamps).
+
+    Lists are sorted by the stored time, which is more precise.
+    """
     return JsonColumn(name, f"to_char({sql} AT TIME ZONE 'UTC', 'YYYY-MM-DD\"T\"HH24:MI:SS\"+00:00\"')", sql)
 
 
 def make_links_column(uuid_sql: str, **paths: str) -> JsonColumn:
-    """Return the column `links`, with one link per `rel=path` below the caller's own address. `paths` are constants
-    that the uuid is appended to."""
+    """Return the column `links`: a list with one link for each of `paths`, whose name is the link's `rel`.
+
+    A link is the address that the caller used (the SQL parameter `base`), the path, and the uuid of the row. `uuid_sql`
+    and the paths must be constants. Lists cannot be sorted by this column.
+    """
     parts = (
         f"""'{{"href":' || to_json(%(base)s || '{path}' || {uuid_sql}) || ',"rel":"{rel}"}}'"""
         for rel, path in paths.items()

@@ -36,8 +36,8 @@ def build_version_headers(version: Microversion) -> dict[str, str]:
 def parse_requested_version(header: str) -> Microversion:
     """Return the version to answer in.
 
-    Without a header this is the minimum version. Raises RouterError 406 for a version that is not supported or cannot
-    be parsed.
+    Without a header this is the minimum version; for `latest` it is the maximum version. Raises RouterError 406 for a
+    version that is not supported or cannot be parsed.
     """
     wanted = _extract_own_version(header).lower()
     if not wanted:

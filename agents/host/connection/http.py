@@ -108,9 +108,20 @@ async def fetch_challenge(
 ) -> tuple[credentials.Challenge, GatewayEndpoint]:
     """Fetch a challenge (a nonce to sign); return it with the gateway narrowed to the address that issued it.
 
-    A nonce is valid only at the server that issued it, so the connection must go to the same address. Raises
-    HttpStatusError, also when the two sides have no wire version in common, OSError (unreachable, TLS, time-out) or
-    wire.MalformedMessageError.
+    A nonce is valid only at the server that issued it, so the connection must go to the same address. Raises the errors
+    of `request_challenge`.
+    """
+    received, gateway, _ = await request_challenge(gateway, context, timeout)
+    return received, gateway
+
+
+async def request_challenge(
+    gateway: GatewayEndpoint, context: ssl.SSLContext | None, timeout: float
+) -> tuple[credentials.Challenge, GatewayEndpoint, Message]:
+    """Do the same as `fetch_challenge`, and return the headers of the answer, too.
+
+    Raises HttpStatusError, also when the two sides have no wire version in common, OSError (unreachable, TLS, time-out)
+    or wire.MalformedMessageError.
     """
     async with (
         asyncio.timeout(timeout),
@@ -130,7 +141,7 @@ async def fetch_challenge(
             f"it supports the wire versions {', '.join(received.versions)}, and this agent {', '.join(wire.VERSIONS)}: "
             "upgrade one of them",
         )
-    return received, replace(gateway, ip_address=ip_address)
+    return received, replace(gateway, ip_address=ip_address), headers
 
 
 def parse_refusal(status: int, headers: Any, body: bytes) -> HttpStatusError:

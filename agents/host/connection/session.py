@@ -66,6 +66,8 @@ class GatewaySession:
         self._applied_hash = welcome.applied_hash
         self._max_bytes = welcome.max_bytes
         self._jitter_s = min(max(welcome.jitter_s, 0.0), 300.0)
+        self._report_from = 0.0
+        """The time before which no report is sent (jitter), in seconds of the event loop's clock."""
         self._pending_acks = PendingAcks(self._beat_s, link.timing)
         self._too_large_hash = ""
         self._received_numbers: list[int] = []
@@ -92,6 +94,8 @@ class GatewaySession:
                 self._sent_results.discard(message.number)
                 self._received_numbers.append(message.number)
                 self._link.command_sink.accept_command(message)
+            elif isinstance(message, wire.Welcome):
+                self._handle_further_welcome(message)
             elif isinstance(message, wire.Writer):
                 self._link.authority.on_writer_epoch(message.epoch)
             elif isinstance(message, wire.Watch) and self._link.sampler is not None:
@@ -104,6 +108,13 @@ class GatewaySession:
                 raise SessionRefusedError(f"{message.reason} [{message.code}]")
             else:
                 self._link.drop_message(message)
+
+    def _handle_further_welcome(self, welcome: wire.Welcome) -> None:
+        """Note which report the gateway now has applied; if it is not the journal's, that one is sent again."""
+        self._applied_hash = welcome.applied_hash
+        self._jitter_s = min(max(welcome.jitter_s, 0.0), 300.0)
+        self._report_from = self._clock() + self._link.timing.draw_fraction() * self._jitter_s
+        self._link.wake.set()
 
     async def _send_next_key(self) -> None:
         """Create the next key and send NewKey; if the key cannot be written, log that and keep the current key.
@@ -174,7 +185,7 @@ class GatewaySession:
         draw_fraction = self._link.timing.draw_fraction
         now = self._clock()
         next_beat_at, seq = now + draw_fraction() * self._beat_s, 0
-        report_from = now + draw_fraction() * self._jitter_s
+        self._report_from = now + draw_fraction() * self._jitter_s
         while True:
             self._link.wake.clear()
             now = self._clock()
@@ -188,12 +199,12 @@ class GatewaySession:
                 await self._send_report()
             await self._send_command_messages()
             if (
-                now >= report_from or self._journal.command_log.unacknowledged
+                now >= self._report_from or self._journal.command_log.unacknowledged
             ):  # no jitter for a report that a result waits for
                 await self._send_report()
             await self._send_samples()
             deadlines = [next_beat_at, self._pending_acks.next_deadline()] + (
-                [report_from] if now < report_from else []
+                [self._report_from] if now < self._report_from else []
             )
             await wait_for_event(self._link.wake, min(deadlines) - self._clock())
 

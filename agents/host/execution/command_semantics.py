@@ -70,6 +70,14 @@ def list_acts(command: wire.Command) -> tuple[Act, ...]:
     return program + attach
 
 
+def is_question(command: wire.Command) -> bool:
+    """Return whether the command only asks who uses a function: the detach of a handle that needs no act on the host.
+
+    The settings of a host that limit the acts do not limit it, because it changes nothing.
+    """
+    return command.op == "detach" and not _needs_attach_act(command)
+
+
 def build_ask(command: wire.Command, image: Image | None, context: HostContext) -> Ask:
     """Build the Ask that the driver gets for this command; `image` is the local copy of the command's image."""
     device = context.find_device(command.driver, command.key)

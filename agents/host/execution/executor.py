@@ -30,6 +30,7 @@ from agents.host.execution.command_semantics import (
     build_ask,
     describe_program,
     get_slot,
+    is_question,
     list_acts,
     record_effects,
     render_last_report,
@@ -334,7 +335,8 @@ class Executor:
             return f"a later command ({self._latest_begun[target]}) was already started here"
         if command.driver in self._reconfiguring:
             return f"the driver {command.driver} is being reconfigured: try again when that has ended"
-        if command.op not in self._allowed_acts.get(command.driver, self._allowed_acts.get(ALL_DRIVERS, ACTS)):
+        allowed_acts = self._allowed_acts.get(command.driver, self._allowed_acts.get(ALL_DRIVERS, ACTS))
+        if command.op not in allowed_acts and not is_question(command):
             return f"the settings of {command.driver} on this host do not allow the act {command.op!r}"
         if (command.driver, command.key) in self._stuck_writers:
             return "an earlier write to this device still hangs in the kernel"

@@ -22,7 +22,7 @@ from drivers.errors import Busy, DriverError, Failed, Gone, Timeout
 from drivers.inventory import Device
 from drivers.isolation.driver_main import Manifest
 from drivers.machine import Machine
-from drivers.plan import Act, Ask, Check, Image, Lifetime, Plan, Step, Vitals
+from drivers.plan import Act, Ask, Check, Image, Lifetime, Plan, Step, Vitals, Write
 
 log = logging.getLogger("cyborg.executor")
 
@@ -130,6 +130,9 @@ class PlanRun:
         self._machine, self._writer = context.machine_for(driver), context.writer_for(driver)
         self._deadline = deadline
         """The deadline on the event loop's clock: no step is begun after it."""
+        self._act: Act = "install"
+        self._address: str | None = None
+        """The act that runs, and the PCI address of its device; None for a device that is not on PCI."""
         self._completed_steps: list[Step] = []
         self._has_begun_writing = False
         """Whether a write to the host was begun, so that the host may have been changed."""
@@ -163,7 +166,7 @@ class PlanRun:
                     return plan.said or "; ".join(summaries)
                 if round_number == MAX_ROUNDS:
                     raise Failed(f"after {MAX_ROUNDS} rounds of steps this is still to be done: {plan.steps[0].does}")
-                await self._run_steps(plan)
+                await self._run_steps(act, plan)
                 summaries.append(plan.said or ", ".join(step.does for step in plan.steps))
                 if act not in REPEATED_ACTS:
                     return summaries[0]
@@ -175,15 +178,18 @@ class PlanRun:
             raise await self._undo_steps(f"the agent cannot write to its journal ({error})") from None
         raise AssertionError("unreachable")
 
-    async def _run_steps(self, plan: Plan) -> None:
+    async def _run_steps(self, act: Act, plan: Plan) -> None:
         """Check all paths of the plan, then run its steps. Raises DriverError and sqlite3.OperationalError."""
         device = self._context.find_device(self._driver, self._ask.key)
-        own_addresses = await run_in_thread(
-            lambda: preflight.find_device_addresses(self._machine, device.address if device else None)
-        )
+        self._act, self._address = act, device.address if device else None
+        own_addresses = await run_in_thread(lambda: preflight.find_device_addresses(self._machine, self._address))
         await run_in_thread(
             lambda: preflight.check_plan_paths(
-                plan, self._planner.manifest.writes, own_addresses, self._machine.resolve
+                plan,
+                self._planner.manifest.writes,
+                own_addresses,
+                self._machine.resolve,
+                lambda write: preflight.owns_write_off_pci(self._machine, self._ask.key, write),
             )
         )
         for step_number, step in enumerate(plan.steps):
@@ -226,12 +232,23 @@ class PlanRun:
             pause = min(pause * 2, LONGEST_POLL_S)
 
     async def _check_preconditions(self, step: Step) -> None:
-        """Raise Busy unless everything that the step expects is so, and none of its device nodes is open."""
+        """Raise Busy unless everything that the step expects is so, none of its device nodes is open, and no guest uses
+        what it takes away; Denied if that is not known.
+        """
         if mismatch := await self._find_mismatch(step.expect):
             raise Busy(f"{step.does}: not started, because {mismatch}")
         for node in step.idle:
             if await run_in_thread(lambda node=node: self._machine.is_open(node)):  # type: ignore[misc]
                 raise Busy(f"{step.does}: not started, because {node} is open: a process uses the device")
+        try:
+            await self._refuse_if_guest_is_harmed(step.write)
+        except DriverError as error:
+            raise type(error)(f"{step.does}: not started, because {error}") from None
+
+    async def _refuse_if_guest_is_harmed(self, write: Write) -> None:
+        """Raise Busy or Denied as `preflight.refuse_if_guest_is_harmed`, for the act and the device of this run."""
+        act, key, address = self._act, self._ask.key, self._address
+        await run_in_thread(lambda: preflight.refuse_if_guest_is_harmed(self._machine, act, write, key, address))
 
     async def _find_mismatch(self, checks: tuple[Check, ...]) -> str:
         """Return the first check that does not hold, as a reason; '' when all hold. Raises Timeout."""
@@ -286,6 +303,7 @@ class PlanRun:
         for step in reversed(self._completed_steps):
             try:
                 for write in step.undo:
+                    await self._refuse_if_guest_is_harmed(write)
                     await self._writer.write(write.path, write.value, step.timeout_s)
                 (undone if step.undo else not_undone).append(step.does)
             except DriverError as error:

@@ -8,36 +8,60 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 
 from drivers.errors import Busy, Denied
-from drivers.machine import PCI_ADDRESS, PCI_DEVICES, Machine
+from drivers.machine import PCI_ADDRESS, PCI_DEVICES, Machine, get_sys_path
+from drivers.pci.guest_usage import refuse_if_guest_uses
+from drivers.pci.iommu import list_card_functions
 from drivers.plan import DESTRUCTIVE, Act, Ask, Plan, Write, stray
 
 FILES_TAKING_ADDRESS = frozenset({"bind", "unbind", "drivers_probe", "new_id", "remove_id"})
 """Files below /sys/bus/pci that act on the device whose address is written into them."""
+FILES_TAKING_AWAY = frozenset({"sriov_numvfs", "unbind", "remove", "reset", "reset_subordinate"})
+"""Files whose write takes a device away from its user; the kernel waits in it, unkillably, while a guest has it."""
 
 
 def find_device_addresses(machine: Machine, address: str | None) -> frozenset[str]:
-    """Return the PCI addresses of a device: its own and those of its virtual functions; none without an address."""
-    if not address:
-        return frozenset()
-    device_dir = f"{PCI_DEVICES}/{address}"
-    return frozenset(
-        {address} | {machine.link(f"{device_dir}/{name}") for name in machine.names(device_dir, "virtfn*")}
-    )
+    """Return the PCI addresses of a device: its own, those of its companion and its virtual functions; none without an
+    address."""
+    return frozenset(list_card_functions(machine, address)) if address else frozenset()
 
 
 def check_plan_paths(
-    plan: Plan, writable_paths: Sequence[str], own_addresses: Collection[str], resolve_path: Callable[[str], str]
+    plan: Plan,
+    writable_paths: Sequence[str],
+    own_addresses: Collection[str],
+    resolve_path: Callable[[str], str],
+    is_own_write: Callable[[Write], bool] = lambda _: False,
 ) -> None:
     """Raise Denied unless every path that the plan may write is in `writable_paths` and belongs to the device.
 
     `own_addresses` are those of the device; `resolve_path` resolves the symbolic links of a path (`Machine.resolve`).
+    `is_own_write` is asked about a write that concerns no PCI device: `owns_write_off_pci`.
     """
     if path := stray(plan, writable_paths):
         raise Denied(f"the driver wants to write {path}, which is not among the paths that it declares")
     for step in plan.steps:
         for write in (step.write, *step.undo):
-            if not _belongs_to_device(write, own_addresses, resolve_path):
+            if not _belongs_to_device(write, own_addresses, resolve_path) and not is_own_write(write):
                 raise Denied(f"{step.does}: writing {write.value!r} to {write.path} may affect more than this device")
+
+
+def owns_write_off_pci(machine: Machine, key: str, write: Write) -> bool:
+    """Return whether a write concerns only the device whose key names its directory, on another bus than PCI.
+
+    It must go to a file whose nearest device on a bus is that device, so its parent and its children on a bus are
+    others. A file that takes a device's name (`bind`, `unbind`, `drivers_probe`) must be of the same bus and get its
+    name. A path that leads to a PCI device belongs to nobody by its key.
+    """
+    folder, _, name = write.path.rpartition("/")
+    sys_path, real_folder = get_sys_path(key), machine.resolve(folder)
+    if not sys_path or machine.find_bus_device(sys_path) != sys_path or not real_folder.startswith("/sys/"):
+        return False
+    if any(map(PCI_ADDRESS.fullmatch, f"{sys_path}/{real_folder}/{name}".split("/"))):
+        return False
+    if name in FILES_TAKING_ADDRESS:
+        bus = machine.resolve(f"{sys_path}/subsystem")
+        return f"{real_folder}/".startswith(f"{bus}/") and write.value.strip() == sys_path.rpartition("/")[2]
+    return machine.find_bus_device(real_folder) == sys_path
 
 
 def check_attachments(act: Act, ask: Ask, attachments: Mapping[str, str]) -> None:
@@ -53,6 +77,32 @@ def check_attachments(act: Act, ask: Ask, attachments: Mapping[str, str]) -> Non
         raise Busy(f"its handle {uuid} is attached to {consumer}: detach it first")
     if act in ("attach", "detach") and ask.uuid in others and ask.consumer:
         raise Busy(f"the handle {ask.uuid} is attached to {others[ask.uuid]}: detach it first")
+
+
+def refuse_if_guest_is_harmed(machine: Machine, act: Act, write: Write, key: str, address: str | None) -> None:
+    """Raise Busy if a guest uses what the write may take away, and Denied if it is not known whether one does.
+
+    `key` and `address` are those of the device. A destructive act is refused while a guest uses the device; in any
+    other act, only the writes to FILES_TAKING_AWAY are checked. Whether a guest uses a function is asked of the kernel,
+    whichever driver planned the write and whichever kernel driver the function is bound to (`drivers.pci.guest_usage`).
+    """
+    folders = _list_devices_taken_away(machine, write)
+    if act in DESTRUCTIVE:
+        folders += (f"{PCI_DEVICES}/{one}" for one in sorted(find_device_addresses(machine, address)))
+    if (sys_path := get_sys_path(key)) and (act in DESTRUCTIVE or folders):
+        folders.append(sys_path)
+    refuse_if_guest_uses(machine, dict.fromkeys(folders))
+
+
+def _list_devices_taken_away(machine: Machine, write: Write) -> list[str]:
+    """Return the directories of all devices that a write takes away from their users; a card's with its functions."""
+    folder, _, name = write.path.rpartition("/")
+    if name not in FILES_TAKING_AWAY or not folder.startswith("/sys/"):
+        return []
+    device = write.value.strip() if name in FILES_TAKING_ADDRESS else machine.resolve(folder).rpartition("/")[2]
+    if not PCI_ADDRESS.fullmatch(device):
+        return [folder]  # a mediated device, or hardware that is not on PCI
+    return [f"{PCI_DEVICES}/{one}" for one in list_card_functions(machine, device)]
 
 
 def _belongs_to_device(write: Write, own_addresses: Collection[str], resolve_path: Callable[[str], str]) -> bool:

@@ -192,19 +192,31 @@ def open_journal(directory: Path, host: str, clock: Callable[[], float] = time.t
 
 def read_known_host(directory: Path) -> str:
     """Return the host that the journal in `directory` belongs to, '' when there is no readable journal."""
-    path = directory / JOURNAL_FILE
+    return _read_columns(directory, "host")[0]
+
+
+def read_known_gateway(directory: Path) -> tuple[str, str]:
+    """Return the address and the certificate's fingerprint of the gateway that the host has joined; '' for each that is
+    not known."""
+    address, fingerprint = _read_columns(directory, "address", "fingerprint")
+    return address, fingerprint
+
+
+def _read_columns(directory: Path, *columns: str) -> list[str]:
+    """Return texts of the row of the journal in `directory`, each '' when there is no readable journal."""
+    path, nothing = directory / JOURNAL_FILE, [""] * len(columns)
     if not path.exists():
-        return ""
+        return nothing
     try:
         connection = sqlite3.connect(path)
         try:
-            row = connection.execute("SELECT host FROM journal").fetchone()
+            row = connection.execute(f"SELECT {', '.join(columns)} FROM journal").fetchone()
         finally:
             connection.close()
     except sqlite3.Error as error:
-        log.debug("%s names no host: %s", path, error)
-        return ""
-    return str(row[0]) if row else ""
+        log.debug("%s cannot be read: %s", path, error)
+        return nothing
+    return [str(value) for value in row] if row else nothing
 
 
 def _open_file(path: Path, host: str, clock: Callable[[], float]) -> Journal:

@@ -41,10 +41,10 @@ class Command(BaseCommand):
         )
 
     def handle(self, *args: Any, **options: Any) -> None:
-        """Create a token, record an event, and print the token.
+        """Create a token, record an event, and print the token as the last line.
 
-        It belongs to the user `token-NAME`, created if necessary. Raises CommandError if NAME is empty or longer than
-        150 characters.
+        The token belongs to the user `token-NAME`, who is created without a password if there is none. Another token of
+        the same name is not touched. Raises CommandError if NAME is empty or longer than 150 characters.
         """
         name, role = options["name"], options["role"]
         if not 0 < len(name) <= 150:

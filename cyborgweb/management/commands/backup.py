@@ -36,7 +36,7 @@ class Command(shell.OperatorCommand):
         parser.add_argument("folder", type=Path, help="folder to create; it must not exist yet")
 
     def handle(self, *args: Any, folder: Path, **options: Any) -> None:
-        """Create the backup and print what it contains. Raises CommandError if that fails."""
+        """Create the backup and print its time, its size and its files. Raises CommandError if that fails."""
         try:
             with backup.keep_database_running(exclusive=False):
                 description = backup.create_backup(folder.absolute(), _print_progress)
@@ -51,7 +51,7 @@ class Command(shell.OperatorCommand):
 
 
 def _print_progress(written_bytes: int) -> None:
-    """Show on standard error how many bytes of the dump are written; do nothing if it is no terminal."""
+    """Show the size of the dump so far on standard error; do nothing if standard error is no terminal."""
     if sys.stderr.isatty():
         sys.stderr.write(f"\r{_format_megabytes(written_bytes)} written\r")
         sys.stderr.flush()

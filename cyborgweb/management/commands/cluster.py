@@ -22,7 +22,7 @@ class Command(BaseCommand):
         parser.add_argument("name", choices=["ingest", "work"])
 
     def handle(self, *args: Any, **options: Any) -> None:
-        """Queue all jobs of the cluster, then run it until it is stopped.
+        """Wake all jobs of the cluster, then run the cluster; the process goes on until the cluster is stopped.
 
         For `work`, also schedule the job `backstop`, once a minute. If Q_CLUSTER_NAME is not the cluster's name, the
         process first replaces itself, because django-q2 reads the variable when it is imported.

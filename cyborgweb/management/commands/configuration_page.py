@@ -19,7 +19,7 @@ PAGE_HEAD = """\
 
 
 def render_configuration_page() -> str:
-    """Return the whole page as Markdown: one table of keys for the conductor, one for the agent."""
+    """Return the page `docs/configuration.md`: one table of keys for the conductor, and one for the agent."""
     return "\n".join(
         [
             PAGE_HEAD,
@@ -33,7 +33,7 @@ def render_configuration_page() -> str:
 
 
 def _render_key_table(cls: type) -> str:
-    """Return a Markdown table of the keys of a configuration class."""
+    """Return a Markdown table of the keys of a configuration class: name, default and effect."""
     lines = ["| key | default | effect |", "|---|---|---|"]
     lines += [f"| `{key.name}` | {key.default_text} | {key.effect} |" for key in list_keys(cls)]
     return "\n".join(lines)

@@ -14,7 +14,10 @@ class Command(BaseCommand):
     requires_system_checks = ()
 
     def handle(self, *args: Any, **options: Any) -> None:
-        """Validate the document, then print it. Raises jsonschema's ValidationError if the document is invalid."""
+        """Validate the document, then print it as YAML.
+
+        Raises jsonschema's ValidationError if the document is invalid, ValueError if drf-spectacular had to guess.
+        """
         from cyborgweb.api.openapi import render_yaml, validate_document
 
         validate_document()

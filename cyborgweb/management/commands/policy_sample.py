@@ -27,7 +27,7 @@ RULES_BY_TITLE = {
 
 
 def render_policy_sample() -> str:
-    """Return the whole sample file."""
+    """Return a sample policy file: an introduction and all rules with their defaults, every line commented out."""
     parts = [[f"# {title}", *map(_render_rule, rules)] for title, rules in RULES_BY_TITLE.items()]
     return "\n\n".join([_comment_out(SAMPLE_HEAD), *(entry for part in parts for entry in part)]) + "\n"
 

@@ -60,9 +60,12 @@ class Command(BaseCommand):
         )
 
     def handle(self, *args: Any, **options: Any) -> None:
-        """Migrate, create what is missing, and print JSON with the login, a join token, the jobs and the database.
+        """Migrate the database, create what is missing, and print one line of JSON for the supervisor.
 
-        Raises CommandError or OperationalError if the database cannot be migrated.
+        Its keys are `login` and `login_file` (the first login, and the file that holds it), `join` (a new join token;
+        '' without `--address`), `jobs` (each job's cluster, lock class and lock id) and `dsn` (the database's
+        connection string, with its password). Raises CommandError or OperationalError if the database cannot be
+        migrated.
         """
         _migrate_database()
         if options["sample_rules"]:
@@ -105,17 +108,18 @@ def _migrate_database() -> None:
 
 
 def _create_first_login(path: Path) -> str:
-    """Create the user `admin` if there is no user yet, and return `admin / password`, which is also written to `path`.
+    """If there is no user yet, create the superuser `admin` with a new password and return `admin / PASSWORD`.
 
-    If the file exists, return its content; if only users exist, return a text that says so.
+    That text is also written to the file `path`, which only its owner can read. If users exist, return the content of
+    the file or, without one, a text that says so. If a process ended after it had written the file and before it had
+    created the user, the user gets the password of the file.
     """
-    if path.exists():
-        return path.read_text().strip()
+    stored = path.read_text().strip() if path.exists() else ""
     users = get_user_model()
     if users.objects.exists():
-        return "a login that already exists"
-    password = secrets.token_urlsafe(12)
-    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+        return stored or "a login that already exists"
+    password = stored.partition(" / ")[2] or secrets.token_urlsafe(12)
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
         file.write(f"admin / {password}\n")
     users.objects.create_superuser("admin", password=password)
     changes = {"is_superuser": [None, True]}
@@ -137,7 +141,8 @@ def _create_sample_rule() -> None:
 def _create_join_token(address: str) -> str:
     """Create a join token for the agent of this machine, and return its text.
 
-    `address` is where the agent reaches the server. The token is valid for `join_token_hours`.
+    `address` is where the agent reaches the server. The token is valid for CYBORG_JOIN_TOKEN_HOURS hours. An event is
+    recorded.
     """
     host, _ = determine_host_names(load_configuration(AgentSettings, os.environ), None, "")
     return authentication.create_join_token(

@@ -36,9 +36,9 @@ class Command(shell.OperatorCommand):
         )
 
     def handle(self, *args: Any, **options: Any) -> None:
-        """Switch read-only mode if a state is given, and print whether it is on.
+        """Switch read-only mode if a state is given, and print whether it is on, since when, by whom and why.
 
-        Raises CommandError if that is refused.
+        Raises CommandError for an unusable reason.
         """
         current = read_only.get_maintenance()
         if options["state"]:

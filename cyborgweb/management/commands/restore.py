@@ -48,8 +48,8 @@ class Command(shell.OperatorCommand):
     def handle(self, *args: Any, folder: Path | None, **options: Any) -> None:
         """Restore the backup, or do only the steps after it with --loaded, and print what to do next.
 
-        Raises CommandError if other connections are open, if the database is not empty (with --loaded: if it is empty),
-        or if a step fails.
+        Raises CommandError if the backup cannot be read, if the product runs, if other connections to the database are
+        open, if the database is not empty (with --loaded: if it is empty), or if the restore fails.
         """
         try:
             description = backup.read_description(folder) if folder else None

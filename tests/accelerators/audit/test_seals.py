@@ -366,3 +366,11 @@ def run_program_of_the_manual(program: Path) -> subprocess.CompletedProcess[str]
     wanted = {key: params[key] for key in ("dbname", "user", "password", "host", "port") if key in params}
     command = [sys.executable, str(program), psycopg.conninfo.make_conninfo("", **wanted)]
     return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+
+
+def test_a_verification_that_begins_behind_a_missing_seal_names_that_seal_only(transactional_db: None) -> None:
+    record_events(*(f"e{number}" for number in range(10)))
+    create_seals(2)
+    with open_connection_without_triggers() as other:
+        other.execute("DELETE FROM accelerators_seal WHERE number = 3")
+    assert verification.verify_seals(4).findings[0].text == "seal №3 is gone"

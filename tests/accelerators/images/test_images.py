@@ -136,6 +136,16 @@ def test_waiting_commands_get_uploaded_images_by_id_or_by_function(wait: OrderCo
     assert "several images have accel:function_id=AFU-1" in get_state_and_image_or_text(several)[1]
 
 
+def test_uploads_whose_file_is_gone_do_not_hide_the_complete_image_of_a_function(wait: OrderCommand) -> None:
+    gone = [upload_image(f"image {n}, ten bytes".encode(), **{"accel:function_id": "AFU-1"}) for n in range(3)]
+    complete = upload_image(**{"accel:function_id": "AFU-1"})
+    for image in gone:
+        store.get_image_path(image.uuid).unlink()
+    by_function = wait(function_id="AFU-1")
+    download.run()
+    assert get_state_and_image_or_text(by_function) == ("queued", str(complete.uuid))
+
+
 def test_an_image_of_glance_is_downloaded_once_verified_and_kept(wait: OrderCommand, cloud: FakeGlance) -> None:
     uuid = cloud.add_image(
         IMAGE_CONTENT, **{"accel:function_id": "AFU-7", "accel:device": "fake", "direct_url": "swift://secret"}

@@ -205,6 +205,32 @@ def test_a_bind_past_its_deadline_fails_and_orders_a_detach(handle: AttachHandle
     assert Command.objects.filter(op="detach").count() == 1
 
 
+@pytest.mark.parametrize(
+    ("reached", "reason"),
+    [
+        ({"state": "preparing"}, "the image for host cmp1 was not ready before the deadline"),
+        (
+            {"state": "taken", "taken_at": datetime.now(UTC)},
+            "host cmp1 accepted the command attach, but did not answer",
+        ),
+        (
+            {"state": "started", "taken_at": datetime.now(UTC), "answered_at": datetime.now(UTC)},
+            "host cmp1 answered the command attach, but its report was not applied before the deadline",
+        ),
+    ],
+)
+def test_a_bind_past_its_deadline_says_how_far_its_command_had_come(
+    handle: AttachHandle, reached: dict[str, object], reason: str
+) -> None:
+    (request,) = create_and_bind()
+    with conductor.writing():
+        Command.objects.update(**reached)
+        AcceleratorRequest.objects.update(deadline=datetime.now(UTC) - timedelta(seconds=1))
+    binding.fail_overdue_binds()
+    state, fault = get_state_and_fault(request)
+    assert state == "BindFailed" and fault.startswith(reason)
+
+
 def test_a_request_bound_again_ignores_the_answer_to_its_former_attach(handle: AttachHandle) -> None:
     instance = str(uuid4())
     (request,) = create_and_bind(instance=instance)
@@ -279,7 +305,7 @@ def test_a_candidate_and_a_bind_have_the_same_free_handles(
         change(handle)
     offered_count = sum(one.free for one in candidates.find_candidates(get_or_create_host()))
     with connection.cursor() as cursor:
-        cursor.execute(binding_sql.RESERVE_HANDLES, {"rp": PROVIDER, "count": 3})
+        cursor.execute(binding_sql.RESERVE_HANDLES, {"host": "cmp1", "rp": PROVIDER, "check_claims": False, "count": 3})
         reserved_count = len(cursor.fetchall())
     assert offered_count == reserved_count == (is_free and state == "ready")
 

@@ -220,3 +220,34 @@ def _call_and_close_connection(function: Any, *arguments: object) -> object:
         return function(*arguments)
     finally:
         connection.close()
+
+
+def test_a_notification_of_somebody_else_on_the_channel_does_not_stop_the_listener() -> None:
+    received = threading.Event()
+    topic = f"topic-{uuid4()}"
+    pubsub.subscribe(topic, lambda detail: received.set() if detail == "after" else None)
+    with connection.cursor() as cursor:
+        for payload in ("", "junk", "one two", f"0 {topic} after"):
+            cursor.execute("SELECT pg_notify(%s, %s)", [pubsub.CHANNEL, payload])
+    assert received.wait(5)
+
+
+def test_a_subscriber_that_raises_does_not_end_the_listener() -> None:
+    received = threading.Event()
+    topic = f"topic-{uuid4()}"
+
+    def receive(detail: str | None) -> None:
+        if detail == "bad":
+            raise ValueError("the subscriber cannot read this")
+        if detail == "good":
+            received.set()
+
+    def is_received() -> bool:
+        with connection.cursor() as cursor:
+            cursor.execute("SELECT pg_notify(%s, %s)", [pubsub.CHANNEL, f"0 {topic} good"])
+        return received.wait(0.05)
+
+    pubsub.subscribe(topic, receive)
+    with connection.cursor() as cursor:
+        cursor.execute("SELECT pg_notify(%s, %s)", [pubsub.CHANNEL, f"0 {topic} bad"])
+    until(is_received)

@@ -10,6 +10,7 @@ from django.db.models.functions import Replace
 
 from accelerators.models import Device, Event, Host
 from agents import jobs, wire
+from agents.gateway import metrics
 from agents.gateway.asgi_app import AgentGateway
 from agents.gateway.leases import mark_stale_hosts
 from agents.models import Agent, JoinToken, Lease, Spooled
@@ -57,6 +58,17 @@ def test_P1_an_unchanged_report_costs_no_statement(
         monkeypatch.setattr(gateway._writer, "put", None)  # The gateway reaches the database only through this queue.
         assert ask(socket, make_report(make_card(1), seq=2)) == wire.Ack(2, "Report")
     assert Spooled.objects.count() == 0
+
+
+def test_an_agent_that_connects_with_another_node_name_is_told_that_no_report_is_applied(agent: WireAgent) -> None:
+    with agent.connect() as socket:
+        ask(socket, make_report(make_card(1)))
+    jobs.merge()
+    agent.node = "renamed"
+    with agent.connect() as socket:
+        assert agent.welcome and agent.welcome.applied_hash == ""
+        assert ask(socket, make_report(make_card(1), seq=2)) == wire.Ack(2, "Report")
+    assert Spooled.objects.count() == 1
 
 
 def test_a_report_equal_to_an_earlier_one_is_stored_when_another_came_between(agent: WireAgent) -> None:
@@ -158,12 +170,18 @@ def test_a_report_with_a_nul_character_is_refused_and_other_hosts_are_served(age
         assert ask(good, make_report(make_card(1))) == wire.Ack(1, "Report")
 
 
-def test_unknown_types_and_fields_are_ignored_and_counted(agent: WireAgent, gateway: AgentGateway) -> None:
+def test_unknown_types_and_fields_are_ignored_counted_and_recorded_once_per_connection(agent: WireAgent) -> None:
     agent.versions = ("cyborg.agent.2", *wire.VERSIONS)
+    before = dict(metrics.event_counts)
     with agent.connect() as socket:
         socket.send('{"type":"Prophecy","when":"soon"}')
         assert ask(socket, '{"type":"Beat","seq":3,"mood":"fine"}') == wire.Ack(3, "Beat")
-    assert gateway.counters == {"unknown_types": 1, "unknown_fields": 1}
+        assert ask(socket, '{"type":"Beat","seq":4,"mood":"fine","sky":"blue"}') == wire.Ack(4, "Beat")
+        until(Event.objects.filter(action="agent.refused").exists)
+    assert metrics.event_counts["unknown_types"] - before["unknown_types"] == 1
+    assert metrics.event_counts["unknown_fields"] - before["unknown_fields"] == 3
+    event = Event.objects.get(action="agent.refused")
+    assert event.changes == {"code": [None, "unknown"], "count": [None, 1]} and "upgrade the conductor" in event.reason
 
 
 def test_a_second_connection_of_a_host_supersedes_the_first(agent: WireAgent) -> None:

@@ -1,7 +1,7 @@
 """Tests of the size limit for agent messages, with the product's own limit and web server.
 
-The web server closes the connection before a larger message reaches the gateway, so the agent is sent no `Refuse`. The
-gateway counts and records the refusal all the same.
+The gateway refuses a larger message with its reason. A message that is also above the limit of the web server's library
+never reaches it: the library closes the connection. The gateway counts and records both.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from tests.support.wireagent import WireAgent, ask
 
 pytestmark = pytest.mark.django_db(transaction=True)
 MAX_MESSAGE_BYTES = Keys().max_message_bytes
+LIBRARY_BYTES = MAX_MESSAGE_BYTES + wire.MESSAGE_MARGIN_BYTES
 
 
 def make_beat(seq: int, size: int, filler: str = "x") -> str:
@@ -63,16 +64,24 @@ def test_a_message_of_the_maximum_size_is_accepted_and_a_larger_one_counted_and_
     # Bytes count, not characters: the second has about half as many characters as bytes.
     for large in (make_beat(12, MAX_MESSAGE_BYTES + 1), make_beat(12, MAX_MESSAGE_BYTES + 2, "ä")):
         with agent.connect() as socket:
-            socket.send(large)
-            assert read_close_code(socket) == CloseCode.MESSAGE_TOO_BIG
+            refusal = ask(socket, large)
+            assert isinstance(refusal, wire.Refuse) and refusal.code == "too-large"
+            assert "larger than 1048576 bytes" in refusal.reason and "CYBORG_MAX_MESSAGE_BYTES" in refusal.reason
+            assert read_close_code(socket) == CloseCode.POLICY_VIOLATION
         # Wait before the next message: of several refusals within a short time only the last one is recorded.
         event = wait_for_refusal("too-large")
-    assert "larger than 1048576 bytes" in event.reason
-    assert f"frame with {MAX_MESSAGE_BYTES + 1} bytes" in event.reason and "CYBORG_MAX_MESSAGE_BYTES" in event.reason
+    assert f"it has {MAX_MESSAGE_BYTES + 1} bytes" in event.reason
     until(lambda: metrics.refusals_by_code["too-large"] == before + 2)
     with agent.connect() as socket:
         assert ask(socket, wire.Beat(13)) == wire.Ack(13, "Beat")
     until(lambda: gateway.open_connections == 0)
+
+
+def test_a_message_above_the_limit_of_the_web_servers_library_is_recorded_with_its_size(agent: WireAgent) -> None:
+    with agent.connect() as socket:
+        socket.send(make_beat(12, LIBRARY_BYTES + 1))
+        assert read_close_code(socket) == CloseCode.MESSAGE_TOO_BIG
+    assert f"frame with {LIBRARY_BYTES + 1} bytes" in wait_for_refusal("too-large").reason
 
 
 def test_a_too_large_message_is_recorded_although_an_acknowledgement_could_not_be_sent(
@@ -89,7 +98,7 @@ def test_a_too_large_message_is_recorded_although_an_acknowledgement_could_not_b
         monkeypatch.setattr(gateway._writer, "_process_batch", serve_when_closed)
         socket.send(wire.encode_message(make_report(make_card(1))))
         until(lambda: gateway._pending_bytes)
-        socket.send(make_beat(1, MAX_MESSAGE_BYTES + 1))
+        socket.send(make_beat(1, LIBRARY_BYTES + 1))
         assert read_close_code(socket) == CloseCode.MESSAGE_TOO_BIG
         closed.set()
         assert wait_for_refusal("too-large")

@@ -15,10 +15,11 @@ from django.contrib.auth.models import User
 from django.test import Client
 from websockets.sync.client import ClientConnection
 
+from accelerators import conductor
 from accelerators.devices import lifecycle
 from accelerators.domain.caller import Caller
 from accelerators.domain.provider_ids import compute_provider_uuid
-from accelerators.models import Attribute, Deployable, Device, Intent
+from accelerators.models import Attribute, Deployable, Device, Host, Intent
 from agents import jobs as agent_tasks
 from agents import wire
 from cyborgweb.models import ApiToken
@@ -40,8 +41,11 @@ def placement() -> Iterator[PlacementModelSession]:
 
 
 def report_and_merge(socket: ClientConnection, seq: int) -> None:
-    """Have the agent report the same card once more, as it does at its slow rescan, and run the merge job."""
-    assert ask(socket, make_report(make_card(1), seq=seq)) == wire.Ack(seq, "Report")
+    """Have the agent report the same card once more, and run the merge job."""
+    answer = ask(socket, make_report(make_card(1), seq=seq))
+    while isinstance(answer, wire.Welcome):  # the gateway has asked for the report again meanwhile
+        answer = wire.decode_from_gateway(socket.recv(timeout=10))  # type: ignore[assignment]
+    assert answer == wire.Ack(seq, "Report")
     agent_tasks.merge()
 
 
@@ -105,3 +109,65 @@ def test_an_agents_attribute_that_an_operator_overrode_returns_with_the_next_rep
     assert Attribute.objects.get(key="trait0").value == "CUSTOM_TEST"
     assert traits_in_placement() == {"CUSTOM_TEST"}
     socket.close()
+
+
+def receive_report_request(socket: ClientConnection) -> None:
+    """Wait for the further Welcome by which the gateway asks for the report again."""
+    message = wire.decode_from_gateway(socket.recv(timeout=10))
+    assert isinstance(message, wire.Welcome) and message.applied_hash == ""
+
+
+def test_a_removed_resource_class_comes_back_without_a_new_connection(
+    agent: WireAgent, client: Client, placement: PlacementModelSession, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("agents.gateway.asgi_app.REPORT_REQUEST_INTERVAL_S", 0.0)
+    monkeypatch.setattr("agents.gateway.writer.CHANGES_POLL_S", 1000.0)
+    provider = str(compute_provider_uuid("node_0000:01:00.0"))
+    with agent.connect() as socket:
+        report_and_merge(socket, 1)
+        lifecycle.enable_device(Device.objects.get().uuid, ADMIN)
+        traits_in_placement()
+        inventory = placement_session.model.providers[provider].inventories
+        assert inventory
+        call(client, "DELETE", f"/v2/attributes/{Attribute.objects.get(key='rc').uuid}")
+        receive_report_request(socket)
+        traits_in_placement()
+        assert not placement_session.model.providers[provider].inventories
+        report_and_merge(socket, 2)
+        traits_in_placement()
+        assert placement_session.model.providers[provider].inventories == inventory
+
+
+def test_an_agent_is_asked_for_its_report_even_if_the_notification_was_lost(
+    agent: WireAgent, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("agents.gateway.asgi_app.REPORT_REQUEST_INTERVAL_S", 0.0)
+    monkeypatch.setattr("agents.gateway.writer.CHANGES_POLL_S", 0.05)
+    with agent.connect() as socket:
+        report_and_merge(socket, 1)
+        with conductor.writing():
+            Host.objects.update(applied_hash="")
+        receive_report_request(socket)
+
+
+def test_an_agent_is_not_asked_for_its_report_while_that_is_waiting_to_be_merged_or_on_its_way(
+    agent: WireAgent, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("agents.gateway.writer.CHANGES_POLL_S", 0.05)
+    with agent.connect() as socket:
+        report_and_merge(socket, 1)
+        with conductor.writing():
+            Host.objects.update(applied_hash="")
+        with pytest.raises(TimeoutError):
+            socket.recv(timeout=1)  # the agent was told by its Welcome, a moment ago, that no report is applied
+        monkeypatch.setattr("agents.gateway.asgi_app.REPORT_REQUEST_INTERVAL_S", 0.0)
+        receive_report_request(socket)
+        monkeypatch.setattr("agents.gateway.asgi_app.REPORT_REQUEST_INTERVAL_S", 1000.0)
+        answer = ask(socket, make_report(make_card(1), seq=2))
+        while isinstance(answer, wire.Welcome):
+            answer = wire.decode_from_gateway(socket.recv(timeout=10))  # type: ignore[assignment]
+        monkeypatch.setattr("agents.gateway.asgi_app.REPORT_REQUEST_INTERVAL_S", 0.0)
+        with pytest.raises(TimeoutError):
+            socket.recv(timeout=1)
+        agent_tasks.merge()
+        assert Host.objects.get().applied_hash == make_report(make_card(1)).hash

@@ -45,6 +45,15 @@ def test_a_report_is_overdue_only_after_a_minute_while_heartbeats_are_acknowledg
     assert owed.next_deadline() == float("inf")
 
 
+def test_an_acknowledged_result_does_not_count_for_the_heartbeats_with_lower_numbers() -> None:
+    owed = PendingAcks(beat_s=2.0, timing=ConnectionTiming())
+    owed.record_sent("Beat", 1, now=100.0)
+    owed.record_ack("Result", 500, 101.0)
+    assert owed.next_deadline() == 116.0
+    owed.record_ack("Beat", 1, 102.0)
+    assert owed.next_deadline() == float("inf")
+
+
 @given(st.lists(st.tuples(st.sampled_from(["sent", "acknowledged"]), st.integers(0, 5)), max_size=40))
 def test_there_is_no_deadline_when_every_message_is_acknowledged(steps: list[tuple[str, int]]) -> None:
     owed, last, acknowledged = PendingAcks(beat_s=1.0, timing=ConnectionTiming()), 0, 0

@@ -16,7 +16,7 @@ import pytest
 
 from agents import credentials, wire
 from agents.host.connection.identity import KEY_FILE as KEY
-from agents.host.main import lock_state_dir
+from agents.host.main import _close_drivers, lock_state_dir
 from drivers.configuration import ConfigurationError
 from tests.agents.host.fake_gateway import FakeGateway, wait_until
 from tests.support.environment import without_settings
@@ -108,7 +108,13 @@ def test_the_agent_does_not_import_django() -> None:
 def test_help_names_the_join_command_and_settings_keys(tmp_path: Path) -> None:
     done = run_to_end(tmp_path, "--help")
     assert done.returncode == 0
-    for words in ("cyborg-agent --once", "manage.py join_token HOST", "CYBORG_JOIN_TOKEN_FILE", "CYBORG_RESCAN_S"):
+    for words in (
+        "cyborg-agent check",
+        "cyborg-agent --once",
+        "manage.py join_token HOST",
+        "CYBORG_JOIN_TOKEN_FILE",
+        "CYBORG_RESCAN_S",
+    ):
         assert words in done.stdout
 
 
@@ -126,6 +132,31 @@ def test_once_with_json_prints_the_driver_reports(tmp_path: Path) -> None:
     (report,) = json.loads(done.stdout)
     assert report["driver"] == "fake_driver"
     assert report["devices"][0]["type"] == "FPGA"
+
+
+def test_check_reaches_the_conductor_says_what_to_mend_and_writes_no_file(tmp_path: Path) -> None:
+    async def story() -> None:
+        async with FakeGateway().open() as server:
+            keys = {"CYBORG_JOIN_TOKEN": join_token(server)}
+            for words, status in ((["check", "--json"], 0), (["check"], 0)):
+                done = await asyncio.to_thread(run_to_end, tmp_path, *words, **keys)
+                assert (done.returncode, done.stderr) == (status, ""), done.stdout
+                if "--json" in words:
+                    results = {one["name"]: one["status"] for one in json.loads(done.stdout)["checks"]}
+                    assert (results["route"], results["clock"], results["driver:fake_driver"]) == ("ok", "ok", "ok")
+            assert not server.credentials and not server.hellos, "it did not join"
+        done = await asyncio.to_thread(run_to_end, tmp_path, "check", **keys)
+        assert done.returncode == 1
+        assert "failed   route" in done.stdout and "→ start the conductor" in done.stdout
+
+    asyncio.run(story())
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("words", [["chekc"], ["check", "--once"]])
+def test_an_unknown_command_and_two_at_once_are_wrong_usage(tmp_path: Path, words: list[str]) -> None:
+    done = run_to_end(tmp_path, *words)
+    assert done.returncode == 2 and done.stderr.startswith("usage: cyborg-agent")
 
 
 @pytest.mark.parametrize(
@@ -180,6 +211,10 @@ def test_a_signal_stops_the_agent_and_all_driver_processes(tmp_path: Path, numbe
             assert not [line for line in log if "Traceback" in line]
 
     asyncio.run(story())
+
+
+def test_an_agent_without_a_running_driver_stops_without_an_error() -> None:
+    asyncio.run(_close_drivers({}))
 
 
 def test_a_watched_agent_sends_samples_of_its_devices(tmp_path: Path) -> None:

@@ -113,7 +113,7 @@ def test_the_page_of_an_event_shows_changes_actor_and_events_of_the_same_request
     for fact in ("burnt in", "vera", "req-7c1f", f"?q={first.uuid}", "0000:", '<th scope="col">Before</th>'):
         assert fact in shown
     assert ("state", "inactive", "ready") in asked.context["changed"]
-    assert len(asked.context["along"]) == 1 and len(asked.context["lately"]) == 1
+    assert len(asked.context["same_request_events"]) == 1 and len(asked.context["same_subject_events"]) == 1
     assert operator.get(f"{LIST}?q=req-7c").context["cl"].result_count == 2
     assert operator.post(event_page(event)).status_code == 403
     assert operator.get(event_page(Event(pk=10**17))).status_code == 404

@@ -64,9 +64,9 @@ def test_the_overview_counts_failing_drivers_faults_and_waiting_work(operator: C
     with conductor.writing():
         Intent.objects.filter(key=str(hosts[0].uuid)).update(attempts=10, last_error="503")
     page = operator.get(INDEX_URL)
-    troubles, waiting = page.context["troubles"], page.context["waiting"]
-    assert (troubles["failing_n"], troubles["faults_n"]) == (2, 0)
-    assert troubles["failing"][0]["error"] == "it hung for 20 s"
+    failures, waiting = page.context["failures"], page.context["waiting"]
+    assert (failures["failing_n"], failures["faults_n"]) == (2, 0)
+    assert failures["failing"][0]["error"] == "it hung for 20 s"
     assert (waiting.spool, waiting.placement_intents.number, waiting.stuck_intents) == (1, Intent.objects.count(), 1)
     assert len(page.context["events"]) == min(20, Event.objects.count())
 
@@ -79,7 +79,7 @@ def test_the_overview_shows_a_fault_with_its_reason(operator: Client, fill: Fill
         seq=3,
     )
     page = operator.get(INDEX_URL)
-    assert page.context["troubles"]["faults_n"] == 1
+    assert page.context["failures"]["faults_n"] == 1
     assert "no type is known for it" in page.content.decode()
 
 

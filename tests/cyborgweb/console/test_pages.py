@@ -273,7 +273,7 @@ def test_the_page_of_a_request_shows_novas_answers_and_the_waiting_notice(operat
     record_request_events(request, "notified", reason="Nova was told completed: 200 taken")
     with conductor.writing():
         Intent.objects.all().delete()
-    shown = operator.get(row_page(request)).context["told"]
+    shown = operator.get(row_page(request)).context["notices"]
     assert [one.answer for one in shown] == ["Nova answered 403", "200 taken"]
 
 

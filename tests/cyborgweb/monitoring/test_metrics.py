@@ -141,6 +141,7 @@ def test_agent_messages_merges_and_http_requests_are_counted_in_the_next_scrape(
     with agent.connect() as socket:
         assert ask(socket, wire.Beat(1)) == wire.Ack(1, "Beat")
         assert ask(socket, wire.Report(1, 2, wire.hash_report_content(drivers), drivers)) == wire.Ack(2, "Report")
+        socket.send('{"type":"Prophecy","when":"soon"}')
         assert WireAgent(port, host="cmp2").connect_refused()[0] == 403
         assert Client().get(f"/api/devices/{uuid4()}/").status_code == 401
         until(lambda: compute_increase(before, scrape(port))("cyborg_agent_reports_total") == 1)
@@ -151,6 +152,7 @@ def test_agent_messages_merges_and_http_requests_are_counted_in_the_next_scrape(
     assert get_value(during, "cyborg_agents", state="up") == 1
     assert after("cyborg_agent_handshakes_total") == after("cyborg_agent_beats_total") == 1
     assert after("cyborg_agent_refusals_total", code="not-enrolled") == 1
+    assert after("cyborg_agent_unknown_total", kind="types") == 1
     assert after("cyborg_spool_reports") == 0
     assert after("cyborg_merge_devices_sum") == 2 and after("cyborg_merge_seconds_count") == 1
     assert after("cyborg_devices", state="inactive", type="FPGA", health="ok") == 2

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from django.conf import settings
+from django.contrib.auth import get_user_model
 from django.core.management import CommandError, call_command
 from django.test import override_settings
 
@@ -22,6 +23,7 @@ from agents import credentials
 from agents.models import JoinToken
 from cyborgweb.management.commands import prepare
 from cyborgweb.models import ApiToken, hash_token
+from cyborgweb.settings import base
 from cyborgweb.settings.keys import Keys, parse_listen_address
 from drivers.configuration import ConfigurationError, load_configuration
 
@@ -82,7 +84,7 @@ def test_prepare_creates_the_first_login_only_once(tmp_path: Path, monkeypatch: 
     again = json.loads(run_manage_command("prepare", "--address", "http://127.0.0.1:1")[-1])
     assert again["login"] == facts["login"] and not AdmissionRule.objects.exists()
     named = "merge leases sweep seals deadlines drains commands images bulks rollouts attachments messages deliveries"
-    assert sorted(facts["jobs"]) == sorted([*named.split(), "mails"])
+    assert sorted(facts["jobs"]) == sorted([*named.split(), "mails", "releases"])
 
 
 def test_prepare_creates_the_sample_rule_only_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -123,3 +125,26 @@ def test_health_endpoints_need_no_token_and_answer_with_a_request_id(client) -> 
     for path in ("/healthz", "/readyz"):
         answer = client.get(path)
         assert answer.status_code == 200 and answer["x-openstack-request-id"].startswith("req-")
+
+
+def test_the_first_login_gets_the_password_of_a_file_that_a_killed_start_left(tmp_path: Path) -> None:
+    path = tmp_path / "first-login"
+    path.write_text("admin / left-by-a-killed-start\n")
+    assert prepare._create_first_login(path) == "admin / left-by-a-killed-start"
+    assert get_user_model().objects.get(username="admin").check_password("left-by-a-killed-start")
+    assert prepare._create_first_login(path) == "admin / left-by-a-killed-start"
+
+
+def test_an_empty_login_file_gets_a_new_password(tmp_path: Path) -> None:
+    path = tmp_path / "first-login"
+    path.touch(mode=0o600)
+    login = prepare._create_first_login(path)
+    assert path.read_text().strip() == login and len(login) > len("admin / ")
+    assert get_user_model().objects.get(username="admin").check_password(login.removeprefix("admin / "))
+
+
+def test_an_empty_secret_key_file_gets_a_key_that_later_starts_keep(tmp_path: Path) -> None:
+    (tmp_path / "secret-key").touch()
+    settings_keys = Keys(state_dir=str(tmp_path))
+    key = base._load_secret_key(settings_keys)
+    assert len(key) > 40 and base._load_secret_key(settings_keys) == key

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -14,7 +16,8 @@ from drivers.base import Findings
 from drivers.errors import Busy, DriverError, Failed, Gone, Invalid, Unsupported
 from drivers.generic import GenericDriver
 from drivers.generic.backend import BackendBase
-from drivers.generic.driver import BackendDiscovery
+from drivers.generic.backend_calls import BackendCaller
+from drivers.generic.driver import discover_backend
 from drivers.inventory import Device, DriverReport, Service
 from drivers.machine import Machine
 from drivers.pci.ownership import resolve_conflicts
@@ -107,6 +110,54 @@ def test_a_pci_backend_makes_and_removes_virtual_functions(host: ModelMachine) -
     assert handle_infos(only_device(work)) == [{"bus": "01", "device": "00", "domain": "0000", "function": "0"}]
 
 
+SOC_NPU = "platform/fdab0000.npu"
+
+
+def make_soc_npu(host: ModelMachine) -> None:
+    """Add the NPU of a system on a chip, which is a platform device with a node in /dev/accel."""
+    npu = host.sys / "devices" / SOC_NPU
+    host.file(npu / "of_node/compatible", "rockchip,rk3588-rknn-core\0")
+    (host.sys / "bus/platform").mkdir(parents=True)
+    host.link(npu / "subsystem", host.sys / "bus/platform")
+    host.link(npu / "driver", host.sys / "bus/platform/drivers/rocket")
+    host.file(npu / "accel/accel1/dev", "261:1\n")
+    host.link(npu / "accel/accel1/subsystem", host.sys / "class/accel")
+    host.link(host.sys / "class/accel/accel1", npu / "accel/accel1")
+    host.file(host.dev / "accel/accel1", "c261:1")
+
+
+def test_an_npu_that_is_not_on_pci_is_offered_and_attached_by_its_node(host: ModelMachine) -> None:
+    make_soc_npu(host)
+    work = make_runner(
+        host, npus={"kind": "accel-class", "type": "AICHIP", "off_pci": [{"driver": "rocket", "name": "*.npu"}]}
+    )
+    device = only_device(work)
+    assert (device.key, device.address) == (f"sys:{SOC_NPU}", None)
+    assert (device.vendor, device.model, device.kernel_driver) == ("rockchip", "rk3588-rknn-core", "rocket")
+    assert handle_infos(device) == [{"path": "/dev/accel/accel1", "permissions": "rw"}]
+    assert work.run_act("attach", Ask(device.key, handle=device.deployables[0].handles[0])) == 0
+    assert work.driver.health(host.machine, work.settings, Ask(device.key)).status == "unknown"
+    (host.dev / "accel/accel1").unlink()
+    with pytest.raises(Gone):
+        work.run_act("attach", Ask(device.key, handle=device.deployables[0].handles[0]))
+    assert make_runner(host, npus=ACCEL).driver.discover(host.machine, {"backends": {"npus": ACCEL}}).devices
+
+
+@pytest.mark.parametrize(
+    ("section", "says"),
+    [
+        ({}, "it selects nothing"),
+        ({"off_pci": [{"driver": "rocket"}]}, "set `type`"),
+        ({"off_pci": [{}], "type": "AICHIP"}, "selects every device"),
+    ],
+)
+def test_an_accel_backend_that_selects_nothing_or_everything_is_refused(
+    host: ModelMachine, section: dict[str, object], says: str
+) -> None:
+    with pytest.raises(Invalid, match=says):
+        discover_findings(make_runner(host, npus={"kind": "accel-class", **section}))
+
+
 def test_install_makes_the_desired_state_of_a_pci_backend(host: ModelMachine) -> None:
     work = make_runner(host, disks=PCI | {"desired": {"vfs": 2, "bind": "vfio-pci"}})
     assert "make 2 virtual functions" in only_device(work).to_install
@@ -149,6 +200,8 @@ def test_detach_is_refused_while_a_guest_has_the_mediated_device_open(host: Mode
     work = make_runner(host, vgpus=MDEV)
     work.run_act("attach", attach_ask(work, 0))
     host.link(host.real(f"/sys/bus/pci/devices/{GPU}/{UUIDS[0]}/iommu_group"), host.sys / "kernel/iommu_groups/20")
+    host.file(host.sys / "class/vfio/20/dev", "242:20\n")
+    host.file(host.dev / "vfio/20", "")
     with host.holding("/dev/vfio/20"), pytest.raises(Busy, match="a guest uses it"):
         work.plan("detach", attach_ask(work, 0))
 
@@ -258,8 +311,35 @@ def test_a_hanging_and_a_failing_backend_do_not_affect_a_third_one(host: ModelMa
         )
         assert errors["disks"] == "" and [device.backend for device in found.devices] == ["disks"]
     work.run_act("partition", Ask(found.devices[0].key, layout={"vfs": "2"}))
-    with pytest.raises(Gone, match="no backend"):
+    (fault,) = found.faults
+    assert fault.subject == "backend stuck" and fault.reason == errors["stuck"]
+    with pytest.raises(Failed, match=r"no backend .* that answers has remote:stuck; backend stuck: it did not"):
         work.plan("install", Ask("remote:stuck"))
+
+
+def test_health_load_and_plans_of_a_hung_backend_are_refused_at_once_and_the_others_are_answered(
+    host: ModelMachine, hanging: Path
+) -> None:
+    work = make_runner(host, stuck=REMOTE | {"status_file": "/state/stuck"}, disks=PCI)
+    disk = Ask(only_device(make_runner(host, disks=PCI)).key, backend="disks")
+    stuck = Ask("remote:far", backend="stuck")
+    host.machine.deadline_s = 1.0
+    with pytest.raises(Failed, match=r"backend stuck: it did not answer the question health .* again before 20"):
+        work.driver.health(host.machine, work.settings, stuck)
+    assert work.driver.health(host.machine, work.settings, disk)
+    began, threads = time.monotonic(), threading.active_count()
+    for _ in range(3):
+        with pytest.raises(Failed, match="backend stuck: it did not answer the question health"):
+            work.driver.health(host.machine, work.settings, stuck)
+        with pytest.raises(Failed, match="backend stuck: it did not answer the question health"):
+            work.plan("install", stuck)
+        with pytest.raises(Failed, match="backend stuck: it did not answer the question health"):
+            work.driver.stats(host.machine, work.settings, stuck)
+    assert time.monotonic() - began < 3, "each of them waited"
+    assert threading.active_count() == threads, "each of them has a thread"
+    assert work.plan("install", disk).steps == ()
+    reasons = work.driver.probe(host.machine, work.settings)
+    assert [reason for reason in reasons if reason.startswith("stuck: it did not answer the question health")]
 
 
 class BrokenKind(BackendBase, tag="broken"):
@@ -288,9 +368,9 @@ def raise_error(error: Exception) -> object:
 def test_any_exception_of_a_kind_becomes_the_error_of_its_backend(
     host: ModelMachine, fails: Callable[[], object], says: str
 ) -> None:
-    look = BackendDiscovery(BrokenKind(fails=fails), host.machine)
-    look.run()
-    assert says in look.error and look.findings == Findings()
+    caller, backend = BackendCaller("mine"), BrokenKind(fails=fails)
+    with pytest.raises(DriverError, match=says):
+        caller.call("discover", lambda: discover_backend("mine", backend, host.machine, frozenset()), 5.0)
 
 
 def test_a_card_that_two_backends_match_belongs_to_the_first(host: ModelMachine) -> None:

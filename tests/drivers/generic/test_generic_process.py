@@ -1,4 +1,4 @@
-"""Test that one backend that blocks does not affect the others, with the generic driver in its confined process."""
+"""Tests that one backend that blocks does not affect the others, with the generic driver in its confined process."""
 
 from __future__ import annotations
 
@@ -8,7 +8,11 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-from drivers.isolation.runner import DriverProcess
+import pytest
+
+from drivers.errors import Failed
+from drivers.isolation.runner import MAX_FAILURES, DriverProcess
+from drivers.plan import Ask
 
 
 @asynccontextmanager
@@ -56,3 +60,25 @@ def test_a_hanging_and_a_failing_backend_do_not_affect_a_third_one_and_recover(t
             }
 
     asyncio.run(asyncio.wait_for(story(), 30))
+
+
+def test_a_bulk_health_check_over_a_hung_backend_answers_for_the_others_and_keeps_the_driver(tmp_path: Path) -> None:
+    (tmp_path / "good").write_text('{"here": {"status": "ok"}}')
+
+    async def story() -> None:
+        async with run_remote_backends(tmp_path, stuck="never", here="good") as driver:
+            assert {device.key for device in (await driver.discover()).devices} == {"remote:stuck", "remote:here"}
+            os.mkfifo(tmp_path / "never")
+            pid = driver.pid
+            for _ in range(MAX_FAILURES + 1):
+                with pytest.raises(Failed, match="backend stuck: it did not answer the question health"):
+                    await driver.health(Ask("remote:stuck", backend="stuck"))
+                assert (await driver.health(Ask("remote:here", backend="here"))).status == "ok"
+            assert driver.pid == pid and not driver.is_quarantined
+            report = await driver.discover()
+            assert report.error == "" and [device.key for device in report.devices] == ["remote:here"]
+            (fault,) = report.faults
+            assert fault.subject == "backend stuck" and "is not asked again before 20" in fault.reason
+            os.close(os.open(tmp_path / "never", os.O_RDWR | os.O_NONBLOCK))
+
+    asyncio.run(asyncio.wait_for(story(), 60))

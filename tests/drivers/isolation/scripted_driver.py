@@ -35,10 +35,15 @@ class Actor(Driver):
     name: ClassVar[str] = "actor"
     writes: ClassVar[tuple[str, ...]] = WRITES
     acts: ClassVar[tuple[Act, ...]] = ("install",)
+    releases = 0
 
     def discover(self, machine: Machine, settings: Settings) -> Findings:
-        """Evaluate `settings["see"]`."""
-        return evaluate(str(settings["see"]))  # type: ignore[return-value]
+        """Evaluate `settings["see"]`, which can use `machine`, and `releases`, the number of calls of `release`."""
+        return evaluate(str(settings["see"]), machine=machine, releases=self.releases)  # type: ignore[return-value]
+
+    def release(self) -> None:
+        """Count this call."""
+        self.releases += 1
 
     def health(self, machine: Machine, settings: Settings, ask: Ask) -> Vitals:
         """Return `ok` if `ask.layout` has a value; otherwise raise Unsupported, as a driver without `health` does."""
@@ -59,10 +64,13 @@ def evaluate(expression: str, **names: object) -> object:
     return eval(expression, names)
 
 
-def start_actor(discover_expression: str = "Findings()", deadline_s: float = 10.0) -> DriverProcess:
+def start_actor(
+    discover_expression: str = "Findings()", deadline_s: float = 10.0, machine: Machine | None = None
+) -> DriverProcess:
     """Return an Actor in a process of its own, as the agent runs drivers."""
     command = [sys.executable, str(Path(__file__)), "actor"]
-    return DriverProcess("actor", "n", {"see": discover_expression}, deadline_s=deadline_s, command=command)
+    settings = {"see": discover_expression}
+    return DriverProcess("actor", "n", settings, deadline_s=deadline_s, command=command, machine=machine)
 
 
 if __name__ == "__main__":

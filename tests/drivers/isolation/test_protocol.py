@@ -11,7 +11,9 @@ from pathlib import Path
 import pytest
 
 from drivers.errors import KINDS
+from drivers.inventory import Fault
 from drivers.isolation.runner import DriverProcess
+from drivers.machine import Machine, OpenNodes
 from drivers.plan import Ask, Plan
 from tests.drivers.isolation.scripted_driver import WRITES, start_actor
 
@@ -198,6 +200,29 @@ def test_concurrent_calls_of_a_driver_run_in_their_order() -> None:
 
     run_story(process, story)
     assert done == ["first", "plan", "second"]
+
+
+def test_a_release_reaches_the_driver_once_before_its_next_call() -> None:
+    process = start_actor("Findings(faults=(Fault(str(releases), 'r'),))")
+
+    async def story() -> None:
+        said = [(await process.discover()).faults[0].subject]
+        process.release()
+        said += [(await process.discover()).faults[0].subject for _ in range(2)]
+        assert said == ["0", "1", "1"]
+
+    run_story(process, story)
+
+
+def test_the_agent_looks_at_the_hosts_processes_in_place_of_the_driver() -> None:
+    machine = Machine("n")
+    machine.open_nodes = OpenNodes({"c226:0": ("Xorg",)})
+    process = start_actor("Findings(faults=(Fault('seen', repr(machine.list_open_nodes().users)),))", machine=machine)
+
+    async def story() -> None:
+        assert (await process.discover()).faults == (Fault("seen", "{'c226:0': ('Xorg',)}"),)
+
+    run_story(process, story)
 
 
 def test_a_call_that_the_driver_lacks_raises_unsupported() -> None:

@@ -26,6 +26,7 @@ def describe_card(address: str) -> bytes:
     """Return the description of a T4 in umockdev's notation."""
     return (
         f"P: /devices/pci0000:00/{address}\nE: SUBSYSTEM=pci\nE: PCI_SLOT_NAME={address}\n"
+        "L: iommu_group=../../../kernel/iommu_groups/7\n"
         "A: vendor=0x10de\\n\nA: device=0x1eb8\\n\nA: class=0x030200\\n\n"
     ).encode()
 

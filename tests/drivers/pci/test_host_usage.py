@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
+
 import pytest
 
 from drivers.errors import DriverError
-from drivers.pci.host_usage import find_functions_used_by_host
+from drivers.machine import Machine
+from drivers.pci import host_usage
 from tests.drivers.tree import FakeHost
 
 DISK, OTHER_ADDRESS = "0000:00:02.0", "0000:00:05.0"
+
+
+def find_functions_used_by_host(machine: Machine, *, shared: bool = False) -> dict[str, str]:
+    """Return what the host uses, where all functions are candidates."""
+    return host_usage.find_functions_used_by_host(machine, machine.pci_functions(), shared=shared)
 
 
 def test_a_mounted_partition_marks_its_controller_as_used_by_the_host(host: FakeHost) -> None:
@@ -109,3 +118,201 @@ def test_an_unreadable_mount_table_raises_instead_of_reporting_devices_as_free(h
     (host.proc / "self/mountinfo").unlink()
     with pytest.raises(DriverError, match="mountinfo"):
         find_functions_used_by_host(host.machine)
+
+
+def find_use(host: FakeHost, address: str = DISK, *, shared: bool = False) -> str:
+    """Return why the host uses a function; '' if it does not."""
+    return find_functions_used_by_host(host.machine, shared=shared).get(address, "")
+
+
+def make_disk(host: FakeHost, name: str = "nvme0n1", address: str = DISK, number: str = "259:0") -> Path:
+    """Add an NVMe disk that is bound to its kernel driver, with a partition; return the disk's directory."""
+    function = host.pci(address, "0x144d", "0xa824", "0x010802")
+    host.link(function / "driver", host.sys / "bus/pci/drivers/nvme")
+    disk = host.block(name, number, function / "nvme/nvme0")
+    major, minor = number.split(":")
+    host.file(host.block(f"{name}p1", f"{major}:{int(minor) + 100}", disk) / "partition", "1\n")
+    return disk
+
+
+def test_a_disk_that_only_the_kernel_knows_to_be_claimed_is_used(host: FakeHost) -> None:
+    """ZFS, multi-device bcachefs and a RAID in another namespace are in no table; the kernel refuses a second claim."""
+    make_disk(host)
+    assert find_use(host) == ""
+    host.mount("0:40", "/", "rpool/ROOT/debian")
+    host.tree_machine.claimed.add("/dev/nvme0n1")
+    assert find_use(host) == "the host uses it: nvme0n1 is claimed, for a file system, a RAID or a program"
+
+
+def test_all_disks_of_a_mount_with_several_sources_are_used(host: FakeHost) -> None:
+    make_disk(host)
+    make_disk(host, "nvme1n1", OTHER_ADDRESS, "259:1")
+    host.mount("0:41", "/", "/dev/nvme0n1p1:/dev/nvme1n1")
+    assert find_use(host) == "the host uses it: nvme0n1p1 is mounted at /"
+    assert find_use(host, OTHER_ADDRESS) == "the host uses it: nvme1n1 is mounted at /"
+
+
+def test_a_mount_of_the_hosts_first_process_counts_when_the_agent_has_mounts_of_its_own(host: FakeHost) -> None:
+    make_disk(host)
+    host.file(host.proc / "1/mountinfo", "30 1 259:0 / /srv rw - ext4 /dev/nvme0n1 rw\n")
+    assert find_use(host) == "the host uses it: nvme0n1 is mounted at /srv"
+
+
+def test_a_multipath_device_above_a_partition_marks_the_disk_as_used(host: FakeHost) -> None:
+    make_disk(host)
+    virtual = host.sys / "devices/virtual/block"
+    host.block("dm-0", "253:0", virtual, slaves=("nvme0n1p1",))
+    host.block("dm-1", "253:1", virtual, slaves=("dm-0",))
+    assert "nvme0n1p1 is part of dm-0" in find_use(host)
+
+
+@pytest.mark.parametrize("program", ["ceph-osd", "qemu-system-x86"])
+def test_a_raw_disk_that_a_program_has_open_is_used(host: FakeHost, program: str) -> None:
+    make_disk(host)
+    host.opened(77, program, "nvme0n1")
+    assert find_use(host) == f"the host uses it: {program} has nvme0n1 open"
+    assert find_use(host, shared=True) == ""
+
+
+def test_a_disk_that_the_kernel_uses_for_a_loop_device_or_a_target_is_used(host: FakeHost) -> None:
+    make_disk(host)
+    loop = host.block("loop3", "7:3", host.sys / "devices/virtual/block")
+    host.file(loop / "loop/backing_file", "/dev/nvme0n1\n")
+    assert find_use(host) == "the host uses it: nvme0n1 is behind loop3"
+    host.file(loop / "loop/backing_file", "/var/lib/image\n")
+    assert find_use(host) == ""
+    host.file(host.sys / "kernel/config/nvmet/subsystems/store/namespaces/1/device_path", "/dev/nvme0n1p1\n")
+    assert find_use(host) == "the host uses it: nvme0n1p1 is behind the NVMe target store"
+
+
+def test_a_disk_whose_node_the_agent_does_not_see_is_never_free(host: FakeHost) -> None:
+    make_disk(host)
+    (host.dev / "nvme0n1").unlink()
+    assert find_use(host).startswith("it cannot be found out whether the host uses it: its disk cannot be opened")
+
+
+def test_a_function_is_never_free_while_the_agent_cannot_see_all_processes(host: FakeHost) -> None:
+    make_disk(host)
+    given = host.pci(OTHER_ADDRESS, "0x144d", "0xa824", "0x010802")
+    host.link(given / "driver", host.sys / "bus/pci/drivers/vfio-pci")
+    host.pci("0000:00:06.0", "0x144d", "0xa824", "0x010802")
+    (host.proc / "self/ns/pid").unlink()
+    (host.proc / "self/ns/pid").symlink_to("pid:[4026532001]")
+    used = find_functions_used_by_host(host.machine)
+    assert used.keys() == {DISK}, "no program of the host can use a function without a driver of the host"
+    assert "the agent does not run in the host's process namespace" in used[DISK]
+
+
+def test_only_disks_of_candidates_are_opened(host: FakeHost) -> None:
+    make_disk(host)
+    host.tree_machine.claimed.add("/dev/nvme0n1")
+    assert host_usage.find_functions_used_by_host(host.machine, [OTHER_ADDRESS]) == {}
+
+
+def make_gpu(host: FakeHost, address: str = DISK, driver: str = "amdgpu", **more: str) -> Path:
+    """Add a GPU that is bound to a kernel driver of the host; return its directory."""
+    gpu = host.pci(address, "0x1002", "0x744c", "0x030000", **more)
+    host.link(gpu / "driver", host.sys / "bus/pci/drivers" / driver)
+    return gpu
+
+
+def test_the_boot_display_is_used_until_it_is_bound_to_vfio(host: FakeHost) -> None:
+    gpu = make_gpu(host, boot_vga="1")
+    make_gpu(host, OTHER_ADDRESS, boot_vga="0")
+    assert find_functions_used_by_host(host.machine) == {
+        DISK: "the host uses it: it is the display that the machine started with"
+    }
+    assert find_use(host, shared=True) == ""
+    (gpu / "driver").unlink()
+    host.link(gpu / "driver", host.sys / "bus/pci/drivers/vfio-pci")
+    assert find_use(host) == ""
+
+
+def test_a_card_with_a_framebuffer_is_used_while_consoles_are_on_framebuffers(host: FakeHost) -> None:
+    host.link(host.sys / "class/graphics/fb1", make_gpu(host) / "graphics/fb1")
+    (host.sys / "class/graphics/fb1").resolve().mkdir(parents=True)
+    assert find_use(host) == ""
+    host.file(host.sys / "class/vtconsole/vtcon1/name", "(M) frame buffer device\n")
+    host.file(host.sys / "class/vtconsole/vtcon1/bind", "1\n")
+    assert find_use(host) == "the host uses it: fb1 may show the host's console"
+
+
+def test_a_gpu_whose_drm_node_a_program_has_open_is_used(host: FakeHost) -> None:
+    host.char("dri/card0", "226:0", make_gpu(host) / "drm")
+    host.char("dri/card1", "226:1", make_gpu(host, OTHER_ADDRESS) / "drm")
+    host.opened(900, "Xorg", "dri/card1")
+    assert find_functions_used_by_host(host.machine) == {OTHER_ADDRESS: "the host uses it: Xorg has card1 open"}
+
+
+@pytest.mark.parametrize("is_told", [True, False])
+def test_an_nvidia_gpu_is_found_by_its_node_else_all_of_them_count(host: FakeHost, is_told: bool) -> None:
+    for minor, address in enumerate((DISK, OTHER_ADDRESS)):
+        host.link(host.sys / "bus/pci/drivers/nvidia" / address, make_gpu(host, address, "nvidia"))
+        if is_told:
+            host.file(host.proc / f"driver/nvidia/gpus/{address}/information", f"Device Minor: \t {minor}\n")
+    host.file(host.dev / "nvidiactl", "c195:255")
+    host.opened(40, "nvidia-smi", "nvidiactl")
+    assert find_functions_used_by_host(host.machine) == {}, "that node belongs to no card"
+    host.file(host.dev / "nvidia1", "c195:1")
+    host.opened(41, "nvidia-persistenced", "nvidia1")
+    used = find_functions_used_by_host(host.machine)
+    assert used.keys() == ({OTHER_ADDRESS} if is_told else {DISK, OTHER_ADDRESS})
+    assert used[OTHER_ADDRESS] == "the host uses it: nvidia-persistenced has nvidia1 open"
+
+
+def test_a_guest_that_has_a_vfio_node_open_is_no_use_by_the_host(host: FakeHost) -> None:
+    host.char("vfio/devices/vfio0", "511:0", make_gpu(host, driver="mlx5_vfio_pci") / "vfio-dev")
+    host.opened(50, "qemu-system-x86", "vfio/devices/vfio0")
+    assert find_functions_used_by_host(host.machine) == {}
+
+
+def test_nodes_that_are_open_only_briefly_and_those_of_the_agent_do_not_count(
+    host: FakeHost, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_disk(host)
+    host.opened(60, "blkid", "nvme0n1")
+    host.opened(61, "driver", "nvme0n1")
+    host.file(host.proc / "61/stat", f"61 (driver) S {os.getpid()} 61\n")
+    host.opened(os.getpid(), "cyborg-agent", "nvme0n1")
+    assert find_use(host) == "the host uses it: blkid has nvme0n1 open"
+    monkeypatch.setattr("drivers.machine.time.sleep", lambda _: (host.proc / "60/fd/0").unlink(missing_ok=True))
+    assert find_use(host) == ""
+
+
+def make_port(host: FakeHost, name: str = "eth0", address: str = DISK) -> Path:
+    """Add a network card that is bound to its kernel driver; return the directory of its interface."""
+    card = host.pci(address, "0x8086", "0x1572", "0x020000")
+    host.link(card / "driver", host.sys / "bus/pci/drivers/ice")
+    return host.net(name, card)
+
+
+@pytest.mark.parametrize("upper", ["vrf-blue", "bond0", "br0", "eth0.7", "macvtap0"])
+def test_a_port_of_another_interface_is_used_whatever_routes_the_main_table_has(host: FakeHost, upper: str) -> None:
+    make_port(host)
+    assert find_use(host) == ""
+    host.net(upper, lower=("eth0",))
+    assert find_use(host) == f"the host uses it: eth0 is part of {upper}"
+
+
+def test_a_port_of_open_vswitch_is_used_without_any_route(host: FakeHost) -> None:
+    host.link(make_port(host) / "master", host.net("ovs-system"))
+    assert find_use(host) == "the host uses it: eth0 is part of ovs-system"
+
+
+def test_a_card_with_any_route_is_used_but_not_one_with_link_local_addresses_only(host: FakeHost) -> None:
+    make_port(host)
+    host.route("eth0", "0000FEA9")
+    link_local, nothing = "fe80" + "0" * 28, "0" * 32
+    host.file(host.proc / "net/ipv6_route", f"{link_local} 40 {nothing} 00 {nothing} 100 1 0 00000001 eth0\n")
+    assert find_use(host) == ""
+    host.route("eth0", "0000000A")
+    assert find_use(host) == "the host uses it: eth0 carries a route"
+    host.default_route("eth0")
+    assert find_use(host) == "the host uses it: eth0 carries the default route"
+
+
+def test_a_network_card_whose_interface_is_in_another_namespace_is_never_free(host: FakeHost) -> None:
+    card = host.pci(DISK, "0x8086", "0x1572", "0x020000")
+    assert find_use(host) == ""
+    host.link(card / "driver", host.sys / "bus/pci/drivers/ice")
+    assert "its network interface is not here: it may be in another network namespace" in find_use(host)

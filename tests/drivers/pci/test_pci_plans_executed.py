@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,6 +19,7 @@ from tests.agents.host.execution.executor_host import CARD, CARD_PATH, HostUnder
 from tests.support.modelmachine import ModelMachine
 
 KEY = f"pci:{CARD}"
+COMPANION = f"{CARD[:-1]}1"
 
 
 class InProcessDriver:
@@ -48,15 +50,24 @@ class InProcessDriver:
         return None
 
 
-def run_on_host(root: Path, story: Callable[[ModelMachine, HostUnderTest], Awaitable[None]], gives: int = 4) -> None:
-    """Run a story on a host with a card for four virtual functions; its kernel driver makes at most `gives` of them."""
+def run_on_host(
+    root: Path, story: Callable[[ModelMachine, HostUnderTest], Awaitable[None]], gives: int = 4, vfs: int = 4
+) -> None:
+    """Run a story on a host with a card for four virtual functions; its kernel driver makes at most `gives` of them.
+
+    With `vfs` 0 the card has none, but a companion function for sound in the same IOMMU group.
+    """
 
     async def told() -> None:
         host = ModelMachine(root)
         host.load("nvme", "1b36:0010", gives=gives)
-        host.pci(CARD, "0x1b36", "0x0010", "0x010802", group=7, vfs=4)
-        driver = InProcessDriver(host, vfs=4, bind="vfio-pci")
-        async with run_host(root, driver, hand=lambda _: host.hand()) as agent_host:  # type: ignore[arg-type]
+        host.pci(CARD, "0x1b36", "0x0010", "0x010802", group=7, vfs=vfs)
+        if not vfs:
+            host.load("snd", "1b36:00aa")
+            host.pci(COMPANION, "0x1b36", "0x00aa", "0x040300", group=7)
+        driver = InProcessDriver(host, bind="vfio-pci", **({"vfs": vfs} if vfs else {}))
+        doubles: dict[str, Any] = {"hand": lambda _: host.hand(), "machine": host.machine}
+        async with run_host(root, driver, **doubles) as agent_host:  # type: ignore[arg-type]
             await story(host, agent_host)
 
     asyncio.run(told())
@@ -94,3 +105,15 @@ def test_a_partition_that_makes_too_few_virtual_functions_fails_and_is_undone(
         assert agent_host.file_content("sriov_numvfs") == "0\n"
 
     run_on_host(tmp_path, story, gives=2)
+
+
+def test_the_executor_binds_a_companion_function_with_its_card_and_gives_it_back(tmp_path: Path) -> None:
+    async def story(host: ModelMachine, agent_host: HostUnderTest) -> None:
+        result = await agent_host.run_commands(make_command(1, "install", key=KEY))
+        assert (result.outcome, result.text) == ("succeeded", "bound to vfio-pci")
+        assert [host.driver_of(address) for address in (CARD, COMPANION)] == ["vfio-pci", "vfio-pci"]
+        result = await agent_host.run_commands(make_command(2, "uninstall", key=KEY))
+        assert result.outcome == "succeeded", result.text
+        assert [host.driver_of(address) for address in (CARD, COMPANION)] == ["nvme", "snd"]
+
+    run_on_host(tmp_path, story, vfs=0)

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from drivers.errors import Busy, DriverError, Failed, Gone, Invalid, Unsupported
-from drivers.inventory import Device
+from drivers.errors import Busy, Denied, DriverError, Failed, Gone, Invalid, Unsupported
+from drivers.inventory import AttachHandle, Device
 from drivers.pci import functions
 from drivers.pci.functions import PciDriver
 from drivers.plan import Act, Ask
@@ -64,7 +64,7 @@ def test_a_card_whose_rule_wants_virtual_functions_has_no_handles_before_install
         f"make 2 virtual functions of {CARD}",
         "bind each of them to vfio-pci",
     ]
-    assert device.acts == "health install partition reset uninstall"
+    assert device.acts == "detach health install partition reset uninstall"
 
 
 def test_install_makes_virtual_functions_and_binds_them_in_two_plans(host: ModelMachine) -> None:
@@ -192,9 +192,21 @@ def test_an_act_is_refused_while_a_guest_uses_one_virtual_function(host: ModelMa
         again.run_act(act, Ask(ASK.key, first=work.first_values))
     assert again.done_steps == []
     assert "cannot" not in discover_card(work).to_install
-    if act == "install":  # If the node is opened later, the step itself is refused.
-        plan = again.plan(act, ASK)
-        assert node in plan.steps[0].idle
+
+
+@pytest.mark.parametrize("act", ["install", "uninstall", "reset"])
+def test_an_act_is_refused_while_a_guest_uses_a_function_of_a_variant_driver(host: ModelMachine, act: Act) -> None:
+    host.load("mlx5_vfio_pci", vfio="group")
+    work = make_runner(host, vfs=2, bind="mlx5_vfio_pci")
+    work.run_act("install", ASK)
+    node = f"/dev/vfio/{host.machine.link(f'/sys/bus/pci/devices/{SECOND_VF}/iommu_group')}"
+    again = make_runner(host, vfs=4)
+    with host.holding(node), pytest.raises(Busy, match=rf"{SECOND_VF}.*a guest uses it \({node} is open\)"):
+        again.run_act(act, Ask(ASK.key, first=work.first_values))
+    (host.dev / node.removeprefix("/dev/")).unlink()
+    with pytest.raises(Denied, match=f"{SECOND_VF}.*not known whether a guest uses it.*does not see {node}"):
+        again.run_act(act, Ask(ASK.key, first=work.first_values))
+    assert again.done_steps == []
 
 
 @pytest.mark.parametrize("act", ["install", "reset"])
@@ -229,6 +241,40 @@ def test_existing_virtual_functions_of_a_card_that_the_host_uses_are_offered(hos
     assert "eth0 carries the default route" in discover_card(make_runner(host, vfs=4)).to_install
 
 
+@pytest.mark.parametrize("name", [CARD, "eth0"])
+def test_a_card_that_the_host_uses_may_have_virtual_functions_if_its_rule_names_it(
+    host: ModelMachine, name: str
+) -> None:
+    host.default_route(host.net("eth0", host.sys / "devices/pci0000:00" / CARD).name)
+    refused = PciDriver().discover(host.machine, make_runner(host, vfs=2).settings)
+    assert f'add vfs_beside_host = ["{CARD}"]' in refused.faults[0].reason
+    with pytest.raises(Busy, match=r"eth0 carries the default route.*vfs_beside_host"):
+        make_runner(host, vfs=2, vfs_beside_host=["eth1"]).run_act("install", ASK)
+    work = make_runner(host, vfs=2, bind="vfio-pci", vfs_beside_host=[name])
+    assert handle_addresses(work) == [], "the card itself stays the host's"
+    work.run_act("install", ASK)
+    assert handle_addresses(work) == ["01:00.1", "01:00.2"]
+    assert (host.driver_of(CARD), host.driver_of(FIRST_VF)) == ("nvme", "vfio-pci")
+    with pytest.raises(Busy, match="eth0 carries the default route"):
+        work.run_act("reset", ASK)
+    with pytest.raises(Busy, match="eth0 carries the default route"):
+        make_runner(host, vfs=0, bind="vfio-pci", vfs_beside_host=[name]).run_act("install", ASK)
+    assert host.driver_of(CARD) == "nvme"
+
+
+def test_virtual_functions_beside_the_host_are_not_removed_while_one_of_them_is_used(host: ModelMachine) -> None:
+    work = make_runner(host, vfs=2, vfs_beside_host=[CARD])
+    work.run_act("install", ASK)
+    host.default_route(host.net("eth0", host.sys / "devices/pci0000:00" / CARD).name)
+    disk = host.block("nvme0n1", "259:0", (host.sys / "bus/pci/devices" / FIRST_VF).resolve())
+    host.mount("259:0", "/var", str(disk))
+    with pytest.raises(Busy, match="nvme0n1 is mounted at /var"):
+        work.run_act("uninstall", Ask(ASK.key, first=work.first_values))
+    (host.proc / "self/mountinfo").write_text("")
+    work.run_act("uninstall", Ask(ASK.key, first=work.first_values))
+    assert read_numvfs(host) == "0"
+
+
 @pytest.mark.parametrize(
     ("rule", "change", "kind", "says"),
     [
@@ -237,9 +283,9 @@ def test_existing_virtual_functions_of_a_card_that_the_host_uses_are_offered(hos
         ({"vfs": 2}, "vfio", Unsupported, "bound to vfio-pci"),
         ({"vfs": 2}, "plain", Unsupported, "cannot have virtual functions"),
         ({"bind": "xocl"}, "", Unsupported, "modprobe xocl"),
-        ({"bind": "vfio-pci"}, "no iommu", Unsupported, "intel_iommu=on"),
-        ({"vfs": 2, "bind": "vfio-pci"}, "no iommu", Unsupported, "intel_iommu=on"),
-        ({"bind": "vfio-pci"}, "neighbour", Busy, "as 0000:01:00.7, which is bound to the host's driver snd"),
+        ({"bind": "vfio-pci"}, "neighbour", Busy, "as 0000:02:00.0, which is bound to the host's driver snd"),
+        ({"bind": ""}, "neighbour", Busy, "as 0000:02:00.0, which is bound to the host's driver snd"),
+        ({}, "neighbour", Busy, "as 0000:02:00.0, which is bound to the host's driver snd"),
     ],
 )
 def test_an_impossible_install_is_refused_with_the_reason_before_any_write(
@@ -247,10 +293,10 @@ def test_an_impossible_install_is_refused_with_the_reason_before_any_write(
 ) -> None:
     host = ModelMachine(tmp_path)
     host.load("nvme", "1b36:0010")
-    host.pci(CARD, *DISK_IDS, group=None if change == "no iommu" else 7, vfs=0 if change == "plain" else 4)
+    host.pci(CARD, *DISK_IDS, group=7, vfs=0 if change == "plain" else 4)
     if change == "neighbour":
         host.load("snd", "1b36:00aa")
-        host.pci("0000:01:00.7", "0x1b36", "0x00aa", "0x040300", group=7)
+        host.pci("0000:02:00.0", "0x1b36", "0x00aa", "0x040300", group=7)
         host.pci("0000:00:1c.0", "0x1b36", "0x0001", "0x060400", group=7)
     if change == "unbound":
         host.write("/sys/bus/pci/drivers/nvme/unbind", CARD)
@@ -319,3 +365,43 @@ def test_discovery_reads_no_attribute_that_may_wait_for_a_kernel_lock(host: Mode
     for rule in ({"vfs": 2, "bind": "nvme"}, {"vfs": 4}, {}):
         assert "01:00.1" in handle_addresses(make_runner(host, **rule))
     assert not PciDriver().discover(host.machine, make_runner(host).settings).faults
+
+
+def test_a_detach_succeeds_only_if_no_guest_has_the_function_open(host: ModelMachine) -> None:
+    work = make_runner(host, vfs=2, bind="vfio-pci")
+    work.run_act("install", ASK)
+    first, second = discover_card(work).deployables[0].handles
+    node = f"/dev/vfio/{host.machine.link(f'/sys/bus/pci/devices/{SECOND_VF}/iommu_group')}"
+    with host.holding(node):
+        with pytest.raises(Busy, match=f"a guest still uses {SECOND_VF}"):
+            work.plan("detach", Ask(ASK.key, handle=second))
+        assert work.plan("detach", Ask(ASK.key, handle=first)).said == f"no guest uses {FIRST_VF}"
+    plan = work.plan("detach", Ask(ASK.key, handle=second))
+    assert (plan.steps, plan.said) == ((), f"no guest uses {SECOND_VF}")
+    (host.dev / node.removeprefix("/dev/")).unlink()
+    with pytest.raises(
+        Failed, match=f"not known whether a guest uses {SECOND_VF}, because the agent does not see /dev/vfio/"
+    ):
+        work.plan("detach", Ask(ASK.key, handle=second))
+    make_runner(host, vfs=0).run_act("install", ASK)
+    assert work.plan("detach", Ask(ASK.key, handle=second)).said == f"{SECOND_VF} does not exist any more"
+
+
+def test_a_detach_of_another_cards_function_or_of_no_function_is_refused(host: ModelMachine) -> None:
+    host.pci("0000:02:00.0", "0x1b36", "0x0010", "0x010802", group=9)
+    work = make_runner(host)
+    (stranger,) = discover_devices(work)[1].deployables[0].handles
+    for handle in (stranger, None, AttachHandle("MDEV", '{"asked_type": "t"}')):
+        with pytest.raises(Invalid):
+            work.plan("detach", Ask(ASK.key, handle=handle))
+
+
+def test_a_report_tells_what_guests_may_use_without_opening_a_device_node(
+    host: ModelMachine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    work = make_runner(host, vfs=2)
+    work.run_act("install", ASK)
+    assert [handle.in_use for handle in discover_card(work).deployables[0].handles] == ["", ""]
+    make_runner(host, vfs=2, bind="vfio-pci").run_act("install", ASK)
+    monkeypatch.setattr(type(host.machine), "is_open", lambda *_: pytest.fail("a guest that starts would find it busy"))
+    assert [handle.in_use for handle in discover_card(work).deployables[0].handles] == ["unknown", "unknown"]

@@ -34,7 +34,7 @@ class HostWithCard:
         self.kernel = SimulatedKernel()
         self.kernel.load("nvme", "1b36:0010")
         self.kernel.pci(CARD, "0x1b36", "0x0010", "0x010802", group=7, vfs=4)
-        self.driver = DriverProcess(driver, "n", SETTINGS[driver])
+        self.driver = DriverProcess(driver, "n", SETTINGS[driver], machine=self.kernel.machine)
         self.watch = ChangeWatcher({driver: self.driver}, debounce_s=0.05, rescan_s=3600)
 
     async def run_act(self, act: Act, ask: Ask) -> None:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import datetime
 import hashlib
-import ipaddress
 import json
 import ssl
 from collections.abc import AsyncIterator, Callable
@@ -14,9 +12,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
-from cryptography import x509
-from cryptography.hazmat.primitives import hashes, serialization
-from cryptography.hazmat.primitives.asymmetric import ec
 
 from agents import wire
 from agents.host.backoff import ConnectionTiming
@@ -165,6 +160,23 @@ def test_a_report_that_the_gateway_lost_is_resent_with_a_new_number_after_the_ne
                     server.reports[0].epoch,
                     server.reports[0].seq,
                 )
+
+    asyncio.run(story())
+
+
+def test_a_report_that_the_gateway_asks_for_again_is_resent_on_the_same_connection(tmp_path: Path) -> None:
+    async def story() -> None:
+        async with FakeGateway().open() as server, run_agent_link(tmp_path, server.gateway()) as host:
+            host.record_report(*ONE_DEVICE)
+            await wait_until(lambda: host.journal.acknowledged)
+            await server.sockets[-1].send(wire.encode_message(wire.Welcome(0.05, 0, "", wire.MAX_MESSAGE_BYTES)))
+            await wait_until(lambda: len(server.reports) == 2)
+            assert len(server.sockets) == 1
+            assert server.reports[1].drivers == ONE_DEVICE and server.reports[1].seq > server.reports[0].seq
+            await wait_until(lambda: host.journal.acknowledged)
+            server.beats.clear()
+            await wait_until(lambda: len(server.beats) >= 3)
+            assert len(server.reports) == 2, "once is enough"
 
     asyncio.run(story())
 
@@ -323,30 +335,6 @@ def test_a_server_that_does_not_speak_http_is_named_in_the_log(
             await wait_until(lambda: "answers, but not with HTTP" in caplog.text)
 
     asyncio.run(story())
-
-
-@pytest.fixture(scope="module")
-def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[ssl.SSLContext, str]:
-    """A self-signed server certificate and its SHA-256 fingerprint."""
-    key = ec.generate_private_key(ec.SECP256R1())
-    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "gateway")])
-    now = datetime.datetime.now(datetime.UTC)
-    built = (
-        x509.CertificateBuilder(issuer_name=name, subject_name=name, public_key=key.public_key())
-        .serial_number(x509.random_serial_number())
-        .not_valid_before(now - datetime.timedelta(days=1))
-        .not_valid_after(now + datetime.timedelta(days=1))
-        .add_extension(x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address("127.0.0.1"))]), False)
-        .sign(key, hashes.SHA256())
-    )
-    file = tmp_path_factory.mktemp("tls") / "server.pem"
-    file.write_bytes(
-        built.public_bytes(serialization.Encoding.PEM)
-        + key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
-    )
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.load_cert_chain(file)
-    return context, hashlib.sha256(built.public_bytes(serialization.Encoding.DER)).hexdigest()
 
 
 def test_an_agent_reports_to_the_server_whose_certificate_is_pinned(

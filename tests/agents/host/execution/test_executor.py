@@ -14,7 +14,7 @@ import pytest
 from agents import wire
 from agents.host.execution import command_semantics
 from drivers.errors import Busy, Failed, Invalid
-from drivers.inventory import Device, DriverReport, Health
+from drivers.inventory import AttachHandle, Device, DriverReport, Health
 from drivers.plan import Ask, Check, Plan, Step, Vitals
 from tests.agents.host.execution.executor_host import (
     CARD_PATH,
@@ -206,6 +206,22 @@ def test_a_driver_without_its_own_acts_list_is_limited_by_the_list_for_all_drive
             assert "do not allow the act 'install'" in result.text and driver.plan_calls == []
         async with run_host(tmp_path, driver, rules=rules | {"drv": frozenset({"install"})}) as host:
             assert (await host.run_commands(make_command(2, "install"))).outcome == "succeeded"
+
+    asyncio.run(story())
+
+
+def test_the_question_whether_a_function_is_unused_is_answered_whatever_acts_are_allowed(tmp_path: Path) -> None:
+    async def story() -> None:
+        driver = ScriptedDriver({"detach": lambda ask: Busy("a guest still uses it")})
+        async with run_host(tmp_path, driver, rules={"drv": frozenset({"install"})}) as host:
+            question = make_command(1, "detach", handle=AttachHandle("PCI", '{"bus": "01"}'), uuid="u", consumer="c")
+            result = await host.run_commands(question)
+            assert (result.outcome, result.text) == ("refused", "a guest still uses it")
+            driver.plans["detach"] = lambda ask: Plan(said="no guest uses it")
+            answer = await host.run_commands(msgspec.structs.replace(question, number=2, id="2"))
+            assert (answer.outcome, answer.text) == ("succeeded", "no guest uses it")
+            mdev = msgspec.structs.replace(question, number=3, id="3", handle=HANDLE)
+            assert "do not allow the act 'detach'" in (await host.run_commands(mdev)).text
 
     asyncio.run(story())
 

@@ -14,6 +14,7 @@ from agents.host.execution.preflight import check_attachments
 from agents.host.settings import extract_allowed_acts
 from drivers.configuration import ConfigurationError
 from drivers.errors import Busy
+from drivers.isolation.host_writer import HostWriter
 from drivers.plan import Ask, Plan, Step, Write
 from tests.agents.host.execution.executor_host import (
     CARD_PATH,
@@ -25,6 +26,7 @@ from tests.agents.host.execution.executor_host import (
     run_host,
     write_step,
 )
+from tests.drivers.tree import FakeHost
 from tests.support.modelmachine import ModelMachine
 
 OTHER_CARD_PATH = f"/sys/bus/pci/devices/{OTHER_CARD}"
@@ -117,6 +119,79 @@ def test_a_device_without_an_address_may_write_to_no_pci_device(tmp_path: Path) 
     asyncio.run(story())
 
 
+FPGA = "/sys/devices/platform/soc/ff706000.fpga"
+
+
+def make_platform_fpga(root: Path) -> None:
+    """Make a platform device with an FPGA manager, beside a neighbour, and a child on another bus."""
+    host = FakeHost(root)
+    for name in ("ff706000.fpga", "ff800000.npu", "ff706000.fpga/i2c-1"):
+        host.file(host.sys / f"devices/platform/soc/{name}/mode", "0")
+        bus = "i2c" if "i2c" in name else "platform"
+        (host.sys / f"bus/{bus}").mkdir(parents=True, exist_ok=True)
+        host.link(host.sys / f"devices/platform/soc/{name}/subsystem", host.sys / f"bus/{bus}")
+    host.file(host.sys / "devices/platform/soc/mode", "0")
+    host.link(host.sys / "devices/platform/soc/subsystem", host.sys / "bus/platform")
+    manager = host.sys / "devices/platform/soc/ff706000.fpga/fpga_manager/fpga0"
+    host.file(manager / "firmware", "0")
+    (host.sys / "class/fpga_manager").mkdir(parents=True)
+    host.link(manager / "subsystem", host.sys / "class/fpga_manager")
+    host.link(host.sys / "class/fpga_manager/fpga0", manager)
+    for bus in ("platform", "i2c"):
+        host.file(host.sys / f"bus/{bus}/drivers/socfpga/unbind", "0")
+
+
+def run_on_platform_fpga(root: Path, write: Write, sys_path: str = FPGA) -> tuple[str, str]:
+    """Return outcome and text of an `install` that makes one write for the device at `sys_path`."""
+    key = f"sys:{sys_path.removeprefix('/sys/devices/')}"
+
+    async def story() -> tuple[str, str]:
+        driver = ScriptedDriver({"install": plan_once(Step("act", write))}, devices={key: ""})
+        globs = ("/sys/devices/platform/soc/*", "/sys/devices/platform/soc/*/*", "/sys/devices/platform/soc/*/*/*")
+        globs += ("/sys/class/fpga_manager/*/*", "/sys/bus/*/drivers/*/*")
+        driver.manifest = msgspec.structs.replace(driver.manifest, writes=(*driver.manifest.writes, *globs))
+        async with run_host(root, driver) as host:
+            result = await host.run_commands(make_command(1, "install", key=key))
+            return result.outcome, result.text
+
+    make_platform_fpga(root)
+    return asyncio.run(story())
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        Write(f"{FPGA}/mode", "1"),
+        Write("/sys/class/fpga_manager/fpga0/firmware", "region.rbf"),
+        Write("/sys/bus/platform/drivers/socfpga/unbind", "ff706000.fpga"),
+    ],
+)
+def test_a_device_that_is_not_on_pci_may_write_to_files_of_its_own(tmp_path: Path, write: Write) -> None:
+    assert run_on_platform_fpga(tmp_path, write) == ("succeeded", "as wanted")
+
+
+@pytest.mark.parametrize(
+    ("write", "sys_path"),
+    [
+        (Write("/sys/devices/platform/soc/ff800000.npu/mode", "1"), FPGA),
+        (Write("/sys/devices/platform/soc/mode", "1"), FPGA),
+        (Write(f"{FPGA}/i2c-1/mode", "1"), FPGA),
+        (Write("/sys/bus/platform/drivers/socfpga/unbind", "ff800000.npu"), FPGA),
+        (Write("/sys/bus/i2c/drivers/socfpga/unbind", "ff706000.fpga"), FPGA),
+        (Write(f"{FPGA}/mode", "1"), "/sys/devices/platform/soc"),
+        (Write(f"{FPGA}/mode", "1"), "/sys/devices/platform"),
+        (Write(f"{CARD_PATH}/mode", "1"), FPGA),
+        (Write(f"{CARD_PATH}/mode", "1"), CARD_PATH),
+        (Write(f"{FPGA}/mode", "1"), "/sys/devices/platform/soc/ff800000.npu/../ff706000.fpga"),
+    ],
+)
+def test_a_device_that_is_not_on_pci_may_not_write_to_a_parent_a_neighbour_or_a_pci_device(
+    tmp_path: Path, write: Write, sys_path: str
+) -> None:
+    outcome, text = run_on_platform_fpga(tmp_path, write, sys_path)
+    assert outcome == "refused" and "may affect more than this device" in text
+
+
 def test_a_plan_may_write_to_virtual_functions_of_its_device_and_bind_them(tmp_path: Path) -> None:
     async def story() -> None:
         virtual = "0000:01:00.1"
@@ -171,6 +246,89 @@ def test_S3_the_guard_is_checked_right_before_each_step_and_not_only_before_the_
             assert host.file_content(file) == "0\n", "what was done before is taken back"
             written = [path for path, _ in model.writes]
             assert f"{CARD_PATH}/mode" not in written and written
+
+    asyncio.run(story())
+
+
+NUMVFS = f"{CARD_PATH}/sriov_numvfs"
+VF_GROUP = "/dev/vfio/8000"
+
+
+def make_model_with_guest_functions(root: Path, driver: str = "mlx5_vfio_pci") -> ModelMachine:
+    """Return a model whose card has two virtual functions, bound to a variant driver of the VFIO family."""
+    model = ModelMachine(root)
+    model.load("mlx5_core", "1b36:0010")
+    model.load(driver, vfio="group")
+    model.pci("0000:01:00.0", "0x1b36", "0x0010", "0x010802", group=7, vfs=4)
+    model.write(f"{CARD_PATH}/sriov_drivers_autoprobe", "0")
+    model.write(NUMVFS, "2")
+    for number in (1, 2):
+        virtual = f"0000:01:00.{number}"
+        model.write(f"/sys/bus/pci/devices/{virtual}/driver_override", driver)
+        model.write(f"/sys/bus/pci/drivers/{driver}/bind", virtual)
+    model.writes.clear()
+    return model
+
+
+@pytest.mark.parametrize("can_see", [True, False])
+@pytest.mark.parametrize(
+    ("op", "write"),
+    [
+        ("install", Write(NUMVFS, "0")),
+        ("install", Write("/sys/bus/pci/drivers/mlx5_vfio_pci/unbind", "0000:01:00.1")),
+        ("install", Write("/sys/bus/pci/drivers/mlx5_core/unbind", "0000:01:00.0")),
+        ("reset", Write(f"{CARD_PATH}/reset", "1")),
+        ("uninstall", Write(NUMVFS, "0")),
+        ("partition", Write(f"{CARD_PATH}/mode", "1")),
+    ],
+)
+def test_S3_no_step_takes_away_what_a_guest_uses_or_may_use_whatever_its_driver_planned(
+    tmp_path: Path, op: str, write: Write, can_see: bool
+) -> None:
+    async def story() -> None:
+        model = make_model_with_guest_functions(tmp_path)
+        driver = ScriptedDriver({op: plan_once(Step("take it away", write))})  # type: ignore[dict-item]
+        async with run_host(tmp_path, driver, hand=lambda _: model.hand(), machine=model.machine) as host:
+            if can_see:
+                with model.holding(VF_GROUP):
+                    result = await host.run_commands(make_command(1, op))
+                assert f"0000:01:00.1 cannot be changed: a guest uses it ({VF_GROUP} is open)" in result.text
+            else:
+                (model.dev / VF_GROUP.removeprefix("/dev/")).unlink()
+                result = await host.run_commands(make_command(1, op))
+                assert f"because the agent does not see {VF_GROUP}: run it with the host's /dev" in result.text
+            assert (result.outcome, model.writes) == ("refused", [])
+            assert result.text.startswith("take it away: not started, because")
+
+    asyncio.run(story())
+
+
+def test_S3_a_step_is_not_undone_while_a_guest_uses_what_that_would_take_away(tmp_path: Path) -> None:
+    async def story() -> None:
+        model = make_model_with_guest_functions(tmp_path)
+        steps = (
+            Step("set the mode", Write(f"{CARD_PATH}/mode", "1"), undo=(Write(NUMVFS, "0"),)),
+            write_step("absent", "1"),
+        )
+        driver = ScriptedDriver({"install": plan_once(*steps)})
+        async with run_host(tmp_path, driver, hand=lambda _: HostWriter(roots), machine=model.machine) as host:
+            with model.holding(VF_GROUP):
+                result = await host.run_commands(make_command(1, "install"))
+            assert (result.outcome, host.file_content(NUMVFS)) == ("failed", "2\n")
+            assert "Not undone: set the mode (0000:01:00.1 cannot be changed: a guest uses it" in result.text
+
+    roots = {"/sys": str(tmp_path / "sys"), "/state": str(tmp_path / "state")}
+    asyncio.run(story())
+
+
+def test_writes_that_take_nothing_away_are_allowed_beside_a_guest(tmp_path: Path) -> None:
+    async def story() -> None:
+        model = make_model_with_guest_functions(tmp_path)
+        write = Write(f"{CARD_PATH}/sriov_drivers_autoprobe", "1")
+        driver = ScriptedDriver({"install": plan_once(Step("probe", write))})
+        async with run_host(tmp_path, driver, hand=lambda _: model.hand(), machine=model.machine) as host:
+            with model.holding(VF_GROUP):
+                assert (await host.run_commands(make_command(1, "install"))).outcome == "succeeded"
 
     asyncio.run(story())
 

@@ -1,0 +1,17 @@
+-- No request gets a released handle before its host has confirmed that no guest uses it, whatever program writes the
+-- request. Released handles are shown in the lists of attach handles and devices, so they count for their generation.
+CREATE FUNCTION accelerators_refuse_released_handle() RETURNS trigger LANGUAGE plpgsql AS $$
+BEGIN
+  IF EXISTS (SELECT FROM accelerators_releasedhandle WHERE handle_id = NEW.attach_handle_id) THEN
+    RAISE EXCEPTION 'attach handle % was released, and its host has not confirmed that no guest uses it',
+      NEW.attach_handle_id USING ERRCODE = 'check_violation';
+  END IF;
+  RETURN NEW;
+END $$;
+
+CREATE TRIGGER request_gets_no_released_handle BEFORE INSERT OR UPDATE OF attach_handle_id
+  ON accelerators_acceleratorrequest FOR EACH ROW WHEN (NEW.attach_handle_id IS NOT NULL)
+  EXECUTE FUNCTION accelerators_refuse_released_handle();
+
+CREATE TRIGGER generation_count AFTER INSERT OR UPDATE OR DELETE ON accelerators_releasedhandle
+  FOR EACH STATEMENT EXECUTE FUNCTION generation_count('devices');

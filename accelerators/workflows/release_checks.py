@@ -1,0 +1,145 @@
+"""Ask hosts whether released PCI handles are unused, and give a handle free when its host has confirmed it.
+
+The question is a `detach` command (`accelerators.requests.releases`). Its answer is stored when the command ends. The
+job `releases` repeats the question, and quarantines the device of a handle that waits for too long. Only the host's
+confirmation gives a handle free: neither the time limit nor an operator's action on the device does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import UTC, datetime, timedelta
+
+from accelerators import conductor
+from accelerators.commands import command_queue
+from accelerators.devices.lifecycle import DeviceStateChange, build_lifecycle_state, store_state_changes
+from accelerators.domain.device_actions import Action, state_after_action
+from accelerators.domain.states import EventSource, HandleType
+from accelerators.models import Command, Device, ReleasedHandle
+from accelerators.models.commands import COMMAND_IS_OPEN
+from accelerators.requests import releases
+from accelerators.runtime import jobs
+from accelerators.ui import badges
+
+JOB = "releases"
+BATCH_SIZE = 200
+LONGEST_PAUSE_S = 60.0
+"""Seconds between two questions about one handle, at most. The pauses grow with the age of the release."""
+
+
+def run() -> None:
+    """Run the job `releases`: ask the hosts of all released handles whose time has come."""
+    jobs.run_steps(JOB, ask_hosts_again)
+
+
+def is_question(command: Command) -> bool:
+    """Return whether a command asks a host about a PCI handle: its `detach` changes nothing."""
+    handle = command.arguments.get("handle") or {}
+    return command.op == "detach" and handle.get("attach_type") == HandleType.PCI
+
+
+def store_answers(answers: Sequence[tuple[Command, str]]) -> None:
+    """Give the handles of confirmed questions free; store why the others have to wait.
+
+    `answers` has ended commands for which `is_question` is true, each with '' if the host has confirmed that the
+    function is unused, else with the reason. An answer to a question that is older than the release is ignored. Call it
+    inside `conductor.writing()`, with the devices locked. The number of statements is constant.
+    """
+    waiting = {
+        str(release.handle.uuid): release
+        for release in ReleasedHandle.objects.filter(
+            handle__uuid__in=[command.arguments["uuid"] for command, _ in answers]
+        ).select_related("handle__deployable__device__host")
+    }
+    confirmed: list[ReleasedHandle] = []
+    still_waiting: list[ReleasedHandle] = []
+    now = datetime.now(UTC)
+    for command, reason in answers:
+        release = waiting.get(command.arguments["uuid"])
+        if release is None or command.created_at < release.created_at:
+            continue
+        if not reason:
+            confirmed.append(release)
+        else:
+            release.answer, release.ask_at, release.updated_at = reason[:1000], _get_next_time(release, now), now
+            still_waiting.append(release)
+    if still_waiting:
+        ReleasedHandle.objects.bulk_update(still_waiting, ["answer", "ask_at", "updated_at"])
+    if confirmed:
+        ReleasedHandle.objects.filter(id__in=[release.id for release in confirmed]).delete()
+        devices = [(release, release.handle.deployable.device) for release in confirmed]
+        conductor.record_events(
+            [
+                conductor.build_event(
+                    "device.handle_freed",
+                    EventSource.AGENT,
+                    device.host.name,
+                    host=device.host,
+                    subject=(device.uuid, str(device)),
+                    changes={f"release of handle {release.handle.attach_info}": [str(release.instance), None]},
+                    reason="its host has confirmed that no guest uses it",
+                )
+                for release, device in devices
+            ]
+        )
+        conductor.raise_provider_intents({device.host_id: device.host for _, device in devices}.values())
+
+
+def ask_hosts_again() -> bool:
+    """Ask the hosts of one batch of due releases, unless a question is open; True if there may be more.
+
+    Quarantines the devices of releases that have waited for too long. Locks the hosts and the devices.
+    """
+    now = datetime.now(UTC)
+    due = ReleasedHandle.objects.filter(ask_at__lt=now).order_by("ask_at")
+    with conductor.writing():
+        found = dict(due.values_list("id", "handle__deployable__device")[:BATCH_SIZE])
+        if not found:
+            return False
+        devices = {one.id: one for one in conductor.lock_devices(Device.objects.filter(id__in={*found.values()}))}
+        batch = list(due.filter(id__in=found).select_related("handle__deployable"))
+        questions = Command.objects.filter(COMMAND_IS_OPEN, op="detach", device__in=devices)
+        asked_handles = {arguments.get("uuid") for arguments in questions.values_list("arguments", flat=True)}
+        changes: dict[int, DeviceStateChange] = {}
+        for release in batch:
+            device = devices[release.handle.deployable.device_id]
+            if device.host.stale_since:
+                release.answer = f"the agent of {device.host.name} sends no heartbeats"
+            elif not release.answer:
+                release.answer = "there is no answer yet"
+            if release.ask_until and release.ask_until < now:
+                release.ask_until = None
+                if change := _build_quarantine(release, device):
+                    changes.setdefault(device.id, change)
+            release.ask_at, release.updated_at = _get_next_time(release, now), now
+        ReleasedHandle.objects.bulk_update(batch, ["answer", "ask_at", "ask_until", "updated_at"])
+        store_state_changes([*changes.values()], EventSource.SYSTEM)
+        command_queue.place_commands(
+            [
+                releases.build_question(one.handle_id, one.instance, JOB)
+                for one in batch
+                if str(one.handle.uuid) not in asked_handles
+            ]
+        )
+    return len(found) == BATCH_SIZE
+
+
+def _get_next_time(release: ReleasedHandle, now: datetime) -> datetime:
+    """Return when the host is asked next: after half the age of the release, between FIRST_PAUSE_S and
+    LONGEST_PAUSE_S."""
+    age_s = (now - release.created_at).total_seconds()
+    return now + timedelta(seconds=min(max(age_s / 2, releases.FIRST_PAUSE_S), LONGEST_PAUSE_S))
+
+
+def _build_quarantine(release: ReleasedHandle, device: Device) -> DeviceStateChange | None:
+    """Build the change of a locked device to `quarantined`; None if it is quarantined or retired already."""
+    before = build_lifecycle_state(device)
+    after = state_after_action(Action.QUARANTINE, before)
+    if after == before:
+        return None
+    name = badges.describe_handle(release.handle.attach_info)
+    reason = (
+        f"{name}: {release.description}. End the guest or detach the function from it; the host is asked until it "
+        "confirms that. Then release the device."
+    )
+    return DeviceStateChange(device, before, after, JOB, reason, changed_by=JOB)

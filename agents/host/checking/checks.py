@@ -1,0 +1,333 @@
+"""The checks of `cyborg-agent check`: each is a function from gathered facts to a result, without side effects."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from email.utils import parsedate_to_datetime
+from typing import Literal
+from urllib.parse import urlsplit
+
+import msgspec
+from msgspec import Struct
+
+from agents.host.checking.facts import ConnectionProblem, DriverFacts, HostFacts
+
+Status = Literal["ok", "warning", "failed"]
+
+LANDLOCK_KERNEL = (5, 13)
+"""The first kernel with Landlock, which keeps drivers from writing to the host (`drivers.isolation.sandbox`)."""
+NEEDED_CAPABILITIES = {
+    "CAP_DAC_OVERRIDE": "to write to /sys and to open the device nodes of guests",
+    "CAP_SYS_ADMIN": "to read the serial numbers of cards; without it a card is known by its PCI address only",
+}
+MAX_GOOD_OFFSET_S, MAX_OFFSET_S = 5.0, 60.0
+"""Difference of the two clocks in seconds from which on there is a warning, and from which on the check fails."""
+DATE_HEADER_S = 2.0
+"""How much older than the answer a Date header may be: it has whole seconds, and servers renew it once a second."""
+LOOPBACK_HOSTS = frozenset({"localhost", "127.0.0.1", "::1"})
+ROUTE_ADVICE: dict[ConnectionProblem, str] = {
+    "name": "correct the name in the join token (`join_token HOST --address …`), or this host's DNS",
+    "refused": "start the conductor, open its port (CYBORG_AGENT_LISTEN), or make a join token with --address",
+    "timeout": "open the way to this address and port: routes, firewalls, security groups",
+    "unreachable": "correct this host's routes, or make a join token with an --address that it reaches",
+    "answer": "make a join token with the --address of the conductor's own port for agents",
+    "status": "the reason is the conductor's; mend it there, then check again",
+}
+TLS_ADVICE: dict[ConnectionProblem, str] = {
+    "certificate": "if you changed the conductor's certificate, make a new join token; if not, find out who answers",
+    "tls": "use an https address with TLS 1.2 or later on both sides: make a join token with the right --address",
+}
+UNPINNED_ADVICE = "make a join token that pins the certificate, or install its certificate authority on this host"
+
+
+class CheckResult(Struct, frozen=True):
+    """The result of one check. `found` and `details` say what was found; `advice` says what to do, '' if nothing."""
+
+    name: str
+    status: Status
+    found: str
+    advice: str = ""
+    details: tuple[str, ...] = ()
+
+
+def run_checks(facts: HostFacts) -> tuple[CheckResult, ...]:
+    """Return the results of all checks, in the order in which they are shown."""
+    results = [check(facts) for check in CHECKS]
+    return (*results, *(check_driver(driver) for driver in facts.drivers))
+
+
+def check_kernel(facts: HostFacts) -> CheckResult:
+    """Judge the kernel's version."""
+    release = facts.kernel.release
+    version = parse_kernel_version(release)
+    if version is None:
+        return CheckResult("kernel", "warning", f"its version {release!r} is not understood", "use a Linux kernel")
+    if version < LANDLOCK_KERNEL:
+        advice = "upgrade to Linux 5.13 or later: older kernels cannot keep drivers from writing to this host"
+        return CheckResult("kernel", "warning", release, advice)
+    return CheckResult("kernel", "ok", release)
+
+
+def check_iommu(facts: HostFacts) -> CheckResult:
+    """Judge whether the kernel uses an IOMMU; it is a failure if not and an enabled driver says that it needs one."""
+    kernel = facts.kernel
+    if not kernel.missing_iommu:
+        return CheckResult("iommu", "ok", f"{_count(kernel.iommu_groups, 'IOMMU group')}")
+    found, _, advice = kernel.missing_iommu.partition(": ")
+    names = _list_drivers_lacking(facts, kernel.missing_iommu)
+    needed = f", which {' and '.join(names)} needs" if names else "; no enabled driver needs one"
+    return CheckResult("iommu", "failed" if names else "warning", found + needed, advice or "switch it on")
+
+
+def check_vfio(facts: HostFacts) -> CheckResult:
+    """Judge whether functions can be given to guests: the module vfio-pci, or a variant of it."""
+    kernel, advice = facts.kernel, "load it now (modprobe vfio-pci) and at every boot (/etc/modules-load.d)"
+    if kernel.vfio_drivers:
+        return CheckResult("vfio", "ok", f"loaded: {', '.join(kernel.vfio_drivers)}")
+    names = _list_drivers_lacking(facts, "driver vfio-pci")
+    status: Status = "failed" if names else "warning"
+    if kernel.can_load_vfio:
+        return CheckResult("vfio", status, "vfio-pci is not loaded", advice)
+    return CheckResult(
+        "vfio",
+        status,
+        f"the kernel {kernel.release} has no module vfio-pci",
+        "install the kernel's modules, or boot a kernel with CONFIG_VFIO_PCI, unless no PCI function goes to guests",
+    )
+
+
+def check_sriov(facts: HostFacts) -> CheckResult:
+    """Judge the cards that can have virtual functions."""
+    cards = facts.kernel.sriov_cards
+    details = tuple(
+        f"{card.address}: {card.current} of at most {card.total}, driver {card.driver or 'none'}" for card in cards
+    )
+    unable = [card.address for card in cards if not card.driver]
+    if unable:
+        advice = "bind the card's own kernel driver (or pci-pf-stub) before its rule asks for virtual functions"
+        return CheckResult("sriov", "warning", f"{', '.join(unable)} has no kernel driver", advice, details)
+    count = _count(len(cards), "card")
+    return CheckResult("sriov", "ok", f"{count} can have virtual functions", details=details)
+
+
+def check_permissions(facts: HostFacts) -> CheckResult:
+    """Judge whether the user may write to /sys, if a step of an enabled driver may have to."""
+    rights = facts.rights
+    user = "root" if rights.uid == 0 else f"user {rights.uid}"
+    writers = [driver.name for driver in facts.drivers if driver.enabled and driver.writes_sys]
+    status: Status = "failed" if writers else "warning"
+    if rights.sys_read_only:
+        advice = "remount /sys writable for the agent: no ProtectKernelTunables=, no read-only container"
+        return CheckResult("permissions", status, "/sys is mounted read-only here", advice)
+    if rights.uid != 0 and "CAP_DAC_OVERRIDE" not in rights.capabilities:
+        advice = "run the agent, and this check, as root with the capabilities of the systemd unit"
+        return CheckResult("permissions", status, f"{user} may not write to /sys", advice)
+    return CheckResult("permissions", "ok", f"{user} may write to /sys")
+
+
+def check_capabilities(facts: HostFacts) -> CheckResult:
+    """Judge the capabilities of the process; the same ones are in the agent's systemd unit."""
+    missing = [name for name in NEEDED_CAPABILITIES if name not in facts.rights.capabilities]
+    if not missing:
+        return CheckResult("capabilities", "ok", ", ".join(NEEDED_CAPABILITIES))
+    details = tuple(f"{name}: {NEEDED_CAPABILITIES[name]}" for name in missing)
+    advice = "run the agent, and this check, as root with the capabilities of the systemd unit"
+    return CheckResult("capabilities", "warning", f"without {' and '.join(missing)}", advice, details)
+
+
+def check_state_directory(facts: HostFacts) -> CheckResult:
+    """Judge whether the agent can keep its key and journal, and whether they belong to this host."""
+    rights = facts.rights
+    if rights.state_dir_problem:
+        advice = "correct CYBORG_AGENT_STATE_DIR, or the owner of this directory"
+        return CheckResult("state-directory", "failed", f"{rights.state_dir}: {rights.state_dir_problem}", advice)
+    if facts.known_host not in ("", facts.host):
+        return CheckResult(
+            "state-directory",
+            "failed",
+            f"{rights.state_dir} belongs to the host {facts.known_host}, this one is {facts.host}",
+            "give each host its own CYBORG_AGENT_STATE_DIR, or move that directory away and join again",
+        )
+    return CheckResult("state-directory", "ok", rights.state_dir)
+
+
+def check_host_name(facts: HostFacts) -> CheckResult:
+    """Show the two names of the host; only the operator can compare the first with the compute provider's name."""
+    found = f"{facts.host} (compute provider in Placement), {facts.node} (node)"
+    if not facts.host or "localhost" in facts.host:
+        advice = "set CYBORG_HOST_NAME to the name of this host's compute provider in Placement"
+        return CheckResult("host-name", "failed", found, advice)
+    return CheckResult("host-name", "ok", found)
+
+
+def check_host_usage(facts: HostFacts) -> CheckResult:
+    """Show the PCI functions that the host itself uses; they are never offered."""
+    if facts.usage_error:
+        return CheckResult(
+            "host-usage",
+            "failed",
+            f"it cannot be found out what this host itself uses: {facts.usage_error}",
+            "let the agent read the host's own /proc and /sys: until then no PCI function is offered",
+        )
+    details = tuple(f"{address}: {reason}" for address, reason in sorted(facts.host_usage.items()))
+    found = f"this host itself uses {_count(len(details), 'PCI function')}, which are never offered"
+    return CheckResult("host-usage", "ok", found, details=details)
+
+
+def check_route(facts: HostFacts) -> CheckResult:
+    """Judge whether the conductor answers."""
+    conductor = facts.conductor
+    if not conductor.address:
+        advice = f"set CYBORG_JOIN_TOKEN to the line that `manage.py join_token {facts.host}` prints on the conductor"
+        return CheckResult("route", "warning", "there is no join token, so the conductor was not asked", advice)
+    if advice := ROUTE_ADVICE.get(conductor.problem, ""):
+        return CheckResult("route", "failed", f"{conductor.address}: {conductor.reason}", advice)
+    if conductor.problem:
+        return CheckResult("route", "ok", f"{conductor.address} is reached, but see tls")
+    seconds = conductor.after - conductor.before
+    return CheckResult("route", "ok", f"{conductor.address} ({conductor.ip_address}) answers in {seconds:.2f} s")
+
+
+def check_tls(facts: HostFacts) -> CheckResult:
+    """Judge the encryption of the connection, and whether the conductor's certificate is the one of the join token."""
+    conductor = facts.conductor
+    if advice := TLS_ADVICE.get(conductor.problem, ""):
+        unpinned = conductor.problem == "certificate" and not conductor.fingerprint
+        return CheckResult("tls", "failed", conductor.reason, UNPINNED_ADVICE if unpinned else advice)
+    if not conductor.address or conductor.problem:
+        return CheckResult("tls", "warning", "not checked, because the conductor was not reached", "see route")
+    if conductor.fingerprint:
+        return CheckResult("tls", "ok", f"the certificate is the pinned one, {conductor.fingerprint}")
+    if conductor.address.startswith("https:"):
+        return CheckResult("tls", "ok", "the certificate is valid for this host's certificate authorities")
+    if urlsplit(conductor.address).hostname in LOOPBACK_HOSTS:
+        return CheckResult("tls", "ok", "not needed on the loopback interface")
+    advice = "set CYBORG_AGENT_LISTEN on the conductor and make a join token with its https address"
+    return CheckResult("tls", "warning", "the connection is not encrypted", advice)
+
+
+def check_clock(facts: HostFacts) -> CheckResult:
+    """Judge the difference between this host's clock and the conductor's."""
+    conductor = facts.conductor
+    offset = bound_clock_offset(conductor.date, conductor.before, conductor.after)
+    if offset is None:
+        return CheckResult("clock", "warning", "not compared, because the conductor gave no date", "see route")
+    lowest, highest = offset
+    at_least, at_most = max(lowest, -highest, 0.0), max(abs(lowest), abs(highest))
+    found = f"it differs from the conductor's by at most {at_most:.1f} s"
+    if at_least <= MAX_GOOD_OFFSET_S:
+        return CheckResult("clock", "ok", found)
+    found = f"this host is {at_least:.0f} s or more {'behind' if lowest > 0 else 'ahead of'} the conductor"
+    status: Status = "failed" if at_least > MAX_OFFSET_S else "warning"
+    return CheckResult("clock", status, found, "synchronize both clocks, for example with chrony or systemd-timesyncd")
+
+
+def check_driver(driver: DriverFacts) -> CheckResult:
+    """Judge what a driver would offer, and name everything that it would not offer, with the reason."""
+    report, name = driver.report, f"driver:{driver.name}"
+    prefix = "" if driver.enabled else "not enabled; "
+    if report.error:
+        status: Status = "failed" if driver.enabled else "ok"
+        advice = "correct CYBORG_DRIVER_SETTINGS or what the reason names" if driver.enabled else ""
+        return CheckResult(name, status, f"{prefix}{report.error.removeprefix(f'{driver.name}: ')}", advice)
+    units = sum(part.num_accelerators for device in report.devices for part in device.deployables)
+    found = f"{prefix}{_count(len(report.devices), 'device')}, {_count(units, 'unit')}"
+    details = tuple(_describe_driver(driver))
+    if not driver.enabled or not (report.faults or driver.limitations or _list_unhealthy(driver)):
+        return CheckResult(name, "ok", found, details=details)
+    advice = "read the lines above: they name what is left out or limited, and why; change the hardware or the rules"
+    return CheckResult(name, "warning", found, advice, details)
+
+
+CHECKS: tuple[Callable[[HostFacts], CheckResult], ...] = (
+    check_kernel,
+    check_iommu,
+    check_vfio,
+    check_sriov,
+    check_permissions,
+    check_capabilities,
+    check_state_directory,
+    check_host_name,
+    check_host_usage,
+    check_route,
+    check_tls,
+    check_clock,
+)
+
+
+def parse_kernel_version(release: str) -> tuple[int, int] | None:
+    """Return the first two numbers of a kernel release (`6.1.0-18-amd64` → (6, 1)); None if it has none."""
+    match = re.match(r"(\d{1,6})\.(\d{1,6})", release)
+    return (int(match[1]), int(match[2])) if match else None
+
+
+def bound_clock_offset(date: str, before: float, after: float) -> tuple[float, float] | None:
+    """Return the least and the greatest possible difference between the server's clock and this one, in seconds.
+
+    `date` is the Date header of an answer, and `before` and `after` are this host's time around the request. A positive
+    difference means that this host is behind. Returns None without a usable date.
+    """
+    try:
+        server = parsedate_to_datetime(date).timestamp()
+    except (TypeError, ValueError, OverflowError):
+        return None
+    return server - after, server + DATE_HEADER_S - before
+
+
+def render_text(host: str, results: Sequence[CheckResult]) -> str:
+    """Return the results for a terminal: one line for each check, and below it its details and what to do."""
+    statuses = [result.status for result in results]
+    width = max(len(result.name) for result in results)
+    lines = [f"{host}: {statuses.count('failed')} failed, {_count(statuses.count('warning'), 'warning')}", ""]
+    for result in results:
+        lines.append(f"{result.status:<8} {result.name:<{width}}  {result.found}")
+        lines += [f"{'':{width + 11}}{text}" for detail in result.details for text in detail.splitlines()]
+        lines += [f"{'':{width + 11}}→ {result.advice}"] if result.advice else []
+    return "\n".join(lines) + "\n"
+
+
+def render_json(host: str, results: Sequence[CheckResult]) -> str:
+    """Return the results as one JSON document: `host`, `ok` (no check failed) and `checks`."""
+    document = {"host": host, "ok": not has_failed(results), "checks": results}
+    return msgspec.json.format(msgspec.json.encode(document), indent=2).decode() + "\n"
+
+
+def has_failed(results: Sequence[CheckResult]) -> bool:
+    """Return whether a check failed; warnings do not count."""
+    return any(result.status == "failed" for result in results)
+
+
+def _describe_driver(driver: DriverFacts) -> Iterator[str]:
+    """Yield a line for each device, each thing that is not offered, and each limitation of a driver."""
+    report = driver.report
+    for device in report.devices:
+        units = sum(part.num_accelerators for part in device.deployables)
+        health = "" if device.status == "ok" else f", {device.status}: {device.status_reason}"
+        place = device.address or device.key
+        yield f"offers {device.type} {device.vendor}:{device.model} at {place}, {_count(units, 'unit')}{health}"
+        if device.to_install:
+            yield f"  to be prepared: {'; '.join(device.to_install.splitlines())}"
+    yield from (f"not offered: {fault.subject}: {fault.reason}" for fault in report.faults)
+    yield from (f"backend {one.name} failed: {one.error}" for one in report.backends if one.error)
+    yield from (f"limited: {reason}" for reason in driver.limitations)
+
+
+def _list_unhealthy(driver: DriverFacts) -> list[str]:
+    """Return the keys of devices that cannot be offered as they are, and the names of backends that failed."""
+    blocked = [one.key for one in driver.report.devices if one.status != "ok" or one.to_install.startswith("cannot")]
+    return blocked + [backend.name for backend in driver.report.backends if backend.error]
+
+
+def _list_drivers_lacking(facts: HostFacts, text: str) -> list[str]:
+    """Return the names of the enabled drivers that name this text among what they lack."""
+    return [
+        driver.name
+        for driver in facts.drivers
+        if driver.enabled and any(text in reason for reason in driver.limitations)
+    ]
+
+
+def _count(number: int, noun: str) -> str:
+    """Return the number with its noun, which gets an s unless the number is 1."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"

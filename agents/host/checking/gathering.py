@@ -1,0 +1,168 @@
+"""Gather what `cyborg-agent check` judges: it reads the host and asks the conductor; it writes nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import ssl
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from agents import wire
+from agents.host.checking.facts import (
+    ConductorFacts,
+    ConnectionProblem,
+    DriverFacts,
+    KernelFacts,
+    RightsFacts,
+    SriovCard,
+)
+from agents.host.connection import http
+from drivers.errors import DriverError
+from drivers.inventory import DriverReport
+from drivers.isolation.runner import DriverProcess
+from drivers.machine import MAX_TABLE, PCI_DEVICES, Machine
+from drivers.pci import iommu
+from drivers.pci.binding import DRIVERS_FOLDER, read_bound_driver
+from drivers.pci.host_usage import find_functions_used_by_host
+from drivers.pci.iommu import list_virtual_functions
+from drivers.pci.ownership import resolve_conflicts
+
+CONNECT_S = 10.0
+"""How long to wait for the conductor, in seconds."""
+CAPABILITY_BITS = {"CAP_DAC_OVERRIDE": 1, "CAP_SYS_ADMIN": 21}
+"""The bits of capabilities in `CapEff` of /proc/self/status (include/uapi/linux/capability.h)."""
+
+
+def gather_kernel(machine: Machine) -> KernelFacts:
+    """Read what the kernel offers. Raises DriverError if a file of /sys or /proc cannot be read."""
+    release = machine.text("/proc/sys/kernel/osrelease")
+    functions = machine.pci_functions()
+    groups = {iommu.find_group(machine, address) for address in functions} - {""}
+    totals = {address: machine.read_int(f"{PCI_DEVICES}/{address}/sriov_totalvfs", 0) for address in functions}
+    return KernelFacts(
+        release,
+        len(groups),
+        "" if groups else iommu.describe_missing_iommu(machine),
+        tuple(name for name in machine.names(DRIVERS_FOLDER) if iommu.is_vfio_driver(name)),
+        _is_module_installed(machine, release, "vfio-pci"),
+        tuple(
+            SriovCard(
+                address, total, len(list_virtual_functions(machine, address)), read_bound_driver(machine, address)
+            )
+            for address, total in totals.items()
+            if total > 0
+        ),
+    )
+
+
+def gather_rights(machine: Machine, state_dir: Path) -> RightsFacts:
+    """Read what this process may do. Raises DriverError if a table of /proc cannot be read."""
+    status = dict(line.split(":", 1) for line in machine.text("/proc/self/status").splitlines() if ":" in line)
+    mask, uids = int(status.get("CapEff", "0").strip(), 16), status.get("Uid", "0 0").split()
+    return RightsFacts(
+        int(uids[min(1, len(uids) - 1)]),
+        frozenset(name for name, bit in CAPABILITY_BITS.items() if mask & 1 << bit),
+        _is_sys_read_only(machine),
+        str(state_dir),
+        explain_unusable_directory(state_dir),
+    )
+
+
+def gather_host_usage(machine: Machine) -> tuple[Mapping[str, str], str]:
+    """Return the PCI functions that the host itself uses with reasons, and why they cannot be found out ('' if not)."""
+    try:
+        return find_functions_used_by_host(machine, ()), ""
+    except DriverError as error:
+        return {}, str(error)
+
+
+async def gather_drivers(drivers: Sequence[DriverProcess], enabled: Sequence[str]) -> tuple[DriverFacts, ...]:
+    """Ask all drivers what they would offer.
+
+    The drivers that are enabled settle conflicting claims, in this order, as the agent does it. The others are asked
+    alone. The caller closes the processes.
+    """
+    answers = await asyncio.gather(*(_ask_driver(driver) for driver in drivers))
+    reports = {report.driver: report for report, _ in answers}
+    settled = {one.driver: one for one in resolve_conflicts([reports[name] for name in enabled if name in reports])}
+    return tuple(
+        DriverFacts(
+            settled.get(driver.name, report),
+            limitations,
+            driver.name in settled,
+            any(path.startswith("/sys/") for path in driver.manifest.writes),
+        )
+        for driver, (report, limitations) in zip(drivers, answers, strict=True)
+    )
+
+
+async def gather_conductor(gateway: http.GatewayEndpoint | None, timeout: float = CONNECT_S) -> ConductorFacts:
+    """Ask the conductor for a challenge, as an agent does before it connects; nothing is signed or sent on."""
+    if gateway is None:
+        return ConductorFacts()
+    before = time.time()
+    try:
+        _, answered_by, headers = await http.request_challenge(gateway, http.create_tls_context(gateway), timeout)
+    except (http.HttpStatusError, wire.MalformedMessageError, OSError) as error:
+        problem = classify_connection_error(error)
+        reason = f"no answer within {timeout:g} s" if problem == "timeout" else str(error) or type(error).__name__
+        return ConductorFacts(gateway.address, gateway.fingerprint, problem=problem, reason=reason)
+    return ConductorFacts(
+        gateway.address,
+        gateway.fingerprint,
+        answered_by.ip_address,
+        date=headers.get("Date", ""),
+        before=before,
+        after=time.time(),
+    )
+
+
+def classify_connection_error(error: Exception) -> ConnectionProblem:
+    """Return which kind of problem an error of `http.request_challenge` is."""
+    kinds: tuple[tuple[type[Exception], ConnectionProblem], ...] = (
+        (http.HttpStatusError, "status"),
+        (wire.MalformedMessageError, "answer"),
+        (ssl.SSLCertVerificationError, "certificate"),
+        (ssl.SSLError, "tls"),
+        (socket.gaierror, "name"),
+        (ConnectionRefusedError, "refused"),
+        (ConnectionError, "answer"),  # somebody listens, and closes the connection
+        (TimeoutError, "timeout"),
+    )
+    return next((problem for kind, problem in kinds if isinstance(error, kind)), "unreachable")
+
+
+def explain_unusable_directory(directory: Path) -> str:
+    """Return why this process cannot use or make the directory; '' if it can. Nothing is made."""
+    place = next(path for path in (directory, *directory.parents) if path.exists())
+    if not place.is_dir():
+        return f"{place} is not a directory"
+    return "" if os.access(place, os.W_OK | os.X_OK) else f"{place} is not writable for this user"
+
+
+async def _ask_driver(driver: DriverProcess) -> tuple[DriverReport, tuple[str, ...]]:
+    """Return the driver's report and what it lacks on this host; nothing is lacking if the driver itself fails."""
+    report = await driver.discover()
+    try:
+        return report, await driver.probe()
+    except DriverError:
+        return report, ()  # the report has that error already
+
+
+def _is_module_installed(machine: Machine, release: str, name: str) -> bool:
+    """Return whether a kernel module is installed for this kernel, as a file or built in."""
+    for table in ("modules.dep", "modules.builtin"):
+        path = f"/lib/modules/{release}/{table}"
+        if release and machine.exists(path) and f"/{name}.ko" in machine.read(path, MAX_TABLE):
+            return True
+    return False
+
+
+def _is_sys_read_only(machine: Machine) -> bool:
+    """Return whether /sys is mounted read-only for this process. Raises DriverError if that cannot be read."""
+    lines = machine.read("/proc/self/mountinfo", MAX_TABLE).splitlines()
+    mounts = [line.split() for line in lines if line.split()[4:5] == ["/sys"]]
+    return bool(mounts) and "ro" in mounts[-1][5].split(",")

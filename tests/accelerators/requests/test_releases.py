@@ -1,0 +1,292 @@
+"""Test released PCI handles: no other request gets one before its host has confirmed that no guest uses it (S1)."""
+
+from __future__ import annotations
+
+import json
+from datetime import UTC, datetime, timedelta
+from uuid import uuid4
+
+import pytest
+from django.db import IntegrityError, connection
+from django.test.utils import CaptureQueriesContext
+
+from accelerators import conductor, safety
+from accelerators.commands import command_queue
+from accelerators.commands.command_queue import CommandAnswer
+from accelerators.devices import lifecycle
+from accelerators.domain.caller import Caller
+from accelerators.domain.device_actions import Action
+from accelerators.domain.errors import RefusalReason, RefusedError
+from accelerators.models import (
+    AcceleratorRequest,
+    AttachHandle,
+    Command,
+    Deployable,
+    Device,
+    DeviceProfile,
+    Event,
+    Host,
+    Intent,
+    ReleasedHandle,
+)
+from accelerators.models.commands import COMMAND_IS_OPEN
+from accelerators.requests import binding, capacity
+from accelerators.requests.binding import BindSpec
+from accelerators.workflows import command_endings, release_checks
+from drivers.inventory import AttachHandle as ReportedHandle
+from drivers.inventory import Deployable as ReportedDeployable
+from drivers.inventory import Device as ReportedDevice
+from placement_sync.jobs import repository
+from placement_sync.mapping import compute_desired_providers
+from tests.support.reports import apply_report, get_or_create_host, make_card, make_driver_report
+
+pytestmark = pytest.mark.django_db
+NOVA = Caller("nova", "n", frozenset({"member"}), "p1", service=True)
+PROVIDER = str(uuid4())
+ACTS = "detach health reset"
+
+
+def make_reported_card(handles: int = 1, acts: str = ACTS, in_use: str = "") -> ReportedDevice:
+    """Return the report of a card whose handles are all in the same use."""
+    card = make_card(1, handles, acts=acts)
+    (part,) = card.deployables
+    used = tuple(ReportedHandle(one.attach_type, one.info, in_use) for one in part.handles)
+    part = ReportedDeployable(part.name, handles, part.attributes, used, part.driver_name)
+    return make_card(1, handles, acts=acts, deployables=(part,))
+
+
+def offer_card(handles: int = 1, acts: str = ACTS, in_use: str = "", seq: int = 1) -> Host:
+    """Report the card, and make it ready; return its host."""
+    host = get_or_create_host()
+    apply_report(host, make_driver_report(make_reported_card(handles, acts, in_use)), seq=seq)
+    with conductor.writing():
+        Device.objects.update(state="ready")
+        Deployable.objects.update(rp_uuid=PROVIDER)
+        for name, more in (("plain", {}), ("adder", {"accel:function_id": "adder"})):
+            DeviceProfile.objects.get_or_create(name=name, defaults={"groups": [{"resources:FPGA": "1"} | more]})
+    return host
+
+
+def bind(instance: str = "", profile: str = "plain") -> AcceleratorRequest:
+    """Create a request and bind it; return it."""
+    (uuid,) = binding.create_requests(profile, NOVA)
+    binding.bind_requests([BindSpec(uuid, "cmp1", PROVIDER, instance or str(uuid4()))], NOVA)
+    return AcceleratorRequest.objects.get(uuid=uuid)
+
+
+def answer(outcome: str = "succeeded", text: str = "") -> None:
+    """Answer the open question as the host's agent."""
+    command = Command.objects.get(COMMAND_IS_OPEN)
+    command_queue.store_answers([CommandAnswer(command.host_id, command.id, outcome, text)])
+    command_endings.end_answered_commands()
+
+
+def let_time_pass(**columns: datetime) -> None:
+    """Set the times of all releases, by default so that the hosts are asked again, and run the job."""
+    with conductor.writing():
+        ReleasedHandle.objects.update(**{"ask_at": datetime.now(UTC) - timedelta(seconds=1)} | columns)
+    release_checks.ask_hosts_again()
+
+
+def forget_intents() -> None:
+    with conductor.writing():
+        Intent.objects.all().delete()
+
+
+def unbind(request: AcceleratorRequest) -> None:
+    binding.unbind_requests([str(request.uuid)], NOVA)
+
+
+def delete(request: AcceleratorRequest) -> None:
+    binding.delete_requests([str(request.uuid)], NOVA)
+
+
+@pytest.mark.parametrize("release", [unbind, delete])
+def test_S1_a_function_detached_from_a_running_instance_is_not_given_before_its_host_confirms(release: object) -> None:
+    offer_card()
+    request = bind()
+    assert request.state == "Bound", "a PCI function needs no command to be bound"
+    release(request)  # type: ignore[operator]
+    question = Command.objects.get(COMMAND_IS_OPEN)
+    handle = AttachHandle.objects.get()
+    assert (question.op, question.arguments["uuid"], question.exclusive) == ("detach", str(handle.uuid), False)
+    for outcome, text in (("refused", "a guest still uses 0000:01:00.0"), ("unknown", "the agent stopped")):
+        with pytest.raises(RefusedError, match=r"released and not confirmed by the host as unused \(1\)") as refused:
+            bind()
+        assert refused.value.reason == RefusalReason.NONE_FREE
+        answer(outcome, text)
+        assert text in AttachHandle.objects.get().reason_not_offered
+        let_time_pass()
+    answer("succeeded", "no guest uses 0000:01:00.0")
+    assert not ReleasedHandle.objects.exists()
+    assert AttachHandle.objects.get().reason_not_offered == ""
+    assert bind().state == "Bound"
+    actions = Event.objects.filter(subject=Device.objects.get().uuid).order_by("id").values_list("action", flat=True)
+    assert list(actions)[-2:] == ["device.handle_held_back", "device.handle_freed"]
+
+
+@pytest.mark.parametrize(("in_use", "waits"), [("", False), ("guest", True), ("unknown", True)])
+def test_novas_delete_frees_a_function_at_once_only_if_the_last_report_shows_it_unused(
+    in_use: str, waits: bool
+) -> None:
+    offer_card()
+    request = bind()
+    apply_report(get_or_create_host(), make_driver_report(make_reported_card(in_use=in_use)), seq=2)
+    with CaptureQueriesContext(connection) as statements:
+        binding.delete_requests_of_instance(str(request.instance_uuid), NOVA)
+    assert ReleasedHandle.objects.exists() is waits
+    assert Command.objects.exists() is waits
+    if not waits:
+        assert len([one for one in statements if "SAVEPOINT" not in one["sql"]]) <= 3
+        assert bind().state == "Bound"
+
+
+def test_functions_of_a_driver_that_cannot_answer_are_free_at_once_as_before() -> None:
+    offer_card(acts="health reset", in_use="guest")
+    unbind(bind())
+    assert not Command.objects.exists()
+    binding.delete_requests_of_instance(str(bind().instance_uuid), NOVA)
+    assert bind().state == "Bound"
+
+
+def test_a_bind_that_failed_or_was_never_answered_leaves_nothing_to_ask() -> None:
+    offer_card()
+    (uuid,) = binding.create_requests("plain", NOVA)
+    binding.delete_requests([uuid], NOVA)
+    started = bind(profile="adder")
+    assert started.state == "BindStarted", "the instance has not been told of the function"
+    delete(started)
+    assert not ReleasedHandle.objects.exists()
+
+
+def test_S1_a_handle_that_waits_too_long_quarantines_its_device_and_is_never_freed_without_an_answer() -> None:
+    offer_card(handles=2)
+    request = bind()
+    unbind(request)
+    past = datetime.now(UTC) - timedelta(seconds=1)
+    let_time_pass(ask_until=past)
+    device = Device.objects.get()
+    assert (device.state, device.state_by) == ("quarantined", "releases")
+    assert "0000:01:00.0: instance" in device.state_reason and "there is no answer yet" in device.state_reason
+    lifecycle.apply_action_to_device(Action.RELEASE, device.uuid, NOVA)
+    lifecycle.apply_action_to_device(Action.ENABLE, device.uuid, NOVA)
+    other = bind()
+    assert other.attach_handle != request.attach_handle, "the handle that waits is not given, whatever people decide"
+    with pytest.raises(RefusedError, match="released and not confirmed"):
+        bind()
+    let_time_pass(ask_until=past)
+    assert Device.objects.get().state == "quarantined"
+    answer()
+    assert not ReleasedHandle.objects.exists()
+    assert Device.objects.get().state == "quarantined", "a person ends the quarantine"
+
+
+def test_the_quarantine_says_that_the_agent_is_away_and_the_host_is_asked_when_it_is_back() -> None:
+    host = offer_card()
+    unbind(bind())
+    conductor.set_hosts_stale_since([host.id], datetime.now(UTC))
+    let_time_pass(ask_until=datetime.now(UTC) - timedelta(seconds=1))
+    assert "the agent of cmp1 sends no heartbeats" in Device.objects.get().state_reason
+    with conductor.writing():
+        past = datetime.now(UTC) - timedelta(seconds=1)
+        Command.objects.update(start_by=past, end_by=past)
+    command_endings.end_late_commands()
+    assert not Command.objects.filter(COMMAND_IS_OPEN).exists()
+    let_time_pass()
+    answer()
+    assert not ReleasedHandle.objects.exists()
+
+
+def test_a_host_is_asked_one_question_at_a_time_with_growing_pauses() -> None:
+    offer_card()
+    unbind(bind())
+    let_time_pass()
+    assert Command.objects.count() == 1, "the first question is still open"
+    answer("refused", "a guest uses it")
+    with conductor.writing():
+        ReleasedHandle.objects.update(created_at=datetime.now(UTC) - timedelta(seconds=60))
+    let_time_pass()
+    release = ReleasedHandle.objects.get()
+    pause_s = (release.ask_at - datetime.now(UTC)).total_seconds()
+    assert 25 < pause_s < 31, "half the age"
+    assert Command.objects.count() == 2
+
+
+def test_an_answer_to_a_question_from_before_the_release_frees_nothing() -> None:
+    offer_card()
+    unbind(bind())
+    with conductor.writing():
+        ReleasedHandle.objects.update(created_at=datetime.now(UTC) + timedelta(seconds=5))
+    answer()
+    assert ReleasedHandle.objects.exists()
+
+
+def test_S2_the_database_itself_refuses_a_request_for_a_released_handle() -> None:
+    offer_card()
+    unbind(bind())
+    (uuid,) = binding.create_requests("plain", NOVA)
+    handle = AttachHandle.objects.get()
+    with pytest.raises(IntegrityError, match="has not confirmed that no guest uses it"), conductor.writing():
+        AcceleratorRequest.objects.filter(uuid=uuid).update(state="Bound", attach_handle=handle)
+
+
+def test_S1_no_destructive_act_touches_a_device_while_a_guest_may_use_one_of_its_released_functions() -> None:
+    offer_card(handles=2)
+    unbind(bind())
+    device = Device.objects.get()
+    with pytest.raises(RefusedError, match="held by a guest, perhaps: instance") as refused:
+        safety.refuse_unless_free(device, "reset")
+    assert refused.value.reason == RefusalReason.IN_USE
+    with pytest.raises(RefusedError, match="its device cannot be programmed: instance"):
+        bind(profile="adder")
+    lifecycle.disable_device(device.uuid, NOVA)
+    with pytest.raises(RefusedError, match="cannot be retired"):
+        lifecycle.apply_action_to_device(Action.RETIRE, device.uuid, NOVA)
+    with conductor.writing():
+        Device.objects.update(to_install="make 4 virtual functions")
+    with pytest.raises(RefusedError, match="cannot be installed"):
+        lifecycle.enable_device(device.uuid, NOVA)
+
+
+def test_a_handle_that_waits_is_reserved_in_placement_and_not_free_in_the_capacity() -> None:
+    host = offer_card(handles=4)
+    kept, released = bind(), bind()
+    forget_intents()
+    unbind(released)
+    assert Intent.objects.get(kind="provider").key == str(host.uuid)
+    ((provider,),) = [list(compute_desired_providers(repository.load_deployables(host))[0].values())]
+    assert (provider.total, provider.reserved) == (4, 1)
+    ((group,),) = capacity.query_groups([capacity.CapacityQuery(["host"])])
+    assert (group.total, group.held, group.free, group.reserved) == (4, 1, 2, 1)
+    forget_intents()
+    answer()
+    assert Intent.objects.filter(kind="provider").exists()
+    ((provider,),) = [list(compute_desired_providers(repository.load_deployables(host))[0].values())]
+    assert provider.reserved == 0
+    assert kept.state == "Bound"
+
+
+def test_several_functions_of_one_instance_are_asked_for_one_by_one() -> None:
+    offer_card(handles=3, in_use="guest")
+    instance = str(uuid4())
+    uuids = [uuid for _ in range(3) for uuid in binding.create_requests("plain", NOVA)]
+    binding.bind_requests([BindSpec(uuid, "cmp1", PROVIDER, instance) for uuid in uuids], NOVA)
+    binding.delete_requests_of_instance(instance, NOVA)
+    assert {str(one.instance) for one in ReleasedHandle.objects.all()} == {instance}
+    first, second, third = Command.objects.order_by("id")
+    for command, outcome in ((first, "succeeded"), (second, "refused"), (third, "succeeded")):
+        command_queue.store_answers([CommandAnswer(command.host_id, command.id, outcome, "as it is")])
+    command_endings.end_answered_commands()
+    assert str(ReleasedHandle.objects.get().handle.uuid) == second.arguments["uuid"]
+
+
+def test_a_report_stores_the_use_of_each_handle_and_says_so_in_the_devices_event() -> None:
+    offer_card()
+    assert AttachHandle.objects.get().in_use == ""
+    for seq, use in ((2, "unknown"), (3, "unknown"), (4, "")):
+        apply_report(get_or_create_host(), make_driver_report(make_reported_card(in_use=use)), seq=seq)
+        assert AttachHandle.objects.get().in_use == use
+    changes = [one.changes for one in Event.objects.filter(action="device.changed").order_by("id")]
+    info = json.dumps({"bus": "01", "device": "00", "domain": "0000", "function": "0"})
+    assert changes == [{f"use of handle {info}": ["", "unknown"]}, {f"use of handle {info}": ["unknown", ""]}]
+    assert Device.objects.get().generation == 0, "its layout is the same"
