@@ -305,6 +305,8 @@ def _list_missing_requirements(machine: Machine, rules: list[PciRule]) -> Iterat
             yield "/sys is mounted read-only for the agent (a container without write access?)"
     if not machine.names("/sys/kernel/iommu_groups"):
         yield f"no guest gets a PCI function: {iommu.describe_missing_iommu(machine)}"
+    if unseen := machine.list_open_nodes().unseen:
+        yield f"what programs of the host use is not known, so such devices are not offered: {unseen}"
     for name in sorted({rule.bind for rule in rules if rule.bind}):
         if not machine.exists(f"{binding.DRIVERS_FOLDER}/{name}"):
             yield f"the kernel has no driver {name}, which a rule binds to: load it (modprobe {name})"

@@ -26,6 +26,8 @@ class GuestUse(NamedTuple):
 
 
 FREE = GuestUse("free")
+SEVERITY = ("free", "unknown", "used")
+"""The states in the order in which they count when a device has several parts."""
 
 
 def is_bound_to_vfio(machine: Machine, folder: str) -> bool:
@@ -36,13 +38,27 @@ def is_bound_to_vfio(machine: Machine, folder: str) -> bool:
 def find_guest_uses(machine: Machine, folders: Iterable[str]) -> dict[str, GuestUse]:
     """Return whether a guest uses each of the PCI functions or mediated devices, given by their directories in sysfs.
 
+    A function is used, too, if a guest uses one of its mediated devices: they vanish with their parent's driver.
     The node of each VFIO group is opened for a moment: while a guest has it, the kernel refuses a second opener, also
     if the guest uses the device's own node. Only a kernel without groups (CONFIG_VFIO_GROUP=n) does not answer that
     way; there the open descriptors of all processes are read once.
     """
-    uses = {folder: _read_group_use(machine, folder) for folder in folders}
-    open_nodes = machine.list_open_nodes() if None in uses.values() else OpenNodes()
-    return {folder: use or _find_cdev_use(machine, folder, open_nodes) for folder, use in uses.items()}
+    parts = {folder: (folder, *_list_mediated_devices(machine, folder)) for folder in folders}
+    group_uses = {part: _read_group_use(machine, part) for some in parts.values() for part in some}
+    open_nodes = machine.list_open_nodes() if None in group_uses.values() else OpenNodes()
+    uses = {part: use or _find_cdev_use(machine, part, open_nodes) for part, use in group_uses.items()}
+    return {folder: _choose_worst([uses[part] for part in some]) for folder, some in parts.items()}
+
+
+def _choose_worst(uses: list[GuestUse]) -> GuestUse:
+    """Return the first use that is `used`, else the first that is `unknown`, else `free`."""
+    return max(uses, key=lambda use: SEVERITY.index(use.state))
+
+
+def _list_mediated_devices(machine: Machine, folder: str) -> list[str]:
+    """Return the directories of the mediated devices of a PCI function."""
+    children = (f"{folder}/{name}" for name in machine.names(folder, "*-*-*-*-*"))
+    return [child for child in children if machine.link(f"{child}/mdev_type")]
 
 
 def refuse_if_guest_uses(machine: Machine, folders: Iterable[str]) -> None:

@@ -182,10 +182,16 @@ AREAS = (
     ),
     Area(
         "ownership and host usage",
-        ("drivers/pci/ownership.py", "drivers/pci/host_usage.py", "drivers/pci/binding.py"),
+        (
+            "drivers/pci/ownership.py",
+            "drivers/pci/host_usage.py",
+            "drivers/pci/guest_usage.py",
+            "drivers/pci/binding.py",
+        ),
         (
             "tests/drivers/pci/test_ownership.py",
             "tests/drivers/pci/test_host_usage.py",
+            "tests/drivers/pci/test_guest_usage.py",
             "tests/drivers/pci/test_pci.py",
         ),
     ),

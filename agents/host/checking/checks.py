@@ -19,6 +19,7 @@ LANDLOCK_KERNEL = (5, 13)
 """The first kernel with Landlock, which keeps drivers from writing to the host (`drivers.isolation.sandbox`)."""
 NEEDED_CAPABILITIES = {
     "CAP_DAC_OVERRIDE": "to write to /sys and to open the device nodes of guests",
+    "CAP_SYS_PTRACE": "to see what programs of the host use; without it, functions that have a driver are not offered",
     "CAP_SYS_ADMIN": "to read the serial numbers of cards; without it a card is known by its PCI address only",
 }
 MAX_GOOD_OFFSET_S, MAX_OFFSET_S = 5.0, 60.0

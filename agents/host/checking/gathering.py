@@ -32,7 +32,7 @@ from drivers.pci.ownership import resolve_conflicts
 
 CONNECT_S = 10.0
 """How long to wait for the conductor, in seconds."""
-CAPABILITY_BITS = {"CAP_DAC_OVERRIDE": 1, "CAP_SYS_ADMIN": 21}
+CAPABILITY_BITS = {"CAP_DAC_OVERRIDE": 1, "CAP_SYS_PTRACE": 19, "CAP_SYS_ADMIN": 21}
 """The bits of capabilities in `CapEff` of /proc/self/status (include/uapi/linux/capability.h)."""
 
 
@@ -74,7 +74,7 @@ def gather_rights(machine: Machine, state_dir: Path) -> RightsFacts:
 def gather_host_usage(machine: Machine) -> tuple[Mapping[str, str], str]:
     """Return the PCI functions that the host itself uses with reasons, and why they cannot be found out ('' if not)."""
     try:
-        return find_functions_used_by_host(machine, ()), ""
+        return find_functions_used_by_host(machine, machine.pci_functions()), ""
     except DriverError as error:
         return {}, str(error)
 

@@ -9,9 +9,11 @@ import pytest
 
 from drivers.errors import Busy, Denied
 from drivers.pci.guest_usage import GuestUse, find_guest_uses, refuse_if_guest_uses
+from tests.support import modelkinds
 from tests.support.modelmachine import ModelMachine
 
 CARD = "0000:01:00.0"
+UUID = "83b8f4f2-509f-382f-3c1e-e6bfe0fa1000"
 FOLDER = f"/sys/bus/pci/devices/{CARD}"
 
 
@@ -58,6 +60,18 @@ def test_a_function_that_is_not_bound_to_vfio_is_free(host: ModelMachine, driver
         host.load(driver)
         bind(host, driver)
     assert find_use(host) == GuestUse("free")
+
+
+def test_a_parent_is_used_while_a_guest_uses_one_of_its_mediated_devices(host: ModelMachine) -> None:
+    card = host.real(FOLDER).resolve()
+    modelkinds.mdev_types(host, card, {"nvidia-223": 2})
+    host.write(f"{FOLDER}/mdev_supported_types/nvidia-223/create", UUID)
+    host.link(card / UUID / "iommu_group", host.sys / "kernel/iommu_groups/20")
+    host.file(host.sys / "class/vfio/20/dev", "242:20\n")
+    host.file(host.dev / "vfio/20", "")
+    assert find_use(host).state == "free"
+    with host.holding("/dev/vfio/20"):
+        assert find_use(host) == GuestUse("used", "/dev/vfio/20 is open")
 
 
 def test_an_agent_without_dev_vfio_does_not_know_whether_a_guest_uses_the_function(host: ModelMachine) -> None:

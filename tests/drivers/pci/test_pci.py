@@ -345,8 +345,10 @@ def test_the_probe_names_what_the_host_lacks_and_the_remedy(host: FakeHost) -> N
     rules = {"rules": [{"vendor": "10de", "bind": "vfio-pci"}]}
     host.file(host.proc / "self/status", "Name:\tx\nUid:\t1000\t1000\t1000\t1000\nCapEff:\t0000000000000000\n")
     host.file(host.proc / "self/mountinfo", "21 1 0:20 / /sys ro,nosuid - sysfs sysfs ro\n")
+    (host.proc / "self/ns/pid").rename(host.proc / "pid")
     lacks = "\n".join(PciDriver().probe(host.machine, rules))
-    for words in ("CAP_DAC_OVERRIDE", "mounted read-only", "no IOMMU", "modprobe vfio-pci"):
+    (host.proc / "pid").rename(host.proc / "self/ns/pid")
+    for words in ("CAP_DAC_OVERRIDE", "process namespace", "mounted read-only", "no IOMMU", "modprobe vfio-pci"):
         assert words in lacks
     host.file(host.proc / "self/status", "Uid:\t1000\nCapEff:\t0000000000000002\n")
     host.file(host.proc / "self/mountinfo", "21 1 0:20 / /sys rw,nosuid - sysfs sysfs rw\n")

@@ -383,6 +383,7 @@ def test_a_detach_succeeds_only_if_no_guest_has_the_function_open(host: ModelMac
         Failed, match=f"not known whether a guest uses {SECOND_VF}, because the agent does not see /dev/vfio/"
     ):
         work.plan("detach", Ask(ASK.key, handle=second))
+    host.file(host.dev / node.removeprefix("/dev/"), "")
     make_runner(host, vfs=0).run_act("install", ASK)
     assert work.plan("detach", Ask(ASK.key, handle=second)).said == f"{SECOND_VF} does not exist any more"
 

@@ -44,7 +44,7 @@ def test_a_host_without_an_iommu_names_the_missing_setting(tmp_path: Path) -> No
     assert gathering.gather_kernel(host.machine).missing_iommu.startswith("no IOMMU: ")
 
 
-@pytest.mark.parametrize(("user", "mask", "capabilities"), [(0, "200002", 2), (1000, "0", 0)])
+@pytest.mark.parametrize(("user", "mask", "capabilities"), [(0, "280002", 3), (1000, "0", 0)])
 def test_the_rights_of_the_process_are_read(
     host: ModelMachine, tmp_path: Path, user: int, mask: str, capabilities: int
 ) -> None:
