@@ -44,6 +44,9 @@ REPORTED_DEVICE_FIELDS = (
     "bridges",
 )
 """The columns of a device that reports set, in the order of `StoredDevice.facts`."""
+RESTORED_BOOT = "restored"
+"""Stored as the boot id of a host after a restore of the database: then nothing is known of what was programmed since
+the backup, not even in flash memory. No kernel has this boot id."""
 FOUND_EVENT_FIELDS = ("key", "driver", "type", "vendor", "model", "address", "status")
 """The columns that the event `device.found` contains. The other columns are in events only when they change later."""
 _get_reported_values = attrgetter(*REPORTED_DEVICE_FIELDS[1:])
@@ -263,7 +266,8 @@ def collect_changes(
     That is: rows, device states, events, the host's row with the hash of the applied report, and a `provider` intent if
     Placement may have to be updated. `now` is an ISO timestamp, for `since` and `state_since`. A stored device whose
     driver or backend reported an error stays as it is, even if another driver reports it. If the host was rebooted,
-    all its devices lose what they were programmed with, unless it is in flash memory.
+    all its devices lose what they were programmed with, unless it is in flash memory; after a restore of the database,
+    what is in flash memory is forgotten, too.
 
     `owners` maps the ids of providers to the names of the hosts to which they belong; the host's new providers are
     added. If a driver names a provider of another host, its part of the report is replaced by an error and a fault.
@@ -561,7 +565,7 @@ def _mark_device_missing(
     if (device.state, device.returns_to) == ("missing", returns_to):
         return
     changes = _collect_state_change(device, "missing", returns_to, reason, now, collected)
-    changes |= _end_volatile_programs(device, collected)[1]
+    changes |= _end_programs(device, collected)[1]
     action = "device.quarantined" if device.state == "missing" else "device.missing"
     collected.events.append(
         _build_agent_event(host, action, device.uuid, str(device.facts[MODEL_INDEX]), changes, reason)
@@ -571,23 +575,29 @@ def _mark_device_missing(
 def _end_programs_after_reboot(host: StoredHost, collected: InventoryChanges) -> StoredHost:
     """Append the end of all that was programmed on the host and is not in flash memory, with an event for each device.
 
-    Returns the host as it is stored then.
+    After a restore of the database (RESTORED_BOOT) it does not matter where it is. Returns the host as it is stored
+    then.
     """
+    is_restored = host.boot_id == RESTORED_BOOT
     devices = []
     for device in host.devices:
-        device_after, changes = _end_volatile_programs(device, collected)
+        device_after, changes = _end_programs(device, collected, also_in_flash=is_restored)
         devices.append(device_after)
         if changes:
-            reason = "the host was rebooted, so what the device was programmed with is lost"
+            reason = (
+                "the database was restored, so it is not known what the device was programmed with since the backup"
+                if is_restored
+                else "the host was rebooted, so what the device was programmed with is lost"
+            )
             name = str(device.facts[MODEL_INDEX])
             collected.events.append(_build_agent_event(host, "device.unclear", device.uuid, name, changes, reason))
     return msgspec.structs.replace(host, devices=tuple(devices))
 
 
-def _end_volatile_programs(
-    device: StoredDevice, collected: InventoryChanges
+def _end_programs(
+    device: StoredDevice, collected: InventoryChanges, *, also_in_flash: bool = False
 ) -> tuple[StoredDevice, dict[str, list[Any]]]:
-    """Append the end of what the device's deployables were programmed with, unless it is in flash memory.
+    """Append the end of what the device's deployables were programmed with; of what is in flash memory, only if wanted.
 
     That is the bitstream and the function trait that programming has set. Returns the device as it is stored then, and
     the changes for an event.
@@ -599,7 +609,8 @@ def _end_volatile_programs(
             for one in deployable.attributes
             if (one.key, one.origin) == (traits.FUNCTION_TRAIT_KEY, AttributeOrigin.CONDUCTOR)
         )
-        if not deployable.bitstream_in_flash and (deployable.bitstream or traits_set):
+        is_ended = also_in_flash or not deployable.bitstream_in_flash
+        if is_ended and (deployable.bitstream or traits_set):
             collected.ended_programs.append(deployable.id)
             collected.gone_attributes += [one.id for one in traits_set]
             changes[f"{deployable.name} bitstream"] = [deployable.bitstream, None]

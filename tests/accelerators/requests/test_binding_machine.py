@@ -35,7 +35,6 @@ from accelerators.domain.errors import RefusalReason, RefusedError
 from accelerators.domain.states import RequestState
 from accelerators.models import (
     AcceleratorRequest,
-    AttachHandle,
     Command,
     Deployable,
     Device,
@@ -62,6 +61,7 @@ ENDS_OF_A_WAIT = frozenset({_R.BOUND, _R.BIND_FAILED})
 """The states that a request can have after BindStarted, unless it is unbound."""
 
 
+HEALTHS = ("ok", "ok", "degraded", "failed", "unknown")
 STATES_WITH_A_HANDLE = frozenset({"BindStarted", "Bound"})
 READ_STORED_SQL = """
 SELECT json_build_object(
@@ -72,7 +72,7 @@ SELECT json_build_object(
     LEFT JOIN accelerators_device d ON d.id = p.device_id),
   'handles', (SELECT json_agg(json_build_array(h.uuid, p.device_id))
     FROM accelerators_attachhandle h JOIN accelerators_deployable p ON p.id = h.deployable_id),
-  'devices', (SELECT json_agg(json_build_array(id, uuid, state, busy_with,
+  'devices', (SELECT json_agg(json_build_array(id, uuid, state, status, busy_with,
       (SELECT bitstream_id FROM accelerators_deployable p WHERE p.device_id = d.id)) ORDER BY id)
     FROM accelerators_device d),
   'commands', (SELECT coalesce(json_agg(json_build_array(id, uuid, op, device_id, exclusive, request,
@@ -97,6 +97,7 @@ class StoredDevice(NamedTuple):
     id: int
     uuid: str
     state: str
+    health: str
     busy_with: str | None
     bitstream: str | None
 
@@ -140,17 +141,25 @@ def make_cards() -> list[str]:
     The handles of the first card are PCI; those of the second have to be created on the host.
     """
     providers = [str(uuid4()), str(uuid4())]
-    apply_report(
-        get_or_create_host("cmp1"), make_driver_report(make_card(1, 2, acts="reset"), make_card(2, 2, acts="reset"))
-    )
+    report_cards("ok", "ok")
     with conductor.writing():
         Device.objects.update(state="ready")
         for part, provider in zip(Deployable.objects.order_by("id"), providers, strict=True):
             Deployable.objects.filter(id=part.id).update(rp_uuid=provider)
-        AttachHandle.objects.filter(deployable__rp_uuid=providers[1]).update(attach_type="MDEV")
         for name, group in PROFILES.items():
             DeviceProfile.objects.create(name=name, groups=[group])
     return providers
+
+
+def report_cards(*health: str) -> None:
+    """Apply a report in which the two cards have this health."""
+    cards = [make_card(n, 2, acts="reset", status=word) for n, word in enumerate(health, 1)]
+    (part,) = cards[1].deployables
+    made_on_host = tuple(msgspec.structs.replace(one, attach_type="MDEV") for one in part.handles)
+    part = msgspec.structs.replace(part, handles=made_on_host)
+    cards[1] = msgspec.structs.replace(cards[1], deployables=(part,))
+    host = get_or_create_host("cmp1")
+    assert apply_report(host, make_driver_report(*cards), seq=host.applied_seq + 1) == 1
 
 
 class RequestsMachine(RuleBasedStateMachine):
@@ -223,6 +232,13 @@ class RequestsMachine(RuleBasedStateMachine):
         except RefusedError as refused:
             assert offer and device.busy_with and refused.reason == RefusalReason.CONFLICT
 
+    @rule(first=st.sampled_from(HEALTHS), second=st.sampled_from(HEALTHS))
+    def a_report_shows_the_health(self, first: str, second: str) -> None:
+        report_cards(first, second)
+        for device, before, reported in zip(read_stored().devices, self.stored.devices, (first, second), strict=True):
+            lasts = (before.health, reported) == ("failed", "unknown")
+            assert device.health == ("failed" if lasts else reported)
+
     @rule(card=st.integers(0, 1))
     def reset(self, card: int) -> None:
         device = self.stored.devices[card]
@@ -284,7 +300,7 @@ class RequestsMachine(RuleBasedStateMachine):
         return group.get("accel:function_id") or group.get("accel:bitstream_id", "")
 
     def count_offered_handles(self, device: StoredDevice) -> int:
-        if device.state != "ready" or device.busy_with:
+        if device.state != "ready" or device.health == "failed" or device.busy_with:
             return 0
         return self.count_unheld_handles(device)
 
