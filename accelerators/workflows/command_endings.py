@@ -240,9 +240,9 @@ def _collect_device_consequences(ended: EndedCommand, device: Device, consequenc
     """Collect the consequences of a command for its device's state.
 
     An install leads to ready or failed, a successful uninstall to inactive; a program stores the new content; a detach
-    of a PCI handle is the answer to a question about it; any other failed detach only writes an event; any other
-    exclusive command with an unknown outcome makes the device failed. A state that a person has set since the command
-    was ordered is kept.
+    tells whether its handle is unused, and a failed one that was not repeated writes an event; any other exclusive
+    command with an unknown outcome makes the device failed. A state that a person has set since the command was ordered
+    is kept.
     """
     command, state_now = ended.command, build_lifecycle_state(device)
     if command.op == "install" and state_now.effective_state == _S.INSTALLING:
@@ -252,13 +252,13 @@ def _collect_device_consequences(ended: EndedCommand, device: Device, consequenc
         _add_state_change(ended, device, _S.INACTIVE, command.reason or "uninstalled", consequences)
     elif command.op == "program":
         _apply_program_result(ended, device, consequences)
-    elif release_checks.is_question(command):
+    elif command.op == "detach":
         consequences.answers_about_releases.append((command, "" if ended.succeeded else ended.text or ended.state))
-    elif command.op == "detach" and not ended.succeeded:
-        why = f"a handle could not be detached: {ended.text}"
-        consequences.state_changes.append(
-            DeviceStateChange(device, state_now, state_now, command.host.name, why, name="not_detached")
-        )
+        if not ended.succeeded and not release_checks.is_repeated_question(command):
+            why = f"a handle could not be detached: {ended.text}"
+            consequences.state_changes.append(
+                DeviceStateChange(device, state_now, state_now, command.host.name, why, name="not_detached")
+            )
     elif command.exclusive:
         _fail_device_if_outcome_unknown(ended, device, consequences)
 
