@@ -16,8 +16,11 @@ from msgspec import Meta, Struct
 
 from drivers.inventory import AttachHandle, Fault, Health, Name, Sample, Text
 
-Path = Annotated[str, Meta(max_length=512, pattern=r"^/(sys|state|dev)(/(?!\.\.?(/|$))[^/\x00]+)+$")]
-"""An absolute path below /sys, /state or /dev, without `.` and `..`."""
+MDEV_DEFINITIONS = "/etc/mdevctl.d"
+"""The directory in which mdevctl keeps definitions of mediated devices: PARENT/UUID, a file each. libvirt's driver for
+node devices stores what Nova defines there, and watches the directory (README of mdevctl; node_device_udev.c)."""
+Path = Annotated[str, Meta(max_length=512, pattern=r"^/(sys|state|dev|etc/mdevctl\.d)(/(?!\.\.?(/|$))[^/\x00]+)+$")]
+"""An absolute path below /sys, /state, /dev or MDEV_DEFINITIONS, without `.` and `..`."""
 Value = Annotated[str, Meta(max_length=4096)]
 
 Act = Literal["install", "uninstall", "attach", "detach", "program", "partition", "reset"]
@@ -46,7 +49,8 @@ class Check(Struct, frozen=True, omit_defaults=True):
 class Write(Struct, frozen=True, omit_defaults=True):
     """Write one value to one file.
 
-    A file below `/state` is created if it does not exist, and an empty value removes it. Elsewhere the file must exist.
+    A file below `/state` is created if it does not exist, and an empty value removes it. A file below MDEV_DEFINITIONS
+    can only be removed, by an empty value. Elsewhere the file must exist.
     """
 
     path: Path

@@ -198,8 +198,8 @@ def unbind_requests(uuids: Sequence[str], caller: Caller) -> None:
     """Unbind all of these requests or none: release their handles and clear their host, provider and instance.
 
     Every state is allowed (contract section 4.1); a request that is Unbound already does not change. Handles that were
-    made on a host are detached there by a command, and commands that still wait for an image are cancelled. PCI handles
-    are free when their host has confirmed that no guest uses them (`releases`). Locks the requests. Raises RefusedError
+    made on a host are detached there by a command, and commands that still wait for an image are cancelled. Handles are
+    free when their host has confirmed that they are unused (`releases`). Locks the requests. Raises RefusedError
     NOT_FOUND if a request does not exist or is not the caller's.
     """
     with conductor.writing():
@@ -215,8 +215,8 @@ def unbind_requests(uuids: Sequence[str], caller: Caller) -> None:
 def delete_requests(uuids: Sequence[str], caller: Caller) -> None:
     """Delete all of these requests or none, in any state, and release their handles; records an event for each.
 
-    Handles that were made on a host are detached there by a command. PCI handles are free when their host has confirmed
-    that no guest uses them (`releases`). Raises RefusedError: NOT_FOUND if a request does not exist or is not the
+    Handles that were made on a host are detached there by a command. Handles are free when their host has confirmed
+    that they are unused (`releases`). Raises RefusedError: NOT_FOUND if a request does not exist or is not the
     caller's; SERVICE_TOKEN if a request belongs to an instance and the caller sent no service token.
     """
     with conductor.writing():
@@ -327,6 +327,9 @@ def finish_binds(outcomes: Sequence[BindOutcome], source: EventSource, actor: st
             command_queue.build_detach_order(request.handle, request.instance, request.uuid, "its bind failed", actor)
             for request in to_detach
         ]
+    )
+    releases.hold_back_used_handles(
+        {request.handle: request.instance for request in to_detach}, actor, instance_is_gone=False
     )
 
 
@@ -584,7 +587,7 @@ def _delete_locked_requests(requests: Sequence[_LockedRequest], caller: Caller, 
 
 def _release_on_hosts(requests: Sequence[_LockedRequest], caller: Caller, *, instance_is_gone: bool) -> None:
     """Cancel the commands of these requests that still wait for an image, and order a detach of each handle that is
-    made on a host. Keep PCI handles that a guest may still use from other requests (`releases`).
+    made on a host. Keep these, and PCI handles that a guest may still use, from other requests (`releases`).
 
     The requests need not hold their handles any more; their state and handle are those from before the change.
     """
@@ -603,7 +606,11 @@ def _release_on_hosts(requests: Sequence[_LockedRequest], caller: Caller, *, ins
         EventSource.API,
     )
     releases.hold_back_used_handles(
-        {request.handle: request.instance_uuid for request in requests if request.handle and request.state == _S.BOUND},
+        {
+            request.handle: request.instance_uuid
+            for request in requests
+            if request.handle and (request.state == _S.BOUND or request.attach_type in TYPES_CREATED_ON_HOST)
+        },
         caller.name,
         instance_is_gone=instance_is_gone,
     )

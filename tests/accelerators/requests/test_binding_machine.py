@@ -1,4 +1,5 @@
-"""Test requests and the commands that they wait for with random sequences of calls (promises S1, S2, L2).
+"""Test requests, released handles and the commands that they wait for with random sequences of calls (promises S1, S2,
+L2).
 
 No sequence may store an illegal state, and no request may wait without end.
 """
@@ -31,6 +32,7 @@ from accelerators.commands import command_queue
 from accelerators.commands.command_queue import TYPES_CREATED_ON_HOST, CommandAnswer
 from accelerators.devices import lifecycle
 from accelerators.domain.caller import Caller
+from accelerators.domain.device_actions import Action
 from accelerators.domain.errors import RefusalReason, RefusedError
 from accelerators.domain.states import RequestState
 from accelerators.models import (
@@ -39,11 +41,12 @@ from accelerators.models import (
     Deployable,
     Device,
     DeviceProfile,
+    ReleasedHandle,
 )
 from accelerators.models.commands import COMMAND_IS_OPEN
 from accelerators.requests import binding, profiles
 from accelerators.requests.binding import BindSpec
-from accelerators.workflows import command_endings
+from accelerators.workflows import command_endings, release_checks
 from tests.support.long import few_or_many, scaled
 from tests.support.reports import apply_report, get_or_create_host, make_card, make_driver_report
 
@@ -77,8 +80,10 @@ SELECT json_build_object(
     FROM accelerators_device d),
   'commands', (SELECT coalesce(json_agg(json_build_array(id, uuid, op, device_id, exclusive, request,
       arguments->>'consumer', arguments->'handle'->>'attach_type', ended_at IS NULL, answered_at IS NULL,
-      outcome = 'succeeded') ORDER BY id), '[]')
-    FROM accelerators_command))::text
+      outcome = 'succeeded', arguments->>'uuid') ORDER BY id), '[]')
+    FROM accelerators_command),
+  'released', (SELECT coalesce(json_agg(h.uuid), '[]')
+    FROM accelerators_releasedhandle w JOIN accelerators_attachhandle h ON h.id = w.handle_id))::text
 """
 """Reads everything that rules and invariants need in one statement, so that most of the time is the product's."""
 
@@ -116,6 +121,7 @@ class StoredCommand(NamedTuple):
     is_open: bool
     is_unanswered: bool
     succeeded: bool
+    handle: str | None
 
 
 class StoredState(msgspec.Struct, frozen=True):
@@ -126,6 +132,8 @@ class StoredState(msgspec.Struct, frozen=True):
     """Uuid of the handle, and id of its device."""
     devices: list[StoredDevice]
     commands: list[StoredCommand]
+    released: list[str]
+    """Uuids of the handles that were released and that their host has not confirmed as unused."""
 
 
 def read_stored() -> StoredState:
@@ -153,7 +161,7 @@ def make_cards() -> list[str]:
 
 def report_cards(*health: str) -> None:
     """Apply a report in which the two cards have this health."""
-    cards = [make_card(n, 2, acts="reset", status=word) for n, word in enumerate(health, 1)]
+    cards = [make_card(n, 2, acts="detach reset", status=word) for n, word in enumerate(health, 1)]
     (part,) = cards[1].deployables
     made_on_host = tuple(msgspec.structs.replace(one, attach_type="MDEV") for one in part.handles)
     part = msgspec.structs.replace(part, handles=made_on_host)
@@ -199,6 +207,7 @@ class RequestsMachine(RuleBasedStateMachine):
         instance, device = str(uuid4()), self.stored.devices[card]
         images = {image for uuid in uuids if (image := self.get_wanted_image(uuid)) and image != device.bitstream}
         held = any(one.device == device.id and one.state in STATES_WITH_A_HANDLE for one in self.stored.requests)
+        held = held or self.has_released_handle(device)
         possible = self.count_offered_handles(device) >= len(uuids) and len(images) < 2 and not (images and held)
         legal = BINDABLE.issuperset(self.expected_states[uuid] for uuid in uuids)
         try:
@@ -227,6 +236,8 @@ class RequestsMachine(RuleBasedStateMachine):
     @rule(card=st.integers(0, 1), offer=st.booleans())
     def offer(self, card: int, offer: bool) -> None:
         device = self.stored.devices[card]
+        if offer and device.state == "quarantined":
+            lifecycle.apply_action_to_device(Action.RELEASE, UUID(device.uuid), NOVA)
         try:
             (lifecycle.enable_device if offer else lifecycle.disable_device)(UUID(device.uuid), NOVA)
         except RefusedError as refused:
@@ -243,6 +254,7 @@ class RequestsMachine(RuleBasedStateMachine):
     def reset(self, card: int) -> None:
         device = self.stored.devices[card]
         held = any(one.handle and one.device == device.id for one in self.stored.requests)
+        held = held or self.has_released_handle(device)
         try:
             command_queue.order_device_command("reset", UUID(device.uuid), NOVA)
         except RefusedError as refused:
@@ -264,6 +276,18 @@ class RequestsMachine(RuleBasedStateMachine):
         else:
             assert not command_queue.store_answers([CommandAnswer(command.host_id, command.id, outcome, "as it is")])
         self.settle_and_follow(command_endings.end_answered_commands)
+
+    @precondition(lambda self: self.stored.released)
+    @rule(overdue=st.booleans())
+    def the_hosts_are_asked_again(self, overdue: bool) -> None:
+        with conductor.writing():
+            past = datetime.now(UTC) - timedelta(seconds=1)
+            ReleasedHandle.objects.update(ask_at=past, **({"ask_until": past} if overdue else {}))
+        assert release_checks.ask_hosts_again() is False
+        after = read_stored()
+        assert sorted(after.released) == sorted(self.stored.released), "only an answer gives a handle free"
+        asked = {one.handle for one in after.commands if one.is_open and one.op == "detach"}
+        assert asked.issuperset(after.released)
 
     @precondition(lambda self: any(one.is_open for one in self.stored.commands))
     @rule()
@@ -305,8 +329,11 @@ class RequestsMachine(RuleBasedStateMachine):
         return self.count_unheld_handles(device)
 
     def count_unheld_handles(self, device: StoredDevice) -> int:
-        taken = {one.handle for one in self.stored.requests}
+        taken = {one.handle for one in self.stored.requests} | {*self.stored.released}
         return len([uuid for uuid, of in self.stored.handles if of == device.id and uuid not in taken])
+
+    def has_released_handle(self, device: StoredDevice) -> bool:
+        return any(of == device.id and uuid in self.stored.released for uuid, of in self.stored.handles)
 
     def list_closed_cards(self) -> list[int]:
         """Return the indexes of the cards that offer nothing although some of their handles are free."""
@@ -317,7 +344,9 @@ class RequestsMachine(RuleBasedStateMachine):
 
     @invariant()
     def stored_rows_are_consistent(self) -> None:
+        held_before = {one.handle for one in self.stored.requests if one.state == "Bound"}
         self.stored = read_stored()
+        self.S1_check_handles_are_released_or_held(held_before)
         self.check_stored_states_and_holders()
         self.S1_check_exclusive_commands_share_no_device()
         self.L2_check_each_waiting_request_has_an_open_command()
@@ -333,6 +362,12 @@ class RequestsMachine(RuleBasedStateMachine):
             assert one.has_fault is (one.state == "BindFailed")
         held = [one.handle for one in self.stored.requests if one.handle]
         assert len(held) == len(set(held)), "S2: one handle, one request"
+
+    def S1_check_handles_are_released_or_held(self, held_before: set[str | None]) -> None:
+        """Check that a handle that an instance had is free only after its host has confirmed it."""
+        held = {one.handle for one in self.stored.requests if one.handle}
+        assert not held & {*self.stored.released}
+        assert held_before <= held | {*self.stored.released}
 
     def S1_check_exclusive_commands_share_no_device(self) -> None:
         for device in self.stored.devices:

@@ -290,3 +290,48 @@ def test_a_report_stores_the_use_of_each_handle_and_says_so_in_the_devices_event
     info = json.dumps({"bus": "01", "device": "00", "domain": "0000", "function": "0"})
     assert changes == [{f"use of handle {info}": ["", "unknown"]}, {f"use of handle {info}": ["unknown", ""]}]
     assert Device.objects.get().generation == 0, "its layout is the same"
+
+
+def offer_mdevs() -> None:
+    """Report the card; its handles are mediated devices, which the host makes."""
+    offer_card(handles=2)
+    with conductor.writing():
+        AttachHandle.objects.update(attach_type="MDEV")
+
+
+def test_a_mediated_device_is_given_again_when_its_detach_has_succeeded_which_is_ordered_until_it_does() -> None:
+    offer_mdevs()
+    request = bind()
+    answer()
+    delete(AcceleratorRequest.objects.get(uuid=request.uuid))
+    device = Device.objects.get()
+    for n, outcome in enumerate(("refused", "failed", "unknown")):
+        detach = Command.objects.get(COMMAND_IS_OPEN)
+        assert (detach.op, detach.arguments["consumer"]) == ("detach", str(request.instance_uuid))
+        answer(outcome, f"a guest uses it ({n})")
+        let_time_pass()
+    assert Event.objects.filter(action="device.not_detached").count() == 1, "repeated attempts are not told again"
+    assert (Device.objects.get().state, ReleasedHandle.objects.get().ask_until) == ("ready", None), "it is safe to wait"
+    with conductor.writing():
+        past = datetime.now(UTC) - timedelta(seconds=1)
+        Command.objects.filter(COMMAND_IS_OPEN).update(start_by=past, end_by=past)
+    command_endings.end_late_commands()
+    let_time_pass()
+    assert bind().attach_handle_id != request.attach_handle_id
+    assert device.state == "ready"
+    command_queue.store_answers(
+        [CommandAnswer(one.host_id, one.id, "succeeded") for one in Command.objects.filter(COMMAND_IS_OPEN)]
+    )
+    command_endings.end_answered_commands()
+    assert not ReleasedHandle.objects.exists()
+
+
+@pytest.mark.parametrize(("outcome", "waits"), [("unknown", True), ("failed", True), ("refused", False)])
+def test_what_a_failed_bind_may_have_made_on_the_host_is_removed_before_the_handle_is_given_again(
+    outcome: str, waits: bool
+) -> None:
+    offer_mdevs()
+    bind()
+    answer(outcome, "the agent stopped")
+    assert ReleasedHandle.objects.exists() is waits
+    assert Command.objects.filter(COMMAND_IS_OPEN, op="detach").exists() is waits
