@@ -136,7 +136,7 @@ class MdevBackend(PciFunctionBackend, frozen=True, kw_only=True, forbid_unknown_
 
         One that exists without a note of its consumer is taken over: Nova has created it under the handle's uuid, or
         its definition has started it. Raises Busy if the mediated device belongs to another consumer, if a guest uses
-        one without a note, or if no more can be created, Denied if it is unknown whether a guest uses it, and Gone for an
+        one without a note, or if no more can be created; Denied if it is unknown whether a guest uses it; Gone for an
         unknown handle.
         """
         name, note, device = self.desired.mdev_type, f"{NOTES_FOLDER}/{ask.uuid}", f"{PCI_DEVICES}/{address}/{ask.uuid}"

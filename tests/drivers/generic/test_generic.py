@@ -236,7 +236,9 @@ def test_attach_takes_over_an_idle_device_that_exists_under_the_handles_uuid(hos
     wanted = attach_ask(work, 0)
     host.write(f"/sys/bus/pci/devices/{GPU}/mdev_supported_types/nvidia-223/create", UUIDS[0])
     host.link(host.real(f"/sys/bus/pci/devices/{GPU}/{UUIDS[0]}/iommu_group"), host.sys / "kernel/iommu_groups/20")
-    with host.holding("/dev/vfio/20"), pytest.raises(Busy, match="belongs to an unknown consumer"):
+    host.file(host.sys / "class/vfio/20/dev", "242:20\n")
+    host.file(host.dev / "vfio/20", "")
+    with host.holding("/dev/vfio/20"), pytest.raises(Busy, match="a guest uses it"):
         work.plan("attach", wanted)
     assert work.run_act("attach", wanted) == 1
     assert host.machine.read(f"/state/mdev/{UUIDS[0]}") == ALICE
