@@ -41,7 +41,7 @@ def get_sys_path(key: str) -> str:
 
 
 class OpenNodes(Struct, frozen=True, omit_defaults=True):
-    """The device nodes of PCI hardware that processes of the host have open.
+    """The device nodes that processes of the host have open, without those that cannot belong to PCI hardware.
 
     `users` maps a node's number, such as `c226:0` (character) or `b259:0` (block), to the names of the processes.
     `unseen` says why processes may be missing in it; '' if every process of the host was looked at.
@@ -264,10 +264,13 @@ class Machine:
         return paths
 
     def _is_pci_node(self, number: str) -> bool:
-        """Return whether a node belongs to PCI hardware, by its place in /sys/devices or NVIDIA's number."""
-        kind, major_minor = number[0], number[1:]
-        folder = self.resolve(f"/sys/dev/{'block' if kind == 'b' else 'char'}/{major_minor}")
-        return number.startswith(f"c{NVIDIA_MAJOR}:") or any(map(PCI_ADDRESS.fullmatch, folder.split("/")))
+        """Return whether a node may belong to PCI hardware: every block device, NVIDIA's nodes, and the other character
+        devices whose place in /sys/devices is below a PCI function or an NVMe subsystem, which may have several.
+        """
+        if number.startswith(("b", f"c{NVIDIA_MAJOR}:")):
+            return True
+        folder = self.resolve(f"/sys/dev/char/{number[1:]}")
+        return "/nvme-subsys" in folder or any(map(PCI_ADDRESS.fullmatch, folder.split("/")))
 
     def _read_parent_pid(self, pid: str) -> str:
         """Return the process id of a process's parent; '' if the process has ended."""

@@ -50,8 +50,10 @@ def find_functions_used_by_host(
     for path, use in (*_iterate_block_uses(machine), *_iterate_network_uses(machine)):
         add(path, f"{USED}{use}")
     if not shared:
-        for path, use in (*_iterate_display_uses(machine, candidates), *_iterate_program_uses(machine)):
+        for path, use in _iterate_display_uses(machine, candidates):
             add(path, f"{USED}{use}")
+        for address, use in _find_program_uses(machine).items():
+            reasons.setdefault(address, {f"{USED}{use}"})
     for path, reason in _iterate_claimed_disks(machine, {*candidates} - reasons.keys()):
         add(path, reason)
     for address in {*candidates} - reasons.keys():
@@ -190,9 +192,13 @@ def _walk_lower_block_devices(machine: Machine, name: str, seen: set[str]) -> It
     yield node
     for slave in machine.names(f"{node}/slaves"):
         yield from _walk_lower_block_devices(machine, slave, seen)
-    if multipath := re.match(r".*/nvme-subsys\d+(?=/)", machine.resolve(node)):
-        for controller in machine.names(multipath[0], "nvme*"):
-            yield f"{multipath[0]}/{controller}"
+    yield from _list_nvme_controllers(machine, node)
+
+
+def _list_nvme_controllers(machine: Machine, node: str) -> list[str]:
+    """Return the sysfs paths of all controllers that lead to a device of an NVMe subsystem; none for other devices."""
+    subsystem = re.match(r".*/nvme-subsys\d+(?=/)", machine.resolve(node))
+    return [f"{subsystem[0]}/{name}" for name in machine.names(subsystem[0], "nvme*")] if subsystem else []
 
 
 def _iterate_claimed_disks(machine: Machine, candidates: Collection[str]) -> Iterator[tuple[str, str]]:
@@ -233,31 +239,37 @@ def _iterate_display_uses(machine: Machine, candidates: Collection[str]) -> Iter
             yield f"/sys/class/graphics/{name}", f"{name} may show the host's console"
 
 
-def _iterate_program_uses(machine: Machine) -> Iterator[tuple[str, str]]:
-    """Yield (sysfs path, use) for each function of which a program of the host has a device node open.
+def _find_program_uses(machine: Machine) -> dict[str, str]:
+    """Return the functions of which a program of the host has a device node open: address → one of these uses.
 
     Such nodes are those of disks, of GPUs (drm), of accelerators (accel), of clocks and of RDMA devices. VFIO's nodes
-    are left out, because they belong to guests. A function has only one such use, whatever more is open.
+    are left out, because they belong to guests.
     """
     uses: dict[str, set[str]] = {}
     for number, programs in machine.list_open_nodes().users.items():
         kind, major_minor = "block" if number[0] == "b" else "char", number[1:]
+        path = machine.resolve(f"/sys/dev/{kind}/{major_minor}")
+        name = path.rpartition("/")[2]
+        addresses: set[str] = set()
         if number.startswith(f"c{NVIDIA_MAJOR}:"):
             minor = int(major_minor.partition(":")[2])
-            for address in _find_nvidia_cards(machine, minor) if minor <= MAX_NVIDIA_CARD else ():
-                uses.setdefault(f"{PCI_DEVICES}/{address}", set()).add(f"{programs[0]} has nvidia{minor} open")
-            continue
-        path = machine.resolve(f"/sys/dev/{kind}/{major_minor}")
-        if "/vfio-dev/" not in path:
-            for address in _find_functions_on_path(machine, path):
-                name = path.rpartition("/")[2]
-                uses.setdefault(f"{PCI_DEVICES}/{address}", set()).add(f"{programs[0]} has {name} open")
-    for path, texts in uses.items():
-        yield path, min(texts)
+            name, addresses = f"nvidia{minor}", {*_find_nvidia_cards(machine, minor)}
+        elif "/vfio-dev/" not in path:
+            block_paths = _walk_lower_block_devices(machine, name, set()) if kind == "block" else ()
+            for one in (path, *_list_nvme_controllers(machine, path), *block_paths):
+                addresses |= _find_functions_on_path(machine, one)
+        for address in addresses:
+            uses.setdefault(address, set()).add(f"{programs[0]} has {name} open")
+    return {address: min(texts) for address, texts in uses.items()}
 
 
 def _find_nvidia_cards(machine: Machine, minor: int) -> list[str]:
-    """Return the PCI address of the card with this node; if the driver does not tell, those of all its cards."""
+    """Return the PCI address of the card with this node; if the driver does not tell, those of all its cards.
+
+    Nodes that stand for no card have none.
+    """
+    if minor > MAX_NVIDIA_CARD:
+        return []
     for address in machine.names(NVIDIA_CARDS):
         if re.search(rf"^Device Minor:\s+{minor}\s*$", machine.text(f"{NVIDIA_CARDS}/{address}/information"), re.M):
             return [address]

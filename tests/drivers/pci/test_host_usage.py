@@ -174,6 +174,30 @@ def test_a_raw_disk_that_a_program_has_open_is_used(host: FakeHost, program: str
     assert find_use(host, shared=True) == ""
 
 
+@pytest.mark.parametrize("node", ["nvme0n1", "ng0n1"])
+def test_a_multipath_namespace_that_a_program_has_open_marks_every_controller_as_used(
+    host: FakeHost, node: str
+) -> None:
+    subsystem = host.sys / "devices/virtual/nvme-subsystem/nvme-subsys0"
+    for number, address in enumerate((DISK, OTHER_ADDRESS)):
+        controller = host.pci(address, "0x144d", "0xa824", "0x010802") / f"nvme/nvme{number}"
+        controller.mkdir(parents=True)
+        host.link(subsystem / f"nvme{number}", controller)
+    host.block("nvme0n1", "259:0", subsystem)
+    host.char("ng0n1", "241:0", subsystem)
+    host.opened(77, "ceph-osd", node)
+    text = f"the host uses it: ceph-osd has {node} open"
+    assert find_functions_used_by_host(host.machine) == {DISK: text, OTHER_ADDRESS: text}
+
+
+def test_a_program_that_opens_a_logical_volume_does_not_change_the_reason_of_its_disk(host: FakeHost) -> None:
+    make_disk(host)
+    host.block("dm-0", "253:0", host.sys / "devices/virtual/block", slaves=("nvme0n1p1",))
+    before = find_use(host)
+    host.opened(77, "qemu-system-x86", "dm-0")
+    assert find_use(host) == before
+
+
 def test_a_disk_that_the_kernel_uses_for_a_loop_device_or_a_target_is_used(host: FakeHost) -> None:
     make_disk(host)
     loop = host.block("loop3", "7:3", host.sys / "devices/virtual/block")
