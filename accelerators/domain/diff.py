@@ -41,6 +41,7 @@ REPORTED_DEVICE_FIELDS = (
     "sized_by",
     "backend",
     "bridges",
+    "physical_function",
 )
 """The columns of a device that reports set, in the order of `StoredDevice.facts`."""
 FOUND_EVENT_FIELDS = ("key", "driver", "type", "vendor", "model", "address", "status")

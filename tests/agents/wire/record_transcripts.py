@@ -34,7 +34,7 @@ import msgspec
 from tests.support.environment import without_settings
 
 TRANSCRIPTS = Path(__file__).parent / "transcripts"
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 UUID = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 EPOCH = re.compile(r"\b1[78]\d{8}\b")
 HEX = re.compile(r"\b[0-9a-f]{32,64}\b")
