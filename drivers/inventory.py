@@ -116,6 +116,7 @@ class Device(Struct, frozen=True, omit_defaults=True, gc=False):
     whose value is the number of handles, '' if that number cannot be chosen.
     `backend` names the backend that found it, '' if the driver has no backends.
     `bridges` lists the addresses of the PCI bridges above it, root first, separated by blanks.
+    `physical_function` is the PCI address of its card's function if `address` is a virtual function of it.
     """
 
     key: Name
@@ -136,6 +137,7 @@ class Device(Struct, frozen=True, omit_defaults=True, gc=False):
     sized_by: Annotated[str, Meta(max_length=64)] = ""
     backend: Annotated[str, Meta(max_length=64)] = ""
     bridges: Annotated[str, Meta(max_length=255)] = ""
+    physical_function: PciAddress | None = None
 
 
 class Fault(Struct, frozen=True, omit_defaults=True, gc=False):

@@ -42,6 +42,7 @@ REPORTED_DEVICE_FIELDS = (
     "sized_by",
     "backend",
     "bridges",
+    "physical_function",
 )
 """The columns of a device that reports set, in the order of `StoredDevice.facts`."""
 RESTORED_BOOT = "restored"

@@ -32,6 +32,16 @@ class Migration(migrations.Migration):
                 ),
             ],
         ),
+        migrations.AddField(
+            model_name="device",
+            name="physical_function",
+            field=models.CharField(
+                blank=True,
+                help_text="PCI address of its card's function, if the device is a virtual function.",
+                max_length=32,
+                null=True,
+            ),
+        ),
         run_file("claims"),
         run_file("owners"),
         migrations.AddConstraint(

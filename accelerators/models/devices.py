@@ -67,6 +67,12 @@ class Device(fields.Row):
         blank=True,
         help_text="The PCI bridges above it, starting at the root.",
     )
+    physical_function = models.CharField(
+        max_length=32,
+        null=True,
+        blank=True,
+        help_text="PCI address of its card's function, if the device is a virtual function.",
+    )
 
     status = models.CharField(max_length=16, choices=Health.choices(), default=Health.UNKNOWN.value)
     status_reason = models.TextField(default="", blank=True)

@@ -546,6 +546,7 @@ def _build_device(
         numa_node=max(-1, machine.read_int(f"{path}/numa_node", -1)),
         kernel_driver=machine.link(f"{path}/driver"),
         bridges=pci_health.list_bridges(machine, address),
+        physical_function=machine.link(f"{path}/physfn") or None,
         deployables=(Deployable(f"{machine.node}_{address}", len(handles), attributes, handles, owner),),
         to_install=to_install,
         acts=" ".join(

@@ -32,8 +32,9 @@ $$;
 
 CREATE FUNCTION accelerators_claim(host bigint, card_address text, attach_type text, info text, alone boolean)
 RETURNS nummultirange LANGUAGE plpgsql IMMUTABLE PARALLEL SAFE AS $$
--- Return what a request claims that holds this handle. `card_address` is the PCI address of its device; `alone` says
--- that the device has no other handle now: if it is the device's own function, it is given as a whole, parts included.
+-- Return what a request claims that holds this handle. `card_address` is the PCI address of its device or, if that is a
+-- virtual function, of its card. `alone` says that the device has no other handle now: if the handle is the device's own
+-- function, it is given as a whole, parts included.
 DECLARE
   half CONSTANT numeric := 9223372036854775808;
   hex CONSTANT text := '":\s*"(?:0x)?([0-9a-f]{1,2})"';
@@ -61,7 +62,7 @@ END $$;
 
 CREATE FUNCTION accelerators_claim_of_handle(handle bigint) RETURNS nummultirange LANGUAGE sql STABLE AS $$
 -- Return what a request claims that holds this handle now.
-  SELECT accelerators_claim(d.host_id, d.address, t.attach_type, t.attach_info, NOT EXISTS (
+  SELECT accelerators_claim(d.host_id, coalesce(d.physical_function, d.address), t.attach_type, t.attach_info, NOT EXISTS (
     SELECT FROM accelerators_attachhandle o JOIN accelerators_deployable q ON q.id = o.deployable_id
     WHERE q.device_id = d.id AND o.id <> t.id AND o.missing_since IS NULL))
   FROM accelerators_attachhandle t JOIN accelerators_deployable p ON p.id = t.deployable_id

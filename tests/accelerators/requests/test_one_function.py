@@ -154,6 +154,17 @@ def test_L6_another_driver_does_not_get_the_address_of_a_device_whose_driver_fai
     assert "which does not answer" in reason
 
 
+def test_S1_a_virtual_function_that_is_a_device_of_its_own_is_not_given_beside_its_whole_card(host: Host) -> None:
+    card, part = make_card(1, key=SERIAL), make_card(2, key="pci:0000:02:00.0", physical_function="0000:01:00.0")
+    report_drivers(host, test_driver=(card,), second_driver=(part,))
+    offer_all()
+    assert bind_request().state == "Bound"
+    assert bind_request(str(compute_provider_uuid("node_0000:02:00.0"))).state == "BindFailed"
+    assert bind_request(str(compute_provider_uuid("node_0000:02:00.0"))).state == "BindFailed"
+    with pytest.raises(RefusedError, match="held by request"):
+        safety.refuse_unless_free(Device.objects.get(address="0000:01:00.0"), "reset")
+
+
 def hold(handle: AttachHandle) -> None:
     """Write a request that holds this handle, without any check of ours."""
     profile = DeviceProfile.objects.get()
