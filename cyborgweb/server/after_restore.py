@@ -37,6 +37,11 @@ UPDATE accelerators_acceleratorrequest SET deadline = now() + interval '{EXTENSI
 """
 """Extends the deadline of unfinished binds. It is later than the limit of the bind's command, because the command's
 result gives the reason if it fails."""
+EXTEND_RELEASES = f"""
+UPDATE accelerators_releasedhandle SET ask_until = now() + interval '{EXTENSION}' WHERE ask_until IS NOT NULL
+"""
+"""Extends the time that released handles may wait for their hosts, so that no device is quarantined before its host was
+asked."""
 
 
 def prepare_restored_database(caller: Caller, reason: str) -> None:
@@ -52,6 +57,7 @@ def prepare_restored_database(caller: Caller, reason: str) -> None:
             cursor.execute(ADVANCE_SEQUENCES, [SEQUENCE_SKIP])
             cursor.execute("UPDATE generation SET value = value + %s", [GENERATION_SKIP])
             cursor.execute(EXTEND_COMMANDS)
+            cursor.execute(EXTEND_RELEASES)
             cursor.execute(EXTEND_BINDS)
             extended_binds = cursor.rowcount
         Session.objects.all().delete()
