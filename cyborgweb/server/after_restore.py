@@ -41,6 +41,11 @@ result gives the reason if it fails."""
 FORGET_BOOTS = "UPDATE accelerators_host SET applied_hash = '', boot_id = %s WHERE boot_id <> ''"
 """Has the next report of each host compared in full, and what was programmed forgotten: devices may have been
 programmed since the backup. Hosts whose agents tell no boot id are left out."""
+EXTEND_RELEASES = f"""
+UPDATE accelerators_releasedhandle SET ask_until = now() + interval '{EXTENSION}' WHERE ask_until IS NOT NULL
+"""
+"""Extends the time that released handles may wait for their hosts, so that no device is quarantined before its host was
+asked."""
 
 
 def prepare_restored_database(caller: Caller, reason: str) -> None:
@@ -58,6 +63,7 @@ def prepare_restored_database(caller: Caller, reason: str) -> None:
             cursor.execute(ADVANCE_SEQUENCES, [SEQUENCE_SKIP])
             cursor.execute("UPDATE generation SET value = value + %s", [GENERATION_SKIP])
             cursor.execute(EXTEND_COMMANDS)
+            cursor.execute(EXTEND_RELEASES)
             cursor.execute(EXTEND_BINDS)
             extended_binds = cursor.rowcount
             cursor.execute(FORGET_BOOTS, [RESTORED_BOOT])

@@ -196,12 +196,13 @@ class PciDriver(Driver):
         """Return a plan without steps if no guest uses the function of `ask.handle`; libvirt itself detaches it.
 
         Raises Busy while a guest uses it, Failed if that cannot be found out, and Invalid or Gone for an unknown handle
-        or device. A virtual function that does not exist any more is used by nobody.
+        or device. A function that does not exist any more is used by nobody, because the kernel removes a function only
+        when its guest has ended (drivers/vfio/vfio_main.c, `vfio_unregister_group_dev`).
         """
-        card = find_address(machine, ask.key, ask.address)
         address = _parse_handle(ask.handle)
         if not machine.exists(f"{PCI_DEVICES}/{address}"):
             return Plan(said=f"{address} does not exist any more")
+        card = find_address(machine, ask.key, ask.address)
         if address != card and machine.link(f"{PCI_DEVICES}/{address}/physfn") != card:
             raise Invalid(f"{address} is not a function of {ask.key}")
         folder = f"{PCI_DEVICES}/{address}"

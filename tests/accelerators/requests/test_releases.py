@@ -17,6 +17,7 @@ from accelerators.devices import lifecycle
 from accelerators.domain.caller import Caller
 from accelerators.domain.device_actions import Action
 from accelerators.domain.errors import RefusalReason, RefusedError
+from accelerators.domain.states import EventSource
 from accelerators.models import (
     AcceleratorRequest,
     AttachHandle,
@@ -33,6 +34,8 @@ from accelerators.models.commands import COMMAND_IS_OPEN
 from accelerators.requests import binding, capacity
 from accelerators.requests.binding import BindSpec
 from accelerators.workflows import command_endings, release_checks
+from cyborgweb.auth import read_only
+from cyborgweb.server import after_restore
 from drivers.inventory import AttachHandle as ReportedHandle
 from drivers.inventory import Deployable as ReportedDeployable
 from drivers.inventory import Device as ReportedDevice
@@ -335,3 +338,19 @@ def test_what_a_failed_bind_may_have_made_on_the_host_is_removed_before_the_hand
     answer(outcome, "the agent stopped")
     assert ReleasedHandle.objects.exists() is waits
     assert Command.objects.filter(COMMAND_IS_OPEN, op="detach").exists() is waits
+
+
+def test_after_a_restore_a_release_from_long_ago_does_not_quarantine_its_device() -> None:
+    offer_card()
+    unbind(bind())
+    past = datetime.now(UTC) - timedelta(days=3)
+    with conductor.writing():
+        ReleasedHandle.objects.update(ask_until=past)
+        Command.objects.update(start_by=past, end_by=past)
+        conductor.record_event("test.aged", EventSource.SYSTEM, "a test")
+    after_restore.prepare_restored_database(NOVA, "restored")
+    read_only.switch_read_only(False, NOVA, "checked", EventSource.SYSTEM)
+    let_time_pass()
+    assert Device.objects.get().state == "ready"
+    answer()
+    assert not ReleasedHandle.objects.exists()

@@ -220,6 +220,8 @@ def test_the_question_whether_a_function_is_unused_is_answered_whatever_acts_are
             driver.plans["detach"] = lambda ask: Plan(said="no guest uses it")
             answer = await host.run_commands(msgspec.structs.replace(question, number=2, id="2"))
             assert (answer.outcome, answer.text) == ("succeeded", "no guest uses it")
+            pulled = await host.run_commands(msgspec.structs.replace(question, number=4, id="4", key="pulled"))
+            assert (pulled.outcome, pulled.text) == ("succeeded", "no guest uses it"), "the driver answers"
             mdev = msgspec.structs.replace(question, number=3, id="3", handle=HANDLE)
             assert "do not allow the act 'detach'" in (await host.run_commands(mdev)).text
 
