@@ -24,6 +24,8 @@ Act = Literal["install", "uninstall", "attach", "detach", "program", "partition"
 """The acts that a driver may be asked to plan. All are idempotent: if the wanted state exists, the plan is empty."""
 DESTRUCTIVE: frozenset[Act] = frozenset({"uninstall", "program", "partition", "reset"})
 """Acts that are refused while the device has a holder (promise S1)."""
+DEVICE_SCOPE = "device"
+"""The scope of an act that affects the device alone."""
 MAX_SAMPLES = 8192
 """Maximum samples in one answer. If devices have more, later rounds start with the devices that were left out."""
 
@@ -98,6 +100,22 @@ def stray(plan: Plan, globs: Iterable[str]) -> str:
     """Return the first path that a step or its `undo` would write and that no glob matches; '' if there is none."""
     writes = (write for step in plan.steps for write in (step.write, *step.undo))
     return next((write.path for write in writes if not within(write.path, globs)), "")
+
+
+def get_affected_prefix(scope: str, address: str | None) -> str | None:
+    """Return how the PCI addresses of all devices begin that an act with this scope affects; '' for the whole host.
+
+    `scope` is a `drivers.inventory.Scope`, or a word of a newer release, which counts as the whole host. Returns None
+    if the act affects the device alone. A device without a PCI address has no slot or bus, so every scope beyond the
+    device is the host.
+    """
+    if scope == DEVICE_SCOPE:
+        return None
+    if scope == "card" and address:
+        return address.rpartition(".")[0] + "."
+    if scope == "bus" and address:
+        return address.rpartition(":")[0] + ":"
+    return ""
 
 
 class Image(Struct, frozen=True, omit_defaults=True):
