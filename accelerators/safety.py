@@ -18,6 +18,7 @@ from accelerators.domain.errors import RefusalReason, RefusedError
 from accelerators.domain.states import DeviceState
 from accelerators.models import AcceleratorRequest, Device, ReleasedHandle
 from accelerators.runtime.registry import Registry
+from drivers.plan import get_affected_prefix
 
 HOLDER_CHECK_DEADLINE_S = 2.0
 """Seconds that a holder check may take to answer. The check itself must enforce this limit."""
@@ -95,7 +96,7 @@ def find_affected_siblings(device: Device, act: str) -> list[Device]:
     loaded.
     """
     scope = siblings.get_scope(device.host.drivers.get(device.driver, {}), act)
-    prefix = siblings.get_affected_prefix(scope, device.address)
+    prefix = get_affected_prefix(scope, device.address)
     if prefix is None:
         return []
     others = Device.objects.filter(host=device.host_id).exclude(pk=device.pk).exclude(state=DeviceState.RETIRED)
@@ -115,7 +116,7 @@ def find_affected_outside(selected: QuerySet[Device], act: str) -> list[Device]:
     )
     prefixes: dict[int, set[str]] = {}
     for host_id, scope_name, address in declared:
-        if (prefix := siblings.get_affected_prefix(scope_name, address)) is not None:
+        if (prefix := get_affected_prefix(scope_name, address)) is not None:
             prefixes.setdefault(host_id, set()).add(prefix)
     if not prefixes:
         return []

@@ -30,6 +30,8 @@ DESTRUCTIVE: frozenset[Act] = frozenset({"uninstall", "program", "partition", "r
 Lifetime = Literal["volatile", "flash"]
 """How long the device keeps what `program` has loaded: until a reset, an uninstall, a reboot or a loss of power
 (`volatile`), or until it is programmed again (`flash`)."""
+DEVICE_SCOPE = "device"
+"""The scope of an act that affects the device alone."""
 MAX_SAMPLES = 8192
 """Maximum samples in one answer. If devices have more, later rounds start with the devices that were left out."""
 
@@ -107,6 +109,22 @@ def stray(plan: Plan, globs: Iterable[str]) -> str:
     """Return the first path that a step or its `undo` would write and that no glob matches; '' if there is none."""
     writes = (write for step in plan.steps for write in (step.write, *step.undo))
     return next((write.path for write in writes if not within(write.path, globs)), "")
+
+
+def get_affected_prefix(scope: str, address: str | None) -> str | None:
+    """Return how the PCI addresses of all devices begin that an act with this scope affects; '' for the whole host.
+
+    `scope` is a `drivers.inventory.Scope`, or a word of a newer release, which counts as the whole host. Returns None
+    if the act affects the device alone. A device without a PCI address has no slot or bus, so every scope beyond the
+    device is the host.
+    """
+    if scope == DEVICE_SCOPE:
+        return None
+    if scope == "card" and address:
+        return address.rpartition(".")[0] + "."
+    if scope == "bus" and address:
+        return address.rpartition(":")[0] + ":"
+    return ""
 
 
 class Image(Struct, frozen=True, omit_defaults=True):

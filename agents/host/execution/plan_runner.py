@@ -22,7 +22,7 @@ from drivers.errors import Busy, DriverError, Failed, Gone, Timeout
 from drivers.inventory import Device
 from drivers.isolation.driver_main import Manifest
 from drivers.machine import Machine
-from drivers.plan import Act, Ask, Check, Image, Lifetime, Plan, Step, Vitals, Write
+from drivers.plan import DEVICE_SCOPE, Act, Ask, Check, Image, Lifetime, Plan, Step, Vitals, Write
 
 log = logging.getLogger("cyborg.executor")
 
@@ -166,6 +166,7 @@ class PlanRun:
                     return plan.said or "; ".join(summaries)
                 if round_number == MAX_ROUNDS:
                     raise Failed(f"after {MAX_ROUNDS} rounds of steps this is still to be done: {plan.steps[0].does}")
+                self._check_affected_devices(act)
                 await self._run_steps(act, plan)
                 summaries.append(plan.said or ", ".join(step.does for step in plan.steps))
                 if act not in REPEATED_ACTS:
@@ -177,6 +178,22 @@ class PlanRun:
         except sqlite3.OperationalError as error:
             raise await self._undo_steps(f"the agent cannot write to its journal ({error})") from None
         raise AssertionError("unreachable")
+
+    def _check_affected_devices(self, act: Act) -> None:
+        """Raise Busy when the act affects another device with an attached handle, as the driver declares it.
+
+        Call it when the driver has answered, because its manifest comes with its first answer.
+        """
+        scope = self._planner.manifest.declares.affects.get(act, DEVICE_SCOPE)
+        if scope == DEVICE_SCOPE:
+            return
+        this_device = (self._driver, self._ask.key)
+        device = self._context.find_device(*this_device)
+        attached = [one for one in self._context.command_log.list_attached_devices() if one != this_device]
+        others = [(key, self._context.find_device(driver, key)) for driver, key in attached]
+        preflight.check_affected_attachments(
+            act, scope, device.address if device else None, [(key, one.address if one else None) for key, one in others]
+        )
 
     async def _run_steps(self, act: Act, plan: Plan) -> None:
         """Check all paths of the plan, then run its steps. Raises DriverError and sqlite3.OperationalError."""

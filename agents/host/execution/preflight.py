@@ -5,13 +5,13 @@ These functions write nothing. Every act and every plan is checked, whichever dr
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 from drivers.errors import Busy, Denied
 from drivers.machine import PCI_ADDRESS, PCI_DEVICES, Machine, get_sys_path
 from drivers.pci.guest_usage import refuse_if_guest_uses
 from drivers.pci.iommu import list_card_functions
-from drivers.plan import DESTRUCTIVE, MDEV_DEFINITIONS, Act, Ask, Plan, Write, stray
+from drivers.plan import DESTRUCTIVE, MDEV_DEFINITIONS, Act, Ask, Plan, Write, get_affected_prefix, stray
 
 FILES_TAKING_ADDRESS = frozenset({"bind", "unbind", "drivers_probe", "new_id", "remove_id"})
 """Files below /sys/bus/pci that act on the device whose address is written into them."""
@@ -103,6 +103,21 @@ def _list_devices_taken_away(machine: Machine, write: Write) -> list[str]:
     if not PCI_ADDRESS.fullmatch(device):
         return [folder]  # a mediated device, or hardware that is not on PCI
     return [f"{PCI_DEVICES}/{one}" for one in list_card_functions(machine, device)]
+
+
+def check_affected_attachments(
+    act: Act, scope: str, address: str | None, attached_elsewhere: Iterable[tuple[str, str | None]]
+) -> None:
+    """Raise Busy when the act would affect another device of the host that has an attached handle.
+
+    `scope` is what the driver declares for the act, and `address` the device's PCI address. `attached_elsewhere` has
+    (device key, PCI address) of each other device with an attached handle; a device whose address is not known counts
+    as affected.
+    """
+    prefix = get_affected_prefix(scope, address)
+    for key, other_address in attached_elsewhere if prefix is not None else ():
+        if other_address is None or other_address.startswith(prefix or ""):
+            raise Busy(f"{act} would also affect the device {key}, which has an attached handle: detach it first")
 
 
 def _belongs_to_device(write: Write, own_addresses: Collection[str], resolve_path: Callable[[str], str]) -> bool:

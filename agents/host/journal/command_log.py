@@ -191,6 +191,11 @@ class CommandLog:
         effects = (effect for effect in self.list_effects() if (effect.driver, effect.key) == (driver, key))
         return {one.ask.uuid: one.ask.consumer for one in effects if one.slot.startswith(ATTACH_PREFIX)}
 
+    def list_attached_devices(self) -> list[tuple[str, str]]:
+        """Return (driver, device key) of all devices with handles that are, or may be, attached."""
+        effects = (effect for effect in self.list_effects() if effect.slot.startswith(ATTACH_PREFIX))
+        return list(dict.fromkeys((effect.driver, effect.key) for effect in effects))
+
     def find_attachment(self, driver: str) -> AppliedEffect | None:
         """Return one handle of the driver that is, or may be, attached; None when there is none."""
         attachments = (

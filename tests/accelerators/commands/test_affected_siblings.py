@@ -15,6 +15,7 @@ from accelerators.domain.errors import RefusalReason, RefusedError
 from accelerators.models import Command, Device, Host
 from accelerators.workflows import command_endings
 from drivers.inventory import DriverDeclaration, DriverReport
+from drivers.plan import get_affected_prefix
 from tests.support.reports import apply_report, get_or_create_host, make_card, make_driver_report
 
 pytestmark = pytest.mark.django_db
@@ -126,4 +127,4 @@ def test_the_declaration_of_a_driver_is_stored_and_stays_when_an_older_agent_rep
     ],
 )
 def test_the_scope_determines_how_affected_addresses_begin(scope: str, address: str | None, prefix: str | None) -> None:
-    assert siblings.get_affected_prefix(scope, address) == prefix
+    assert get_affected_prefix(scope, address) == prefix

@@ -10,18 +10,23 @@ from typing import Any
 import msgspec
 import pytest
 
-from agents.host.execution.preflight import check_attachments, check_plan_paths
+from agents.host.execution.preflight import check_affected_attachments, check_attachments, check_plan_paths
 from agents.host.settings import extract_allowed_acts
 from drivers.configuration import ConfigurationError
 from drivers.errors import Busy, Denied
+from drivers.inventory import DriverDeclaration
+from drivers.isolation.driver_main import Manifest
 from drivers.isolation.host_writer import HostWriter
 from drivers.plan import Ask, Plan, Step, Write
 from tests.agents.host.execution.executor_host import (
+    CARD,
     CARD_PATH,
     HANDLE,
     OTHER_CARD,
+    WRITABLE_PATHS,
     ScriptedDriver,
     make_command,
+    plan_always,
     plan_once,
     run_host,
     write_step,
@@ -379,3 +384,44 @@ def test_the_table_for_all_drivers_can_have_only_acts_and_is_no_drivers_table() 
     assert tables == {"a": {"rules": []}}
     with pytest.raises(ConfigurationError, match="can have only acts; move rules to a driver's table"):
         extract_allowed_acts({"*": {"acts": [], "rules": []}})
+
+
+@pytest.mark.parametrize(
+    ("scope", "other", "refused"),
+    [
+        ("device", "0000:01:00.1", False),
+        ("card", "0000:01:00.1", True),
+        ("card", "0000:02:00.0", False),
+        ("bus", "0000:01:1f.0", True),
+        ("host", "0000:02:00.0", True),
+    ],
+)
+def test_S1_an_act_is_refused_while_a_handle_of_another_device_that_it_affects_is_attached(
+    tmp_path: Path, scope: str, other: str, refused: bool
+) -> None:
+    async def story() -> None:
+        manifest = Manifest("drv", writes=WRITABLE_PATHS, declares=DriverDeclaration(affects={"reset": scope}))
+        plans = {
+            "attach": plan_always(),
+            "detach": plan_always(),
+            "reset": plan_always(write_step("mode", "1")),
+        }
+        driver = ScriptedDriver(plans, {"card": CARD, "other": other}, manifest=manifest)
+        async with run_host(tmp_path, driver) as host:
+            await host.run_commands(make_command(1, "attach", key="other", uuid="u", handle=HANDLE, consumer="vm1"))
+            result = await host.run_commands(make_command(2, "reset"))
+            assert (result.outcome, host.file_content("mode")) == (("refused", "0") if refused else ("succeeded", "1"))
+            if refused:
+                assert "reset would also affect the device other, which has an attached handle" in result.text
+            await host.run_commands(make_command(3, "detach", key="other", uuid="u", handle=HANDLE, consumer="vm1"))
+            assert (await host.run_commands(make_command(4, "reset"))).outcome == "succeeded"
+
+    asyncio.run(story())
+
+
+def test_an_attached_device_whose_address_is_not_known_counts_as_affected() -> None:
+    check_affected_attachments("reset", "device", CARD, [("other", None)])
+    check_affected_attachments("reset", "card", CARD, [])
+    for scope, address in (("card", CARD), ("bus", None)):
+        with pytest.raises(Busy, match="reset would also affect the device other"):
+            check_affected_attachments("reset", scope, address, [("other", None)])
