@@ -329,6 +329,22 @@ def test_a_mediated_device_is_given_again_when_its_detach_has_succeeded_which_is
     assert not ReleasedHandle.objects.exists()
 
 
+def test_the_first_detach_that_succeeds_gives_a_mediated_device_free() -> None:
+    offer_mdevs()
+    bound, failed = bind(), bind()
+    first, second = Command.objects.filter(COMMAND_IS_OPEN).order_by("id")
+    for attach, outcome in ((first, "succeeded"), (second, "failed")):
+        command_queue.store_answers([CommandAnswer(attach.host_id, attach.id, outcome, "as it is")])
+    command_endings.end_answered_commands()
+    delete(AcceleratorRequest.objects.get(uuid=bound.uuid))
+    assert {one.handle_id for one in ReleasedHandle.objects.all()} == {bound.attach_handle_id, failed.attach_handle_id}
+    command_queue.store_answers(
+        [CommandAnswer(one.host_id, one.id, "succeeded") for one in Command.objects.filter(COMMAND_IS_OPEN)]
+    )
+    command_endings.end_answered_commands()
+    assert not ReleasedHandle.objects.exists()
+
+
 @pytest.mark.parametrize(("outcome", "waits"), [("unknown", True), ("failed", True), ("refused", False)])
 def test_what_a_failed_bind_may_have_made_on_the_host_is_removed_before_the_handle_is_given_again(
     outcome: str, waits: bool
