@@ -15,7 +15,7 @@ from django.db.models.expressions import RawSQL
 
 from accelerators.domain import siblings
 from accelerators.domain.errors import RefusalReason, RefusedError
-from accelerators.domain.states import DeviceState
+from accelerators.domain.states import DeviceState, HandleType
 from accelerators.models import AcceleratorRequest, Device, ReleasedHandle
 from accelerators.runtime.registry import Registry
 from drivers.plan import get_affected_prefix
@@ -56,7 +56,7 @@ def find_requests_of_device(device: Device) -> HolderCheckResult:
 
 
 def find_releases_of_device(device: Device) -> HolderCheckResult:
-    """Return up to five released handles of the device that a guest may still use: the holder check for them.
+    """Return up to five released functions of the device that a guest may still use: the holder check for them.
 
     Reads rows without locking them; `unknown` of the HolderCheckResult is always ''.
     """
@@ -66,8 +66,12 @@ def find_releases_of_device(device: Device) -> HolderCheckResult:
 
 
 def query_releases_of_devices(devices: Collection[int]) -> QuerySet[ReleasedHandle]:
-    """Query the released handles of these devices that their hosts have not confirmed as unused."""
-    releases = ReleasedHandle.objects.filter(handle__deployable__device__in=devices)
+    """Query the released PCI handles of these devices that their hosts have not confirmed as unused.
+
+    Handles that are made on the host are left out: the agent knows them, refuses destructive acts while they exist, and
+    carries out the commands of a device in their order, so that the detach comes first.
+    """
+    releases = ReleasedHandle.objects.filter(handle__deployable__device__in=devices, handle__attach_type=HandleType.PCI)
     return releases.select_related("handle__deployable").order_by("id")
 
 

@@ -322,14 +322,15 @@ def finish_binds(outcomes: Sequence[BindOutcome], source: EventSource, actor: st
         for end in outcomes
         if end.fault and end.may_exist_on_host and end.request.attach_type in TYPES_CREATED_ON_HOST
     ]
-    command_queue.place_commands(
+    releases.release_handles(
+        {request.handle: request.instance for request in to_detach},
         [
             command_queue.build_detach_order(request.handle, request.instance, request.uuid, "its bind failed", actor)
             for request in to_detach
-        ]
-    )
-    releases.hold_back_used_handles(
-        {request.handle: request.instance for request in to_detach}, actor, instance_is_gone=False
+        ],
+        actor,
+        EventSource.SYSTEM,
+        instance_is_gone=False,
     )
 
 
@@ -598,20 +599,18 @@ def _release_on_hosts(requests: Sequence[_LockedRequest], caller: Caller, *, ins
         if held_request.handle and held_request.attach_type in TYPES_CREATED_ON_HOST
     ]
     reason_and_actor = "its request is gone", caller.name
-    command_queue.place_commands(
-        [
-            command_queue.build_detach_order(handle, one.instance_uuid, one.uuid, *reason_and_actor)
-            for one, handle in to_detach
-        ],
-        EventSource.API,
-    )
-    releases.hold_back_used_handles(
+    releases.release_handles(
         {
             request.handle: request.instance_uuid
             for request in requests
             if request.handle and (request.state == _S.BOUND or request.attach_type in TYPES_CREATED_ON_HOST)
         },
+        [
+            command_queue.build_detach_order(handle, one.instance_uuid, one.uuid, *reason_and_actor)
+            for one, handle in to_detach
+        ],
         caller.name,
+        EventSource.API,
         instance_is_gone=instance_is_gone,
     )
 

@@ -9,13 +9,14 @@ wait here.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime, timedelta
 
 from django.conf import settings
 
 from accelerators import conductor
 from accelerators.commands import command_queue
+from accelerators.commands.command_queue import CommandOrder
 from accelerators.domain.states import EventSource, HandleType
 from accelerators.models import AttachHandle, Device, ReleasedHandle
 
@@ -23,14 +24,23 @@ FIRST_PAUSE_S = 2.0
 """Seconds until a host that has not confirmed a release is asked again for the first time."""
 
 
-def hold_back_used_handles(instances: Mapping[int, str | None], actor: str, *, instance_is_gone: bool) -> None:
-    """Keep those of these released handles back that a guest may still use, and ask their hosts about them.
+def release_handles(
+    instances: Mapping[int, str | None],
+    detach_orders: Sequence[CommandOrder],
+    actor: str,
+    source: EventSource,
+    *,
+    instance_is_gone: bool,
+) -> None:
+    """Keep those of these released handles back that may still be in use, and ask their hosts about them.
 
-    `instances` maps the id of each handle to the instance that had it. For handles that are made on the host, the
-    caller has ordered the detach already. One statement if no handle has to wait, otherwise a constant number: the
-    waiting handles, the commands, their events, and the `provider` intents that reserve the units in Placement. Call it
-    inside `conductor.writing()`, after the requests were released.
+    `instances` maps the id of each handle to the instance that had it. `detach_orders` are placed: they ask about the
+    handles that are made on a host. One statement if no handle has to wait, otherwise a constant number: the waiting
+    handles, their events, the commands, and the `provider` intents that reserve the units in Placement. Call it inside
+    `conductor.writing()`, after the requests were released.
     """
+    # The rows come before the commands, because an answer counts only if its question is not older than the row. The
+    # intents come last: whoever has locked a device may wait for them, and the commands wait for the device.
     if not instances:
         return
     waiting = [
@@ -56,7 +66,7 @@ def hold_back_used_handles(instances: Mapping[int, str | None], actor: str, *, i
         [
             conductor.build_event(
                 "device.handle_held_back",
-                EventSource.API,
+                source,
                 actor,
                 host=handle.deployable.device.host,
                 subject=(handle.deployable.device.uuid, str(handle.deployable.device)),
@@ -66,13 +76,12 @@ def hold_back_used_handles(instances: Mapping[int, str | None], actor: str, *, i
             for handle in waiting
         ]
     )
-    command_queue.place_commands(
-        [build_question(handle.id, instances[handle.id], actor) for handle in waiting if _is_function(handle)]
-    )
+    questions = [build_question(handle.id, instances[handle.id], actor) for handle in waiting if _is_function(handle)]
+    command_queue.place_commands([*detach_orders, *questions], source)
     conductor.raise_provider_intents({h.deployable.device.host_id: h.deployable.device.host for h in waiting}.values())
 
 
-def build_question(handle: int, instance: object, actor: str) -> command_queue.CommandOrder:
+def build_question(handle: int, instance: object, actor: str) -> CommandOrder:
     """Build the order of a `detach` command for a released handle, which succeeds if no guest uses the handle.
 
     For a PCI handle it changes nothing; what the host has made for another handle is removed.

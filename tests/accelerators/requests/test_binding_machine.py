@@ -207,7 +207,7 @@ class RequestsMachine(RuleBasedStateMachine):
         instance, device = str(uuid4()), self.stored.devices[card]
         images = {image for uuid in uuids if (image := self.get_wanted_image(uuid)) and image != device.bitstream}
         held = any(one.device == device.id and one.state in STATES_WITH_A_HANDLE for one in self.stored.requests)
-        held = held or self.has_released_handle(device)
+        held = held or self.has_released_function(device)
         possible = self.count_offered_handles(device) >= len(uuids) and len(images) < 2 and not (images and held)
         legal = BINDABLE.issuperset(self.expected_states[uuid] for uuid in uuids)
         try:
@@ -254,7 +254,7 @@ class RequestsMachine(RuleBasedStateMachine):
     def reset(self, card: int) -> None:
         device = self.stored.devices[card]
         held = any(one.handle and one.device == device.id for one in self.stored.requests)
-        held = held or self.has_released_handle(device)
+        held = held or self.has_released_function(device)
         try:
             command_queue.order_device_command("reset", UUID(device.uuid), NOVA)
         except RefusedError as refused:
@@ -332,8 +332,10 @@ class RequestsMachine(RuleBasedStateMachine):
         taken = {one.handle for one in self.stored.requests} | {*self.stored.released}
         return len([uuid for uuid, of in self.stored.handles if of == device.id and uuid not in taken])
 
-    def has_released_handle(self, device: StoredDevice) -> bool:
-        return any(of == device.id and uuid in self.stored.released for uuid, of in self.stored.handles)
+    def has_released_function(self, device: StoredDevice) -> bool:
+        """Return whether a guest may still use a PCI function of the device; only the first card has PCI functions."""
+        is_first = device.id == self.stored.devices[0].id
+        return is_first and any(of == device.id and uuid in self.stored.released for uuid, of in self.stored.handles)
 
     def list_closed_cards(self) -> list[int]:
         """Return the indexes of the cards that offer nothing although some of their handles are free."""

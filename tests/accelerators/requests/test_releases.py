@@ -31,7 +31,7 @@ from accelerators.models import (
     ReleasedHandle,
 )
 from accelerators.models.commands import COMMAND_IS_OPEN
-from accelerators.requests import binding, capacity
+from accelerators.requests import binding, candidates, capacity
 from accelerators.requests.binding import BindSpec
 from accelerators.workflows import command_endings, release_checks
 from cyborgweb.auth import read_only
@@ -327,6 +327,38 @@ def test_a_mediated_device_is_given_again_when_its_detach_has_succeeded_which_is
     )
     command_endings.end_answered_commands()
     assert not ReleasedHandle.objects.exists()
+
+
+def test_the_first_detach_that_succeeds_gives_a_mediated_device_free() -> None:
+    offer_mdevs()
+    bound, failed = bind(), bind()
+    first, second = Command.objects.filter(COMMAND_IS_OPEN).order_by("id")
+    for attach, outcome in ((first, "succeeded"), (second, "failed")):
+        command_queue.store_answers([CommandAnswer(attach.host_id, attach.id, outcome, "as it is")])
+    command_endings.end_answered_commands()
+    delete(AcceleratorRequest.objects.get(uuid=bound.uuid))
+    assert {one.handle_id for one in ReleasedHandle.objects.all()} == {bound.attach_handle_id, failed.attach_handle_id}
+    command_queue.store_answers(
+        [CommandAnswer(one.host_id, one.id, "succeeded") for one in Command.objects.filter(COMMAND_IS_OPEN)]
+    )
+    command_endings.end_answered_commands()
+    assert not ReleasedHandle.objects.exists()
+
+
+def test_a_released_handle_counts_against_the_total_as_it_does_in_placement() -> None:
+    offer_mdevs()
+    requests = [bind(), bind()]
+    for attach in Command.objects.filter(COMMAND_IS_OPEN):
+        command_queue.store_answers([CommandAnswer(attach.host_id, attach.id, "succeeded")])
+    command_endings.end_answered_commands()
+    delete(requests[0])
+    answer()
+    delete(requests[1])
+    apply_report(get_or_create_host(), make_driver_report(make_reported_card(handles=1)), seq=2)
+    with conductor.writing():
+        AttachHandle.objects.update(attach_type="MDEV")
+    assert AttachHandle.objects.filter(missing_since=None, request=None, release=None).count() == 1
+    assert candidates.find_candidates(get_or_create_host()) == []
 
 
 @pytest.mark.parametrize(("outcome", "waits"), [("unknown", True), ("failed", True), ("refused", False)])

@@ -181,8 +181,10 @@ class TwoOwners(RuleBasedStateMachine):
     # What happens to instances
 
     def list_free_handles(self) -> list[str]:
-        offered = len(self.agent.driver.find_device().deployables[0].handles)
-        return [one for one in HANDLES[:offered] if one not in self.held and one not in self.releasing]
+        """Return the handles that a request can get. Placement allocates at most the number of reported handles."""
+        reported = len(self.agent.driver.find_device().deployables[0].handles)
+        left = max(0, reported - len(self.held) - len(self.releasing))
+        return [one for one in HANDLES[:reported] if one not in self.held and one not in self.releasing][:left]
 
     @precondition(lambda self: self.list_free_handles())
     @rule(killed_after=KILLS, spawns=st.booleans())
