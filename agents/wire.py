@@ -239,7 +239,10 @@ class Command(Message, frozen=True, omit_defaults=True):
 
 
 class Writer(Message, frozen=True):
-    """The epoch of the present Placement writer. Sent on every change to agents whose Hello has `writes`.
+    """The epoch of the present Placement writer.
+
+    The gateway sends it to each agent whose Hello has `writes`, whenever the agent has not been sent this epoch yet:
+    after the connection begins, and after every change of the writer.
 
     An agent writes to Placement only for a command with the highest epoch that it has received on its current
     connection, from this message or from a command, and only while the gateway answers its heartbeats.

@@ -83,12 +83,12 @@ def plan_release(
     held_by_others: ProviderAmounts,
     recorded: AllocationWrite | None,
 ) -> AllocationWrite | None:
-    """Return the write that removes the shares exactly once; `recorded` is the recorded write, if any.
+    """Return the write that removes the attachment's shares from the instance's allocations, exactly once.
 
-    `recorded` itself is returned while it has not happened yet. The amounts in `held_by_others` belong to other
-    requests and are never removed. Returns None if nothing is left to remove. The first release is written even if it
-    changes no amount: it raises the generation, so that a claim that was sent and not yet answered can no longer take
-    effect.
+    `recorded` is the release that was recorded before, None if there is none. It is returned unchanged while Placement
+    has not applied it, so that it can be sent again. The amounts in `held_by_others` belong to other requests and are
+    never removed. Returns None if nothing is left to remove. The first release is written even if it changes no amount:
+    it raises the generation, so that a claim that was sent and not yet answered can no longer take effect.
     """
     if consumer.generation is None:
         return None

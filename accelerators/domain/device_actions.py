@@ -17,7 +17,10 @@ _S = DeviceState
 
 
 class Action(StrEnum):
-    """The actions, in the order in which users see them."""
+    """The actions that an operator can do to a device, in the order in which users see them.
+
+    The values are the names of the actions in our own API, whose view has a method of that name for each.
+    """
 
     ENABLE = "enable"
     DRAIN = "drain"

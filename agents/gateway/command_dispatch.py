@@ -107,7 +107,10 @@ def _describe_no_commands(host: str, release: str) -> str:
 class CommandDispatcher(threading.Thread):
     """The thread that reads from the database what is to be sent to agents, and hands it to the event loop.
 
-    Call `add_agent`, `remove_agent` and `watch_result` on the event loop, where the sockets are.
+    That is commands, Acks of results, and the Placement writer's epoch. Call `add_agent`, `remove_agent` and
+    `watch_result` on the event loop, where the sockets are; they only put work into a queue. The first `add_agent`
+    starts the thread: do not call `start`. After a database error the thread closes its connection, waits ERROR_PAUSE_S
+    seconds and continues. It is a daemon thread, so it needs no `stop` when the process ends.
     """
 
     def __init__(self) -> None:

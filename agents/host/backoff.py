@@ -83,11 +83,12 @@ class PendingAcks:
             self._pending_beats.add(seq)
 
     def record_ack(self, message_type: str, seq: int, now: float) -> None:
-        """Note an Ack. An Ack of a report counts only for the report that waits; every Ack restarts the silence
-        time-out.
+        """Note an Ack that came at `now`, in seconds. It restarts the silence time-out, or ends it if no other Ack is
+        owed.
 
-        An Ack of a Beat covers all heartbeats up to its `seq`; one of a Result or a NewKey covers none, because its
-        `seq` is another number.
+        An Ack of a report counts only for the report that waits; one for an older report clears nothing. An Ack of a
+        Beat covers all heartbeats up to its `seq`. An Ack of a Result or a NewKey covers none, because its `seq` is
+        another number.
         """
         self.last_ack_at = now
         if message_type == "Report":

@@ -56,7 +56,10 @@ class ManualEdition:
         return f"{url}#{anchor}" if anchor else url
 
     def static_url(self, path: str) -> str:
-        """Return the address, in this edition, of one of the console's static files; among files it is in `assets/`."""
+        """Return the address, in this edition, of one of the console's static files.
+
+        The edition that is written as files has a copy of the file in its folder `assets/`.
+        """
         return f"{self.root}assets/{Path(path).name}" if self.root else f"{settings.STATIC_URL}{path}"
 
 

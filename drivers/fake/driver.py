@@ -253,10 +253,10 @@ class FakeDevice:
         )
 
     def make_set_step(self, name: str, value: str, expected: str | None = None) -> Step:
-        """Return a step that sets one of the device's files to `value`; '' removes it.
+        """Return a step that sets one of the device's files to `value`; '' removes the file.
 
-        `expected` is the value that the step expects before the write; None stands for the value read at creation. The
-        file `image` can only be removed, by a step without checks and without `undo`.
+        `expected` is the value that the file must have before the write; None stands for the value that was read when
+        this FakeDevice was created. The file `image` can only be removed, by a step without checks and without `undo`.
         """
         path = self.get_path(name)
         before = self.files.get(name, "") if expected is None else expected
@@ -339,10 +339,11 @@ class FakeDevice:
 
 
 def simulate_load(key: str, unix_time: float) -> dict[str, float]:
-    """Return the simulated load of a device at a Unix time: metric → value.
+    """Return the simulated load of a device at `unix_time` (seconds): metric → value, see `drivers.inventory.Sample`.
 
-    Utilization changes over minutes, with smaller changes over seconds, at a different pace for each key. Memory
-    follows the slow change; temperature and power follow utilization.
+    The same key and time always give the same load. Utilization (0 to 100 %) changes over minutes, with smaller changes
+    over seconds, at a different pace for each key. Memory (bytes) follows the slow change; temperature (°C) and power
+    (W) follow utilization. The counters of errors are always 0.
     """
     offset = zlib.crc32(key.encode()) / 2**32
     slow_wave = 0.5 + 0.5 * math.sin(math.tau * (unix_time / (400 + 400 * offset) + offset))

@@ -52,9 +52,11 @@ class RemoteBackend(BackendBase, frozen=True, kw_only=True, forbid_unknown_field
         return "two of its devices have the same name" if len(set(names)) < len(names) else ""
 
     def discover(self, machine: Machine) -> Findings:
-        """Return the described devices with their health from the status file, `unknown` if it has none.
+        """Return the devices that the settings describe, with their health from the status file.
 
-        Raises Invalid if the file is not valid, and another DriverError if it exists but cannot be read.
+        The health is `unknown`, with the reason, if `status_file` is not set, the file does not exist, or it has no
+        entry for the device. Raises Invalid if the status file is not valid, and another DriverError if it exists but
+        cannot be read; then no device is returned.
         """
         statuses = self._read_status_file(machine)
         return Findings(tuple(self._build_device(device, statuses) for device in self.devices))
@@ -105,7 +107,8 @@ class RemoteBackend(BackendBase, frozen=True, kw_only=True, forbid_unknown_field
         return RemoteStatus("unknown", f"the status file {self.status_file} has no entry for it")
 
     def _build_device(self, device: RemoteDevice, statuses: dict[str, RemoteStatus]) -> Device:
-        """Return the device with its health from `statuses`, `unknown` if it is not there; it has no deployables."""
+        """Return the device without deployables, with its health from `statuses` (by device name); the health is
+        `unknown` if `statuses` has no entry for the device."""
         status = statuses.get(device.name, self._make_unknown_status())
         return Device(
             key=f"{KEY_PREFIX}{device.name}",

@@ -97,10 +97,13 @@ class PciFunction(Struct, frozen=True):
 
 
 class PciDriver(Driver):
-    """Offers one device with one deployable for each function that a rule selects and the host does not use.
+    """Offers one device with one deployable for each function that a rule selects.
 
-    The deployable has one `PCI` handle for each virtual function that the host does not use, or one for the function
-    itself if there are none. If the rule wants virtual functions, the deployable has no handles until they exist.
+    The deployable has one `PCI` handle for each virtual function of the selected function or, if the function has no
+    virtual functions, one handle for the function itself. If the rule wants virtual functions, the deployable has no
+    handles until they exist. Virtual functions that the host uses get no handle. A function is not offered if it has no
+    IOMMU, or if the host uses it and the rule does not permit virtual functions beside that use (`vfs_beside_host`).
+    Companion functions (`drivers.pci.iommu`) have no device of their own.
     """
 
     name: ClassVar[str] = "pci_driver"

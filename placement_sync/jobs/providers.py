@@ -111,7 +111,10 @@ def step() -> bool:
 
 
 class AgentWritesError(PlacementSyncError):
-    """The host's agent writes for this host. The job sends it what differs."""
+    """The conductor has written nothing for this host, because the host's agent writes to Placement.
+
+    The job `placement` sends the agent a command if Placement differs from what is desired.
+    """
 
 
 def sync_hosts(cloud: Any, hosts: Sequence[Host], dry_run: bool = False) -> list[SyncResult]:

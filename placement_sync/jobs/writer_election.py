@@ -87,13 +87,15 @@ def switch_writer(who: str, actor: str, reason: str = "", source: EventSource = 
 
 
 def decide_turns(already_commanded: Mapping[int, bool]) -> dict[int, WriteTurn]:
-    """Return for each host, by its id, whose turn it is to write.
+    """Return who has to write for each host now: WriteTurn by host id.
 
-    `already_commanded` maps each host to whether its agent was already sent a command for the present differences. Then
-    it is the conductor's turn when that command has ended: the conductor looks itself and corrects what still differs.
+    `already_commanded` maps a host's id to True if its agent was already sent a command for the present differences. As
+    soon as such a command has ended, it is the conductor's turn: it compares the host with Placement and corrects what
+    still differs.
 
-    If an agent has stopped writing, its open command is given the deadline now, and the job `commands` is woken, which
-    ends it; until then the host waits. Reads with at most three statements, one while the writer was never changed.
+    If an agent must have stopped writing, the deadline of its open command is set to now, and the job `commands`, which
+    ends the command, is woken. The turn of its host is WAIT until then. Reads with at most three statements; with one
+    if the writer was never changed.
     """
     writer = get_writer()
     if not writer.epoch:

@@ -118,7 +118,10 @@ def check_sriov(facts: HostFacts) -> CheckResult:
 
 
 def check_permissions(facts: HostFacts) -> CheckResult:
-    """Judge whether the user may write to /sys, if a step of an enabled driver may have to."""
+    """Judge whether the user that runs this check may write to /sys.
+
+    If not, the result is `failed` if an enabled driver may have steps that write there, otherwise `warning`.
+    """
     rights = facts.rights
     user = "root" if rights.uid == 0 else f"user {rights.uid}"
     writers = [driver.name for driver in facts.drivers if driver.enabled and _writes_sys(driver)]

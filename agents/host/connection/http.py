@@ -63,7 +63,12 @@ class HttpStatusError(AgentsError):
 
 
 class _PinnedSSLObject(ssl.SSLObject):
-    """A TLS connection whose handshake fails unless the server's certificate has the pinned fingerprint."""
+    """A TLS connection whose handshake fails unless the server's certificate has the pinned fingerprint.
+
+    The fingerprint is that of its context, which must be a _PinnedSSLContext. The error is
+    ssl.SSLCertVerificationError; no request has been sent to the server then. `create_tls_context` sets the context so
+    that certificate authorities and the host name are not checked.
+    """
 
     def do_handshake(self) -> None:
         """Do the handshake, and compare the certificate's SHA-256 with the pin. Raises ssl.SSLCertVerificationError if

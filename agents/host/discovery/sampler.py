@@ -60,7 +60,7 @@ class SamplingSchedule:
     _watch_end: float = -math.inf
 
     def on_connect(self, now: float, phase_fraction: float) -> None:
-        """Start the schedule on a new connection, and forget the watch of the one before.
+        """Start the schedule on a new connection, and forget the Watch of the connection before.
 
         `phase_fraction`, in [0, 1), is this host's place in the minute: it keeps a thousand hosts from sending at once,
         even after all of them were watched at the same time.
@@ -147,7 +147,11 @@ class HostLoadSampler:
         self._was_cut = False
 
     def on_connect(self) -> None:
-        """Start sampling for a new connection; drop samples from before it."""
+        """Start sampling for a new connection; forget the Watch of the connection before and the unsent samples.
+
+        The first round is due at a random time in the next IDLE_INTERVAL_S seconds, or earlier if a Watch arrives. A
+        round that is running now goes on, and its samples are kept for this connection.
+        """
         self._newest_samples = None
         self._schedule.on_connect(self._now(), self.draw_fraction())
         self._schedule_changed.set()
@@ -168,9 +172,10 @@ class HostLoadSampler:
         return newest
 
     def encode_samples(self, samples: wire.Samples, max_bytes: int) -> str:
-        """Encode the samples in at most `max_bytes` bytes (and wire.MAX_SAMPLES_BYTES); drop the last devices to fit.
+        """Encode the samples in at most `max_bytes` bytes (and wire.MAX_SAMPLES_BYTES).
 
-        Logs a warning when devices are cut off and none were the last time.
+        If they are too large, the last devices are left out. A warning is logged for this, but not again while the
+        messages that follow are too large as well.
         """
         max_bytes = min(max_bytes, wire.MAX_SAMPLES_BYTES)
         kept_count = len(samples.loads)

@@ -384,7 +384,8 @@ class Executor:
             self._reconfiguring.discard(driver)
 
     async def _rescan_drivers(self, command: wire.Command) -> ExecutionResult:
-        """End the quarantine of one driver or of all (`driver` ''), have them look, and summarise their reports."""
+        """End the quarantine of one driver, or of all if `driver` is '', make them discover their devices again, and
+        return a summary of what they reported."""
         running = {name: one for name, one in self._context.drivers.items() if command.driver in ("", name)}
         if not running:
             return ExecutionResult("succeeded", "no driver runs on this host")

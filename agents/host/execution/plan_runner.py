@@ -200,10 +200,16 @@ class PlanRun:
                 (n * 100 + part) // len(plan.steps), step.does))  # fmt: skip
 
     async def _run_step(self, step: Step, progress: Callable[[int], None]) -> None:
-        """Run one step, and wait until its effect is seen. Raises DriverError and sqlite3.OperationalError.
+        """Run one step, and wait until its effect is seen. `progress` gets percent, during a firmware upload only.
 
-        The order is: check what the step expects, journal the file's first value, write, and poll `seen` until the
-        step's time-out. A write that timed out counts as done when its effect is seen.
+        The order is: check what the step expects, write, and poll `seen` until `timeout_s` seconds after the start of
+        the write. Before this device's first write to a file of /sys, the file's value is stored in the journal; not
+        for images, nor for a file that cannot be read. A write that timed out counts as done if its effect is seen.
+
+        Raises Busy or Denied if the step may not begin, Failed if its effect is not seen in time, Gone if the command
+        has no image, Timeout if the outcome of the write is unknown, any other DriverError of the checks and of the
+        writer, and sqlite3.OperationalError if the journal cannot be written. Nothing is undone here; a step whose
+        write was done is added to the steps that `_undo_steps` undoes, also if its effect is not seen.
         """
         await self._check_preconditions(step)
         path, loop = step.write.path, asyncio.get_running_loop()
