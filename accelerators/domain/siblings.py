@@ -1,6 +1,6 @@
-"""Which other devices of a host an act on one device affects, as the device's driver declares it.
+"""Find out which other devices of the same host are affected by an act on one device. The device's driver declares it.
 
-`drivers.inventory.Scope` describes the scopes. A conductor that does not know a scope takes the widest one.
+`drivers.inventory.Scope` describes the scopes. A scope that this release does not know is treated like `host`.
 """
 
 from __future__ import annotations
@@ -12,15 +12,18 @@ DEVICE_SCOPE = "device"
 
 
 def get_scope(driver_entry: Mapping[str, Any], act: str) -> str:
-    """Return what an act affects, from the driver's entry in `Host.drivers`; without a declaration the device."""
+    """Return the scope that a driver declares for an act; `device` if it declares none.
+
+    `driver_entry` is the driver's entry in `Host.drivers`.
+    """
     return str(driver_entry.get("declares", {}).get("affects", {}).get(act, DEVICE_SCOPE))
 
 
 def get_affected_prefix(scope: str, address: str | None) -> str | None:
-    """Return how the PCI addresses of all devices begin that an act with this scope affects; '' for the whole host.
+    """Return the prefix of the PCI addresses of all devices that an act with this scope affects; '' for the whole host.
 
-    Returns None if it affects the device alone. A device without a PCI address has no slot or bus, so a scope beyond
-    the device then is the host.
+    Returns None if the act affects the device alone. `address` is the PCI address of the device, None if it has none.
+    Such a device has no slot and no bus, so a scope wider than `device` means the whole host for it.
     """
     if scope == DEVICE_SCOPE:
         return None

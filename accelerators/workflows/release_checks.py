@@ -1,8 +1,9 @@
-"""Ask hosts whether released PCI handles are unused, and give a handle free when its host has confirmed it.
+"""Ask hosts whether released PCI handles are unused, and make a handle free when its host has confirmed this.
 
 The question is a `detach` command (`accelerators.requests.releases`). Its answer is stored when the command ends. The
-job `releases` repeats the question, and quarantines the device of a handle that waits for too long. Only the host's
-confirmation gives a handle free: neither the time limit nor an operator's action on the device does.
+job `releases` repeats the question, and quarantines the device of a handle that waits for longer than
+CYBORG_DETACH_TIMEOUT_S. Only the host's confirmation makes a handle free: neither the time limit nor an operator's
+action on the device does.
 """
 
 from __future__ import annotations
@@ -23,27 +24,30 @@ from accelerators.ui import badges
 
 JOB = "releases"
 BATCH_SIZE = 200
+"""Maximum number of released handles in one step of the job."""
 LONGEST_PAUSE_S = 60.0
-"""Seconds between two questions about one handle, at most. The pauses grow with the age of the release."""
+"""Maximum number of seconds between two questions about one handle. The pauses grow with the age of the release."""
 
 
 def run() -> None:
-    """Run the job `releases`: ask the hosts of all released handles whose time has come."""
+    """Run the job `releases`: ask the hosts of all released handles whose `ask_at` has passed."""
     jobs.run_steps(JOB, ask_hosts_again)
 
 
 def is_question(command: Command) -> bool:
-    """Return whether a command asks a host about a PCI handle: its `detach` changes nothing."""
+    """Return whether a command asks a host if a guest uses a PCI handle: a `detach` of a PCI handle, which changes
+    nothing."""
     handle = command.arguments.get("handle") or {}
     return command.op == "detach" and handle.get("attach_type") == HandleType.PCI
 
 
 def store_answers(answers: Sequence[tuple[Command, str]]) -> None:
-    """Give the handles of confirmed questions free; store why the others have to wait.
+    """Make the handles free whose hosts have confirmed that no guest uses them; for the others store the reason why
+    they have to wait.
 
-    `answers` has ended commands for which `is_question` is true, each with '' if the host has confirmed that the
-    function is unused, else with the reason. An answer to a question that is older than the release is ignored. Call it
-    inside `conductor.writing()`, with the devices locked. The number of statements is constant.
+    `answers` are pairs of an ended command for which `is_question` is true and its answer: '' if the host has confirmed
+    that the function is unused, else the reason. A command that is older than the release of its handle is ignored.
+    Call it inside `conductor.writing()`, with the devices locked. The number of statements is constant.
     """
     waiting = {
         str(release.handle.uuid): release
@@ -86,9 +90,11 @@ def store_answers(answers: Sequence[tuple[Command, str]]) -> None:
 
 
 def ask_hosts_again() -> bool:
-    """Ask the hosts of one batch of due releases, unless a question is open; True if there may be more.
+    """Ask the hosts about one batch of due releases; return True if there may be more due releases.
 
-    Quarantines the devices of releases that have waited for too long. Locks the hosts and the devices.
+    No second question is asked about a handle while a command that asks about it is open. The devices of handles that
+    wait for longer than CYBORG_DETACH_TIMEOUT_S are quarantined, once for each release. Runs in a transaction of its
+    own, and locks the hosts and the devices.
     """
     now = datetime.now(UTC)
     due = ReleasedHandle.objects.filter(ask_at__lt=now).order_by("ask_at")
@@ -125,14 +131,14 @@ def ask_hosts_again() -> bool:
 
 
 def _get_next_time(release: ReleasedHandle, now: datetime) -> datetime:
-    """Return when the host is asked next: after half the age of the release, between FIRST_PAUSE_S and
-    LONGEST_PAUSE_S."""
+    """Return when the host is asked next: after half the age of the release, but after at least FIRST_PAUSE_S and at
+    most LONGEST_PAUSE_S seconds."""
     age_s = (now - release.created_at).total_seconds()
     return now + timedelta(seconds=min(max(age_s / 2, releases.FIRST_PAUSE_S), LONGEST_PAUSE_S))
 
 
 def _build_quarantine(release: ReleasedHandle, device: Device) -> DeviceStateChange | None:
-    """Build the change of a locked device to `quarantined`; None if it is quarantined or retired already."""
+    """Build the change of a locked device to `quarantined`; None if the device is quarantined or retired already."""
     before = build_lifecycle_state(device)
     after = state_after_action(Action.QUARANTINE, before)
     if after == before:
