@@ -46,7 +46,7 @@ def find_guest_uses(machine: Machine, folders: Iterable[str]) -> dict[str, Guest
     unbound from its driver. The node of each VFIO group is opened for a moment: while a guest has it open, the kernel
     refuses a second opener, also if the guest uses the device's own node. Only on a kernel without groups
     (CONFIG_VFIO_GROUP=n) this is not possible; there the open file descriptors of all processes are read, once for all
-    devices. Raises DriverError if sysfs or /proc cannot be read.
+    devices. If something cannot be read, the state is `unknown`; no DriverError is raised for it.
     """
     parts = {folder: (folder, *_list_mediated_devices(machine, folder)) for folder in folders}
     group_uses = {part: _read_group_use(machine, part) for some in parts.values() for part in some}
@@ -67,10 +67,8 @@ def _list_mediated_devices(machine: Machine, folder: str) -> list[str]:
 
 
 def refuse_if_guest_uses(machine: Machine, folders: Iterable[str]) -> None:
-    """Raise Busy if a guest uses one of the devices, and Denied if their use is unknown.
-
-    `folders` are directories in sysfs. Raises the errors of `find_guest_uses`, too.
-    """
+    """Raise Busy if a guest uses one of the devices, and Denied if their use is unknown. `folders` are directories in
+    sysfs."""
     for folder, use in find_guest_uses(machine, folders).items():
         name = folder.rpartition("/")[2]
         if use.state == "used":

@@ -93,9 +93,10 @@ def _choose_key(device: Device, known: RememberedIdentity | None) -> str:
 def _remember(
     reports: Iterable[DriverReport], keys: Mapping[tuple[str, str], str], remembered: Identities
 ) -> dict[str, RememberedIdentity]:
-    """Return `remembered` with the serial numbers that were read now.
+    """Return `remembered` with the serial numbers that were read now. `keys` maps (address, reported key) to the chosen
+    key.
 
-    An address where no serial number was read now keeps its identity, unless the same key was read at another address
+    An address where no serial number was read now keeps its identity, unless a device at another address has its key
     now.
     """
     read_now = {

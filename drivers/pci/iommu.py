@@ -122,7 +122,7 @@ def refuse_blocked_groups(machine: Machine, parts: Iterable[str], together: Coll
     """Raise Busy, with advice, if one of `parts` shares its IOMMU group with a function that is bound to a driver of
     the host.
 
-    Functions in `together` are ignored: the same plan binds them too, so their present drivers do not matter.
+    Functions in `together` are handed out together with `parts`, so their present drivers do not matter.
     """
     for group, part in {find_group(machine, part): part for part in parts}.items():
         for other in machine.names(f"{GROUPS_FOLDER}/{group}/devices") if group else ():
