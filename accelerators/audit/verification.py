@@ -56,7 +56,8 @@ class VerificationResult:
     """Number of events after the newest seal; counted only if the verification goes to the newest seal."""
     number: int = 0
     hash: str = ""
-    """`number` and `hash` of the newest seal. Keep both outside the database, as an anchor for later verifications."""
+    """`number` and `hash` of the newest seal that is stored. Keep both outside the database, as an anchor for later
+    verifications."""
     findings: list[SealFinding] = field(default_factory=list)
 
 

@@ -160,7 +160,8 @@ class CommandDispatcher(threading.Thread):
             self.join(15)
 
     def run(self) -> None:
-        """Wait for queued calls, then poll the tables, until `stop`. Wait ERROR_PAUSE_S after a database error."""
+        """Wait for queued calls, then poll the tables, until `stop`. Waits ERROR_PAUSE_S seconds after a database
+        error."""
         while not self._stopping:
             self._run_queued_calls()
             try:

@@ -28,9 +28,11 @@ class ConnectionTiming:
     ping_interval_s: float = 20.0
     """Interval of WebSocket pings, and time-out of each."""
     ack_timeout_s: float = 15.0
-    """How long the gateway may send no Ack while one is owed; at least three heartbeat intervals are allowed."""
+    """How many seconds the gateway may send no Ack while one is owed; at least three heartbeat intervals are
+    allowed."""
     report_ack_timeout_s: float = 60.0
-    """How long one report may wait for its Ack, at least twelve heartbeat intervals: that Ack follows a commit."""
+    """How many seconds one report may wait for its Ack; at least twelve heartbeat intervals are allowed, because the
+    Ack of a report follows a commit."""
     draw_fraction: Callable[[], float] = random.random
 
 
@@ -65,12 +67,13 @@ class PendingAcks:
     beat_s: float
     timing: ConnectionTiming
     pending_report_seq: int | None = None
-    """The seq of the report that waits for its Ack. One at a time: of those made meanwhile only the newest is sent."""
+    """The `seq` of the report that waits for its Ack, None if none does. Only one report waits at a time; of the
+    reports that are made meanwhile only the newest is sent."""
     _report_sent_at: float = 0.0
     _pending_beats: set[int] = field(default_factory=set)
     _silent_since: float | None = None
     last_ack_at: float = 0.0
-    """When the last Ack came; until then, when the connection began."""
+    """When the last Ack came, or when the connection began if no Ack has come on it."""
 
     def record_sent(self, message_type: str, seq: int, now: float) -> None:
         """Note that a Beat or a Report (`message_type`) was sent at `now`. The silence time-out starts if no Ack was

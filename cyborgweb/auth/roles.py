@@ -52,7 +52,8 @@ _ROLE_BY_GROUP = {role.group: role for role in ROLES}
 
 
 def get_group(name: str) -> Group:
-    """Return the group of this name with the permissions of its role or project; create it if there is none."""
+    """Return the group `name` with the permissions of its role or project. The group is created if it does not
+    exist."""
     role_group, _ = Group.objects.get_or_create(name=name)
     set_permissions(role_group)
     return role_group

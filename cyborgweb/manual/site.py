@@ -29,7 +29,7 @@ THEME_SCRIPT = "console/theme.js"
 SEARCH_PAGE = "search"
 SEARCH_SCRIPT, SEARCH_INDEX = "help/search.js", "index.js"
 MAX_HITS = 40
-"""Sections that a search shows at most."""
+"""Maximum number of sections that a search shows."""
 
 
 @dataclass(frozen=True)

@@ -327,7 +327,8 @@ class FakeDevice:
                 raise Busy(f"handle {name.removeprefix(MDEV_PREFIX)} is attached to {holder}: detach it first")
 
     def _list_handles(self) -> tuple[AttachHandle, ...]:
-        """Return the device's handles: as many as its file `parts` says, else `handles` of the Script."""
+        """Return the device's handles. Their number comes from the device's file `parts` or, if there is no such file,
+        from `handles` of the Script."""
         count = int(self.files.get("parts", self.script.handles))
         if self.script.handle_type == "TEST_PCI":
             places = (
@@ -388,7 +389,7 @@ def _find_device(machine: Machine, script: Script, ask: Ask) -> FakeDevice:
 
 
 def _is_mdev(ask: Ask) -> bool:
-    """Return whether the call is about an MDEV handle; False if it names no handle."""
+    """Return whether the call is about an MDEV handle; False if the call names no handle."""
     return ask.handle is not None and ask.handle.attach_type == "MDEV"
 
 
@@ -434,9 +435,9 @@ def _misbehave(how: str) -> None:
 
 
 def _load_script(settings: Settings) -> Script:
-    """Return the Script of the control file that the settings name, or the default Script if they name none.
+    """Return the Script of the control file that the settings name; the default Script if they name none.
 
-    Raises Invalid if the file is unusable.
+    Raises Invalid if the file cannot be read or contains no valid Script.
     """
     return read_script(str(settings.get("control_file") or ""))
 

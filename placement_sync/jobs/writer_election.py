@@ -43,7 +43,7 @@ class WriteTurn(Enum):
     AGENT = "agent"
     """The agent gets a command if anything has to be written."""
     WAIT = "wait"
-    """The agent has an open command; wait until that ends."""
+    """The agent has an open command; nobody else writes until that command has ended."""
 
 
 def get_writer() -> Writer:
@@ -57,7 +57,7 @@ def get_epoch() -> int:
 
 
 def switch_writer(who: str, actor: str, reason: str = "", source: EventSource = EventSource.PERSON) -> Writer:
-    """Make `who` (conductor or agents) the writer, and return the writer. Does nothing if it is the writer already.
+    """Make `who` (conductor or agents) the writer, and return the writer. Does nothing if `who` is the writer already.
 
     Locks the writer's row and records an event. Agents that are writing stop before their next call; commands that no
     agent has taken yet are refused. Raises RefusedError INVALID for an unknown writer or an unusable reason.
@@ -153,9 +153,9 @@ def delegate_writes(host: Host, outcome: SyncOutcome) -> int:
 
 
 def list_hosts_without_writer(hosts: Iterable[Host]) -> list[tuple[str, str]]:
-    """Return name and reason of those of these hosts whose agent cannot write, sorted by name.
+    """Return the name and the reason of each of `hosts` whose agent cannot write to Placement, sorted by name.
 
-    Hosts without an agent are among them. The conductor writes for all of them.
+    Hosts without an agent are among them. The conductor writes for all hosts in the result.
     """
     name_by_id = {host.id: host.name for host in hosts}
     status_by_host = placement_delegation.get_writer_statuses(name_by_id.keys())

@@ -93,7 +93,7 @@ class HostContext:
     machine_for: Callable[[str], Machine]
     writer_for: Callable[[str], StepWriter]
     find_device: Callable[[str, str], Device | None]
-    """(driver, device key) → the device as last reported, None when it is not known."""
+    """(driver, device key) → the device as last reported, None if no such device is known."""
     command_log: CommandLog
     boot_id: str
 
@@ -238,8 +238,10 @@ class PlanRun:
             pause = min(pause * 2, LONGEST_POLL_S)
 
     async def _check_preconditions(self, step: Step) -> None:
-        """Raise Busy unless everything that the step expects is so, none of its device nodes is open, and no guest uses
-        what it takes away; Denied if that is not known.
+        """Raise Busy if a check in `step.expect` does not hold, if a device node in `step.idle` is open, or if the
+        write would take something away from a guest that uses it.
+
+        Raises Denied if it is not known whether a guest uses it, and the errors of reading the host, such as Timeout.
         """
         if mismatch := await self._find_mismatch(step.expect):
             raise Busy(f"{step.does}: not started, because {mismatch}")
@@ -257,7 +259,10 @@ class PlanRun:
         await run_in_thread(lambda: preflight.refuse_if_guest_is_harmed(self._machine, act, write, key, address))
 
     async def _find_mismatch(self, checks: tuple[Check, ...]) -> str:
-        """Return the first check that does not hold, as a reason; '' when all hold. Raises Timeout."""
+        """Return the reason of the first check that does not hold, '' if all hold.
+
+        Raises Timeout after READ_TIMEOUT_S seconds, and the errors of reading the host.
+        """
         return await run_in_thread(
             lambda: next(filter(None, (_describe_mismatch(self._machine, check) for check in checks)), "")
         )
