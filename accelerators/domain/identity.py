@@ -6,9 +6,9 @@ a stored device whose key was not reported, both are the same device, unless bot
 serial number cannot be read any more, so that the reported key is only the address, the stored key stays.
 
 Only one device can be at an address or behind an attach handle, whatever the drivers report. A held device (a request
-holds one of its handles) whose identity or address changes is quarantined. So is a device that is reported at the
-address of another held device, or with a handle that is held through another device. An operator has to look at a
-quarantined device before it is offered again (promise S1).
+holds one of its handles) whose reported key or address changes is quarantined, also if only its serial number cannot be
+read any more. So is a device that is reported at the address of another held device, or with a handle that is held
+through another device. An operator has to look at a quarantined device before it is offered again (promise S1).
 """
 
 from __future__ import annotations
@@ -164,8 +164,8 @@ def _judge_held_devices(
 ) -> IdentifiedDevices:
     """Return the accepted devices with the keys under which they are to be stored, and with their doubts.
 
-    A device gets a doubt if it is held and its identity or address has changed, or if its address or a handle of it
-    belongs to another device that is held. `driver_reports` is passed on unchanged.
+    A device gets a doubt if it is held and its reported key or its address differs from the stored one, or if its
+    address or one of its handles belongs to another device that is held. `driver_reports` is passed on unchanged.
     """
     held_places: dict[str, StoredDevice] = {}
     for stored in stored_devices:
@@ -189,8 +189,8 @@ def _judge_held_devices(
 
 
 def _describe_change(stored: StoredDevice, device: Device) -> str:
-    """Return how the identity or the address of a held device has changed, as the reason for a doubt; '' if neither
-    has."""
+    """Return how the reported key or the address of a held device differs from the stored one, as the reason for a
+    doubt; '' if neither differs."""
     if stored.key != device.key:
         return f"a request holds it, and its identity changed from {stored.key} to {device.key}: {REMEDY}"
     if stored.address and stored.address != device.address:

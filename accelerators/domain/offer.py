@@ -47,7 +47,7 @@ def combine_health(stored: tuple[str, str], reported: tuple[str, str]) -> tuple[
 
     `stored` and `reported` are pairs of a health and its reason. `reported` is returned, except that `unknown` does not
     end a failure: then the device stays failed with the stored reason, to which `UNREADABLE_NOTE` is added. The stored
-    reason is cut before, so that the text has at most MAX_REASON characters.
+    reason is shortened for this if the text would have more than MAX_REASON characters.
     """
     (stored_health, stored_reason), (reported_health, _) = stored, reported
     if stored_health != WITHHELD_HEALTH or reported_health != Health.UNKNOWN:

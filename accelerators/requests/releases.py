@@ -19,7 +19,8 @@ from accelerators.domain.states import EventSource, HandleType
 from accelerators.models import AttachHandle, Device, ReleasedHandle
 
 FIRST_PAUSE_S = 2.0
-"""Seconds after a release until the host is asked for the second time, if it has not confirmed the release by then."""
+"""Seconds after a release until the host is asked for the second time, if it has not confirmed the release by then.
+Also the minimum number of seconds between two later questions."""
 
 
 def hold_back_used_handles(instances: Mapping[int, str | None], actor: str, *, instance_is_gone: bool) -> None:

@@ -108,10 +108,11 @@ class BackendCaller:
     def call_if_idle(self, question: str, function: Callable[[], T], timeout_s: float) -> T:
         """Ask a question whose answer is not important, such as the load, and return its answer.
 
-        This method does not wait for other questions, and a late answer does not suspend the backend: a backend must
-        not lose its devices because its load is read slowly. Raises Busy while another question has not returned;
-        Failed while the backend is suspended, if the answer does not arrive within `timeout_s` seconds, or if no thread
-        can be started; and the errors of `BackendCall.get_result`.
+        This method does not wait for other questions, and a late answer does not suspend the backend, so that a backend
+        does not lose its devices because its load is read slowly. Only if this question still has not returned when a
+        later `call` has waited for it in vain, that `call` suspends the backend. Raises Busy while another question has
+        not returned; Failed while the backend is suspended, if the answer does not arrive within `timeout_s` seconds,
+        or if no thread can be started; and the errors of `BackendCall.get_result`.
         """
         if not self._lock.acquire(blocking=False):
             raise Busy(f"backend {self.name}: another question has not returned")

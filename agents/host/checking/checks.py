@@ -165,9 +165,9 @@ def check_capabilities(facts: HostFacts) -> CheckResult:
 
 
 def check_state_directory(facts: HostFacts) -> CheckResult:
-    """Judge whether the agent can keep its key and its journal in the state directory; `failed` if it cannot.
+    """Judge whether the agent can keep its key and its journal in the state directory.
 
-    It is also `failed` if the journal there belongs to another host.
+    `failed` if this process cannot use or create the directory, or if the journal there belongs to another host.
     """
     rights = facts.rights
     if rights.state_dir_problem:
@@ -251,9 +251,9 @@ def check_tls(facts: HostFacts) -> CheckResult:
 
 
 def check_clock(facts: HostFacts) -> CheckResult:
-    """Judge the difference between this host's clock and the conductor's, by MAX_GOOD_OFFSET_S and MAX_OFFSET_S.
+    """Judge by how much this host's clock and the conductor's differ at least.
 
-    The smallest difference that is possible counts. The result is `warning` if the conductor gave no date.
+    `warning` above MAX_GOOD_OFFSET_S seconds, or if the conductor gave no date; `failed` above MAX_OFFSET_S seconds.
     """
     conductor = facts.conductor
     offset = bound_clock_offset(conductor.date, conductor.before, conductor.after)
