@@ -25,8 +25,8 @@ MAX_MESSAGE_BYTES = 1024 * 1024
 MAX_SAMPLES_BYTES = 128 * 1024
 """Maximum size of one Samples message in bytes: enough for a thousand devices."""
 MESSAGE_MARGIN_BYTES = 64 * 1024
-"""By how much the limit of the web server's WebSocket library is above `CYBORG_MAX_MESSAGE_BYTES`. Without it the
-library would close a connection before the gateway can refuse the message with a reason."""
+"""Bytes by which the limit of the web server's WebSocket library is higher than `CYBORG_MAX_MESSAGE_BYTES`. Without
+this margin the library would close a connection before the gateway can refuse the message with a reason."""
 MESSAGE_ERROR_KEY = "cyborg_message_error"
 """Key of `scope["state"]` where the web server stores (close code, reason) when it rejects a message.
 The application never sees that message, and can no longer send a Refuse to the peer."""
@@ -61,7 +61,7 @@ class Hello(Message, frozen=True):
     boot_id: BootId
     drivers: Annotated[tuple[Word, ...], Meta(max_length=64)] = ()
     ops: Annotated[tuple[Word, ...], Meta(max_length=64)] = ()
-    """The commands that the agent supports. Empty if the agent is older than commands."""
+    """The commands that the agent supports. Empty if the agent's release knows no commands."""
     writes: Annotated[str, Meta(max_length=500)] | None = None
     """Why the agent cannot write to Placement itself; '' if it can, None if its release does not support that."""
 
@@ -239,7 +239,10 @@ class Command(Message, frozen=True, omit_defaults=True):
 
 
 class Writer(Message, frozen=True):
-    """The epoch of the present Placement writer. Sent on every change to agents whose Hello has `writes`.
+    """The epoch of the present Placement writer.
+
+    The gateway sends it to each agent whose Hello has `writes`, whenever the agent has not been sent this epoch yet:
+    after the connection begins, and after every change of the writer.
 
     An agent writes to Placement only for a command with the highest epoch that it has received on its current
     connection, from this message or from a command, and only while the gateway answers its heartbeats.

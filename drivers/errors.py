@@ -41,7 +41,8 @@ class Unsupported(DriverError):
 
 
 class Busy(DriverError):
-    """Somebody uses the device; a later retry may succeed."""
+    """The device is in use, is not in the state that a step expects, has no room for what is asked, or its backend has
+    not answered another question yet. A later retry may succeed."""
 
 
 class Denied(DriverError):

@@ -61,11 +61,12 @@ class AllocationWrite(msgspec.Struct, frozen=True):
 def plan_claim(
     consumer: ConsumerAllocations, shares: ClaimShares, recorded: AllocationWrite | None
 ) -> AllocationWrite | None:
-    """Return the write that adds the shares exactly once; `recorded` is the recorded write, if any.
+    """Return the write that adds the attachment's shares to the instance's allocations, exactly once.
 
-    `recorded` itself is returned while it has not happened yet. If `AllocationWrite.is_noop` is true, the shares are
-    there already and nothing needs to be written. Returns None if the consumer has no allocations: then the instance is
-    unknown to Placement, and nothing can be added.
+    `recorded` is the claim that was recorded before, None if there is none. It is returned unchanged while Placement
+    has not applied it, so that it can be sent again. If `AllocationWrite.is_noop` is true, the shares are there already
+    and nothing needs to be written. Returns None if the consumer has no allocations: then the instance is unknown to
+    Placement, and nothing can be added.
     """
     if consumer.generation is None:
         return None
@@ -83,12 +84,12 @@ def plan_release(
     held_by_others: ProviderAmounts,
     recorded: AllocationWrite | None,
 ) -> AllocationWrite | None:
-    """Return the write that removes the shares exactly once; `recorded` is the recorded write, if any.
+    """Return the write that removes the attachment's shares from the instance's allocations, exactly once.
 
-    `recorded` itself is returned while it has not happened yet. The amounts in `held_by_others` belong to other
-    requests and are never removed. Returns None if nothing is left to remove. The first release is written even if it
-    changes no amount: it raises the generation, so that a claim that was sent and not yet answered can no longer take
-    effect.
+    `recorded` is the release that was recorded before, None if there is none. It is returned unchanged while Placement
+    has not applied it, so that it can be sent again. The amounts in `held_by_others` belong to other requests and are
+    never removed. Returns None if nothing is left to remove. The first release is written even if it changes no amount:
+    it raises the generation, so that a claim that was sent and not yet answered can no longer take effect.
     """
     if consumer.generation is None:
         return None
@@ -124,5 +125,5 @@ def build_body(consumer: ConsumerAllocations, shares: ClaimShares, change: Alloc
 
 
 def _current_amounts(consumer: ConsumerAllocations, shares: ClaimShares) -> dict[str, int]:
-    """Return, per provider of the shares, how much the consumer has now of the share's resource class."""
+    """Return by provider how much the consumer has now of the resource class that the share of this provider names."""
     return {rp: consumer.allocations.get(rp, {}).get(share.resource_class, 0) for rp, share in shares.items()}

@@ -224,7 +224,10 @@ def render_bulk_state(bulk: Bulk) -> SafeString:
 
 
 def describe_bulk(bulk: Bulk) -> str:
-    """Return the title of a bulk action: the label of its action and its number of devices."""
+    """Return the title of a bulk action, such as "Enable: 12 devices". Costs no statement.
+
+    Raises StopIteration if the device list no longer has the action with which the bulk action was made.
+    """
     return f"{device_actions.find_choice_of_bulk(bulk).label}: {bulk.total} device{'' if bulk.total == 1 else 's'}"
 
 

@@ -1,6 +1,6 @@
-"""Stored data of one device for its console page: the last signals of its hardware, and its inventory as JSON.
+"""Stored data of one device for its console page: the readings of its last health check, and its inventory as JSON.
 
-Reports are not stored; the inventory is the result of the last one.
+Reports are not stored; the inventory is the result of the last report.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ BOARD_FIELDS = ("std_board_info", "vendor_board_info", "to_install", "acts")
 
 
 def load_last_signals(request: HttpRequest, device: Device) -> dict[str, Any] | None:
-    """Return the result of the last successful health check of a device: time, link, text, signals and samples.
+    """Return the result of the last successful health check of a device: time, link, text, readings and load samples.
 
-    Returns None if there is none, or if the user may not view commands. Costs one statement.
+    Returns None if no health check has succeeded, or if the user may not view commands. Costs one statement.
     """
     if not request.user.has_perm("accelerators.view_command"):
         return None

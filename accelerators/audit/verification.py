@@ -56,7 +56,8 @@ class VerificationResult:
     """Number of events after the newest seal; counted only if the verification goes to the newest seal."""
     number: int = 0
     hash: str = ""
-    """`number` and `hash` of the newest seal. Keep both outside the database, as an anchor for later verifications."""
+    """`number` and `hash` of the newest seal that is stored. Keep both outside the database, as an anchor for later
+    verifications."""
     findings: list[SealFinding] = field(default_factory=list)
 
 
@@ -141,10 +142,11 @@ def _verify_seal(
 
 
 def _find_first_difference(seal: Seal, ids: list[int], digests: list[bytes]) -> SealFinding:
-    """Return the finding about the first event under a seal that was changed, inserted or removed.
+    """Find the first event of this seal that was changed, inserted or removed since it was sealed; return the finding.
 
-    `ids` and `digests` are those of the events that are stored now. The `event` of the finding is 0 if the last events
-    are gone, or if the marks do not show which event was changed.
+    `ids` and `digests` are those of the seal's events that are stored now. The `event` of the finding is 0 if the
+    seal's last events are gone, or if the bytes of the digests that the seal keeps (`marks`) do not show which event
+    was changed.
     """
     place = hash_chain.find_first_mismatch(bytes(seal.marks), digests)
     count_text = f"{'more than ' if len(ids) > seal.events else ''}{min(len(ids), seal.events)} found"

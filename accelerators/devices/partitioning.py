@@ -40,8 +40,9 @@ class PartitionTarget:
 class PartitionChange:
     """The change wanted for each device.
 
-    `unit_delta` is the number of units to add, or to remove if it is negative; None removes all units. `layout` holds
-    further keys of the layout that the driver accepts.
+    `unit_delta` is the number of units to add, or to remove if it is negative; None removes all units, 0 is refused.
+    `layout` holds further keys of the layout that the driver accepts, without the key of the number of units. With
+    `generation`, for a single device only, the change is refused if the device has been changed since then.
     """
 
     unit_delta: int | None
@@ -71,12 +72,13 @@ def partition_devices(
     reason: str = "",
     source: EventSource = EventSource.API,
 ) -> list[PartitionResult]:
-    """Place a `partition` command for each device of the targets; returns one PartitionResult per device.
+    """Place a `partition` command for each device of the targets; return one PartitionResult for each device.
 
-    A target that matches no device gets a refused result as well. Each device is a transaction of its own, and a
-    refusal of one stops no other. A device that is named twice gets one command. Devices that are not begun within
-    TIME_LIMIT_S are refused with UNAVAILABLE. Raises RefusedError INVALID if the arguments are not valid for any
-    device, or if the targets are none or more than MAX_DEVICES.
+    A target that matches no device gets a refused result, too. Each device is changed in a transaction of its own, so a
+    refused device does not stop the others. A device that is named twice gets one command. Devices whose turn has not
+    come within TIME_LIMIT_S seconds are refused with UNAVAILABLE. Raises RefusedError INVALID, and places no command,
+    if the reason or the number of units is out of range, if the targets name no device or more than MAX_DEVICES, or if
+    a generation is given for more than one device.
     """
     command_queue.check_reason(reason)
     if wanted.unit_delta is not None and not 0 < abs(wanted.unit_delta) <= MAX_UNITS:

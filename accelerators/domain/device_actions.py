@@ -17,7 +17,10 @@ _S = DeviceState
 
 
 class Action(StrEnum):
-    """The actions, in the order in which users see them."""
+    """The actions that an operator can do to a device, in the order in which users see them.
+
+    The values are the names of the actions in our own API, whose view has a method of that name for each.
+    """
 
     ENABLE = "enable"
     DRAIN = "drain"
@@ -47,8 +50,10 @@ ACTION_DESCRIPTIONS = {
 class LifecycleState:
     """The facts about a device that decide which actions are possible.
 
-    Its state; the state it returns to if it is missing; the state it drains to, if it drains; how many requests hold
-    it (`holding_requests`); and whether its driver has to prepare it before it can be offered (`needs_install`).
+    `state` is the device's state. `returns_to` is the state to which the device returns if it is missing now,
+    `drain_to` the final state if it drains; None if it is not missing or does not drain. `holding_requests` is the
+    number of requests that hold the device. `needs_install` says that the driver has to prepare the device before it
+    can be offered.
     """
 
     state: DeviceState

@@ -1,10 +1,14 @@
-"""Decide which stored device a reported one is, and whether it may be offered. Pure: it reads and writes nothing.
+"""Match each reported device with a stored device, and decide whether it may be offered. Pure: it reads and writes
+nothing.
 
-The key of a device is its identity. A new key at a known PCI address is the same device, unless the hardware proves
-otherwise: both keys have a serial number, and these differ. If the serial number cannot be read any more, the stored
-key stays. At one address, and behind one attach handle, there is one device, whatever the drivers report. A held device
-whose identity or address changes is quarantined, and so is a device that is now where another one is held: a person has
-to look before it is offered again (promise S1).
+The key of a device is its identity. If the key of a reported device is unknown, but the device is at the PCI address of
+a stored device whose key was not reported, both are the same device, unless both keys have a serial number. If the
+serial number cannot be read any more, so that the reported key is only the address, the stored key stays.
+
+Only one device can be at an address or behind an attach handle, whatever the drivers report. A held device (a request
+holds one of its handles) whose reported key or address changes is quarantined, also if only its serial number cannot be
+read any more. So is a device that is reported at the address of another held device, or with a handle that is held
+through another device. An operator has to look at a quarantined device before it is offered again (promise S1).
 """
 
 from __future__ import annotations
@@ -24,13 +28,15 @@ SERIAL_PREFIX = "serial:"
 MAX_FAULTS = 256
 """Maximum number of faults of one driver, as in `drivers.inventory.DriverReport`."""
 REMEDY = "look at the hardware and at the servers that use it, then release the device"
+"""The end of every reason for not offering a device: what the operator has to do."""
 
 
 @dataclass(frozen=True)
 class IdentifiedDevice:
     """A reported device, with the key under which it is to be stored.
 
-    `stored` is the device that it is, None if it is new. `doubt` is the reason why it must not be offered, or ''.
+    `driver` is the name of the driver that reported it. `stored` is the stored device that it was matched with, None if
+    the device is new. `doubt` is the reason why the device must not be offered, '' if there is none.
     """
 
     driver: str
@@ -41,9 +47,12 @@ class IdentifiedDevice:
 
 @dataclass(frozen=True)
 class IdentifiedDevices:
-    """The accepted devices of one host, and the drivers' reports, in which each of the others became a fault.
+    """The accepted devices of one host, and its drivers' reports, in which each device that was not accepted became a
+    fault.
 
-    `displaced` has the reason, by uuid, why a held device that was not reported must not be offered when it comes back.
+    `driver_reports` maps the name of a driver to its report. `displaced` maps the uuid of a held stored device that was
+    not reported, and whose address or handle a reported device has now, to the reason why the stored device must not be
+    offered when it is reported again.
     """
 
     accepted: Sequence[IdentifiedDevice]
@@ -54,11 +63,13 @@ class IdentifiedDevices:
 def identify_devices(
     stored_devices: Sequence[StoredDevice], driver_reports: Mapping[str, CombinedDriverReport]
 ) -> IdentifiedDevices:
-    """Match the reported devices of one host with its stored ones.
+    """Match the reported devices of one host with its stored devices. `driver_reports` maps a driver's name to its
+    report.
 
-    A device whose driver or backend did not answer keeps its identity, address and handles: no other device gets them.
-    If several devices claim one of them, it belongs to the one that had it and is still reported by the same driver,
-    else to the one that is reported first.
+    A key, an address and an attach handle each belong to one device only. A device of `stored_devices` whose driver or
+    backend did not answer keeps all three, so no reported device can have one of them; if it is missing, it keeps only
+    its key. If several reported devices have the same key, address or handle, the one with the lowest rank
+    (`_rank_claimant`) is accepted; of equal ranks, the one that is reported first. Each of the others becomes a fault.
     """
     stored_by_key = {device.key: device for device in stored_devices}
     reported = [(driver, device) for driver, report in driver_reports.items() for device in report.devices or ()]
@@ -89,14 +100,25 @@ def identify_devices(
 
 
 def _rank_claimant(driver: str, device: Device, stored: StoredDevice | None) -> int:
-    """Return the rank of a reported device among those that claim the same: the lowest one gets it."""
+    """Return the rank of a reported device among those with the same key, address or handle: the lowest rank is
+    accepted.
+
+    `stored` is the stored device with the key of `device`, None if there is none. The rank is 0 if `stored` is held, 1
+    if it is not held, and 2 if there is none, if it is missing, or if another driver or backend reported it.
+    """
     if stored is None or stored.reported_by != (driver, device.backend) or stored.state == "missing":
         return 2
     return 0 if stored.held_handles else 1
 
 
 def _find_at_address(driver: str, device: Device, candidates: Iterable[StoredDevice]) -> StoredDevice | None:
-    """Return the stored device that was at the address of a device with an unknown key and must be the same one."""
+    """Return the candidate that must be the same device as `device`, whose key is unknown, because the address is the
+    same.
+
+    Candidates are left out if both keys have a serial number. Of several candidates, one that is not missing is
+    preferred, then a held one, then one that the same driver reported. Returns None if there is none, or if `device`
+    has no address.
+    """
     found = [
         stored
         for stored in candidates
@@ -116,7 +138,10 @@ def _leave_out_others(
     accepted: Sequence[IdentifiedDevice],
     faults: Mapping[str, Sequence[Fault]],
 ) -> dict[str, CombinedDriverReport]:
-    """Return the reports with only the accepted devices; the faults of the others are added."""
+    """Return the reports with only the accepted devices, and with `faults` (by driver name) added, up to MAX_FAULTS.
+
+    The report of a driver that did not answer is returned unchanged.
+    """
     devices: dict[str, list[Device]] = {}
     for one in accepted:
         devices.setdefault(one.driver, []).append(one.device)
@@ -137,7 +162,11 @@ def _judge_held_devices(
     stored_devices: Sequence[StoredDevice],
     driver_reports: dict[str, CombinedDriverReport],
 ) -> IdentifiedDevices:
-    """Add the doubts about devices whose identity or place is that of a held device, and settle the keys to store."""
+    """Return the accepted devices with the keys under which they are to be stored, and with their doubts.
+
+    A device gets a doubt if it is held and its reported key or its address differs from the stored one, or if its
+    address or one of its handles belongs to another device that is held. `driver_reports` is passed on unchanged.
+    """
     held_places: dict[str, StoredDevice] = {}
     for stored in stored_devices:
         if stored.held_handles:
@@ -160,7 +189,8 @@ def _judge_held_devices(
 
 
 def _describe_change(stored: StoredDevice, device: Device) -> str:
-    """Return how the identity or the address of a held device has changed, '' if neither has."""
+    """Return how the reported key or the address of a held device differs from the stored one, as the reason for a
+    doubt; '' if neither differs."""
     if stored.key != device.key:
         return f"a request holds it, and its identity changed from {stored.key} to {device.key}: {REMEDY}"
     if stored.address and stored.address != device.address:
@@ -169,14 +199,18 @@ def _describe_change(stored: StoredDevice, device: Device) -> str:
 
 
 def _with_key_to_store(device: Device, stored: StoredDevice | None) -> Device:
-    """Return the device with the stored key if that has a serial number and the reported one is only the address."""
+    """Return the device; with the stored key if the stored key has a serial number and the reported key is only the
+    address."""
     if stored and stored.key.startswith(SERIAL_PREFIX) and device.key == f"pci:{device.address}":
         return msgspec.structs.replace(device, key=stored.key)
     return device
 
 
 def _list_places(device: Device) -> list[str]:
-    """Return what only one device of a host can have: its address and its attach handles."""
+    """Return the address of a device, if it has one, and the names of its attach handles.
+
+    Only one device of a host can have each of them.
+    """
     handles = [
         _name_handle(handle.attach_type, handle.info, device.address)
         for deployable in device.deployables
@@ -186,7 +220,10 @@ def _list_places(device: Device) -> list[str]:
 
 
 def _list_stored_places(stored: StoredDevice) -> list[str]:
-    """Return the same for a stored device; handles that are missing do not count."""
+    """Return the address of a stored device, if it has one, and the names of its attach handles.
+
+    Handles that are missing, or whose deployable is missing, are left out.
+    """
     handles = [
         _name_handle(handle.attach_type, handle.info, stored.address)
         for deployable in stored.deployables
@@ -197,10 +234,14 @@ def _list_stored_places(stored: StoredDevice) -> list[str]:
 
 
 def _name_handle(attach_type: str, info: str, address: str | None) -> str:
-    """Return the name of a handle that is unique on its host. The text of a device node is unique on its card."""
+    """Return a name for a handle that is unique on its host.
+
+    `address` is the PCI address of the device, None if it has none. The name of a handle of type DEV begins with the
+    address, because its `info` (a device node) is unique only on the card.
+    """
     return f"{address or ''} {info}" if attach_type == "DEV" else info
 
 
 def _name_identity(key: str) -> str:
-    """Return the name under which the identity `key` is compared with addresses and handles."""
+    """Return the text that stands for `key` in a list that also contains addresses and names of handles."""
     return f"identity {key}"

@@ -37,9 +37,10 @@ class HeldHandle:
 
 
 def describe_plugging(handles: Sequence[HeldHandle], host: str) -> str:
-    """Return what a person has to know and do about these handles on this host.
+    """Return sentences that tell a person how to plug these handles into their running guest on `host`.
 
-    Empty if there are no handles, or only handles of type DEV.
+    For handles of type TEST_PCI they say that there is nothing to plug. Returns '' if there are no handles, or only
+    handles of type DEV.
     """
     types = {handle.attach_type for handle in handles}
     texts = {

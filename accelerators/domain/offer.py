@@ -1,11 +1,11 @@
 """The one rule that decides whether a device is offered: its units can be bound, and Placement shows them as available.
 
 A device is offered while its state is `ready` and its health is not `failed`. A failure ends when the driver reports
-`ok` or `degraded` again; `unknown` proves nothing, so it does not end a failure. A unit that a request holds is not
-affected: only free units leave the offer.
+`ok` or `degraded` again; `unknown` does not end a failure, because it does not show that the device works. A unit that
+a request holds is not affected: only free units leave the offer.
 
-The rule exists as a function, as SQL (`IS_OFFERED_SQL`), and as a condition for device queries
-(`accelerators.models.devices.build_offered_condition`). All three are made from the two constants below.
+The rule exists as a function (`is_offered`), as SQL (`IS_OFFERED_SQL`), and as a condition for device queries
+(`accelerators.models.devices.build_offered_condition`). All three are made from OFFERED_STATE and WITHHELD_HEALTH.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ OFFERED_STATE = DeviceState.READY
 WITHHELD_HEALTH = Health.FAILED
 """The only health with which a device is not offered, whatever its state."""
 IS_OFFERED_SQL = f"d.state = '{OFFERED_STATE.value}' AND d.status <> '{WITHHELD_HEALTH.value}'"
-"""SQL condition: the device that is aliased `d` is offered."""
+"""SQL condition that is true if the device with the table alias `d` is offered."""
 UNREADABLE_NOTE = " (its driver cannot read its health now)"
-"""Added to the reason of a failure while the driver reports `unknown`."""
+"""Text that is added to the reason of a failure while the driver reports `unknown`."""
 MAX_REASON = 4096
-"""Maximum length of a health's reason, as in a report (`drivers.inventory.Text`)."""
+"""Maximum length of the reason of a health, in characters, as in a report (`drivers.inventory.Text`)."""
 
 
 def is_offered(state: str, health: str) -> bool:
@@ -32,7 +32,7 @@ def is_offered(state: str, health: str) -> bool:
 def describe_withheld_health(health: str) -> str:
     """Return why a device with this health is not offered, and when it will be; '' if its health does not prevent it.
 
-    The text is one clause without an end mark, and says nothing about the hardware, because tenants see it, too.
+    The text is one clause without a full stop. It says nothing about the hardware, because tenants see it, too.
     """
     if health != WITHHELD_HEALTH:
         return ""
@@ -43,10 +43,11 @@ def describe_withheld_health(health: str) -> str:
 
 
 def combine_health(stored: tuple[str, str], reported: tuple[str, str]) -> tuple[str, str]:
-    """Return the health and its reason to store for a device; both arguments are such pairs.
+    """Return the health of a device and its reason, as they are to be stored.
 
-    That is what the driver reports, except that `unknown` does not end a failure: then the device stays failed for the
-    stored reason, to which `UNREADABLE_NOTE` is added.
+    `stored` and `reported` are pairs of a health and its reason. `reported` is returned, except that `unknown` does not
+    end a failure: then the device stays failed with the stored reason, to which `UNREADABLE_NOTE` is added. The stored
+    reason is shortened for this if the text would have more than MAX_REASON characters.
     """
     (stored_health, stored_reason), (reported_health, _) = stored, reported
     if stored_health != WITHHELD_HEALTH or reported_health != Health.UNKNOWN:

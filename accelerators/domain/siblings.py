@@ -1,4 +1,4 @@
-"""Which other devices of a host an act on one device affects, as the device's driver declares it.
+"""Find out which other devices of the same host are affected by an act on one device. The device's driver declares it.
 
 `drivers.inventory.Scope` describes the scopes, and `drivers.plan.get_affected_prefix` tells which devices they cover.
 """
@@ -12,5 +12,8 @@ from drivers.plan import DEVICE_SCOPE
 
 
 def get_scope(driver_entry: Mapping[str, Any], act: str) -> str:
-    """Return what an act affects, from the driver's entry in `Host.drivers`; without a declaration the device."""
+    """Return the scope that a driver declares for an act; `device` if it declares none.
+
+    `driver_entry` is the driver's entry in `Host.drivers`.
+    """
     return str(driver_entry.get("declares", {}).get("affects", {}).get(act, DEVICE_SCOPE))

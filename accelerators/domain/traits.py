@@ -17,9 +17,11 @@ _ILLEGAL = re.compile(r"[^A-Z0-9_]")
 
 
 def build_function_trait(driver: str, function: str) -> str:
-    """Return upstream's trait name for a function of a driver's device (contract section 4.1).
+    """Return the trait for a function of a device: `CUSTOM_FPGA_FUNCTION_ID_<driver>_<function>` in upper case.
 
-    Characters that Placement does not allow in a trait, such as the dash, become underscores.
+    `driver` is the driver's name, `function` the function's id or the uuid of its image. Characters that Placement does
+    not allow in a trait, such as the dash, become underscores, and the trait is cut to MAX_TRAIT_LENGTH characters, so
+    different functions can get the same trait. Upstream has the same names (contract section 4.1).
     """
     return _ILLEGAL.sub("_", f"{FUNCTION_TRAIT_PREFIX}_{driver}_{function}".upper())[:MAX_TRAIT_LENGTH]
 

@@ -1,4 +1,4 @@
-"""Handles that were released and that a guest may still use, and what reports say of the use of a handle."""
+"""Add the table of released handles that a guest may still use, and the column with the reported use of each handle."""
 
 import uuid
 from pathlib import Path

@@ -1,6 +1,8 @@
-"""One physical function is in at most one request; a node name and a resource provider belong to one host.
+"""Let the database ensure that a physical function is in at most one request, and that a node name and a resource
+provider belong to one host.
 
-It must not run before the tables' rows obey the new constraints, so the `.sql` files mend them first.
+Rows that violate this already are corrected first: the `.sql` files quarantine the devices of such requests and
+providers, and rename the node of the later host. Each correction of a device or host is an event.
 """
 
 from pathlib import Path
@@ -12,7 +14,7 @@ SQL = Path(__file__).with_name("sql")
 
 
 def run_file(name: str) -> migrations.RunSQL:
-    """Run all statements of a file of `sql/`."""
+    """Return the operation that runs all statements of the file `sql/<name>.sql`. It cannot be reversed."""
     return migrations.RunSQL((SQL / f"{name}.sql").read_text())
 
 

@@ -67,10 +67,11 @@ def event_has_words(*words: str) -> Func:
 
 
 class Seal(models.Model):
-    """A link of the hash chain over events. It covers the events after the previous seal's last one up to its own last.
+    """A link of the hash chain over events. It covers the events that follow the last event of the previous seal, up to
+    and including the event in `event`.
 
-    `accelerators.audit.sealing` adds seals. Triggers make the table append-only, except for `marks`, which are cleared
-    when the events are dropped (`migrations/sql/seals.sql`).
+    `accelerators.audit.sealing` adds seals. Triggers make the table append-only, with one exception: the column `marks`
+    is cleared when the events are dropped (`migrations/sql/seals.sql`).
     """
 
     number = models.BigIntegerField(primary_key=True)

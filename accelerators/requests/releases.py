@@ -21,7 +21,8 @@ from accelerators.domain.states import EventSource, HandleType
 from accelerators.models import AttachHandle, Device, ReleasedHandle
 
 FIRST_PAUSE_S = 2.0
-"""Seconds until a host that has not confirmed a release is asked again for the first time."""
+"""Seconds after a release until the host is asked for the second time, if it has not confirmed the release by then.
+Also the minimum number of seconds between two later questions."""
 
 
 def release_handles(
@@ -91,7 +92,7 @@ def build_question(handle: int, instance: object, actor: str) -> CommandOrder:
 
 
 def can_answer(device: Device) -> bool:
-    """Return whether the device's driver tells who uses a function: only then its `acts` name `detach`."""
+    """Return whether the device's driver can tell who uses a function. The `acts` of such a device name `detach`."""
     return "detach" in device.acts.split()
 
 

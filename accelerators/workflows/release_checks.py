@@ -23,12 +23,13 @@ from accelerators.ui import badges
 
 JOB = "releases"
 BATCH_SIZE = 200
+"""Maximum number of released handles in one step of the job."""
 LONGEST_PAUSE_S = 60.0
-"""Seconds between two questions about one handle, at most. The pauses grow with the age of the release."""
+"""Maximum number of seconds between two questions about one handle. The pauses grow with the age of the release."""
 
 
 def run() -> None:
-    """Run the job `releases`: ask the hosts of all released handles whose time has come."""
+    """Run the job `releases`: ask the hosts of all released handles whose `ask_at` has passed."""
     jobs.run_steps(JOB, ask_hosts_again)
 
 
@@ -39,7 +40,8 @@ def is_repeated_question(command: Command) -> bool:
 
 
 def store_answers(answers: Sequence[tuple[Command, str]]) -> None:
-    """Give the handles of confirmed questions free; store why the others have to wait.
+    """Make the handles free whose hosts have confirmed that no guest uses them; for the others store the reason why
+    they have to wait.
 
     `answers` has ended `detach` commands, each with '' if the host has confirmed that the handle is unused, else with
     the reason. Answers about handles that do not wait, or to questions that are older than the release, are ignored.
@@ -86,9 +88,11 @@ def store_answers(answers: Sequence[tuple[Command, str]]) -> None:
 
 
 def ask_hosts_again() -> bool:
-    """Ask the hosts of one batch of due releases, unless a question is open; True if there may be more.
+    """Ask the hosts about one batch of due releases; return True if there may be more due releases.
 
-    Quarantines the devices of releases that have waited for too long. Locks the hosts and the devices.
+    No second question is asked about a handle while a command that asks about it is open. The devices of handles that
+    wait for longer than CYBORG_DETACH_TIMEOUT_S are quarantined, once for each release. Runs in a transaction of its
+    own, and locks the hosts and the devices.
     """
     now = datetime.now(UTC)
     due = ReleasedHandle.objects.filter(ask_at__lt=now).order_by("ask_at")
@@ -125,14 +129,14 @@ def ask_hosts_again() -> bool:
 
 
 def _get_next_time(release: ReleasedHandle, now: datetime) -> datetime:
-    """Return when the host is asked next: after half the age of the release, between FIRST_PAUSE_S and
-    LONGEST_PAUSE_S."""
+    """Return when the host is asked next: after half the age of the release, but after at least FIRST_PAUSE_S and at
+    most LONGEST_PAUSE_S seconds."""
     age_s = (now - release.created_at).total_seconds()
     return now + timedelta(seconds=min(max(age_s / 2, releases.FIRST_PAUSE_S), LONGEST_PAUSE_S))
 
 
 def _build_quarantine(release: ReleasedHandle, device: Device) -> DeviceStateChange | None:
-    """Build the change of a locked device to `quarantined`; None if it is quarantined or retired already."""
+    """Build the change of a locked device to `quarantined`; None if the device is quarantined or retired already."""
     before = build_lifecycle_state(device)
     after = state_after_action(Action.QUARANTINE, before)
     if after == before:

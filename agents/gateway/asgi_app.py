@@ -491,8 +491,10 @@ class AgentGateway:
         first: key_revocation.ConnectionIdentity,
         second: key_revocation.ConnectionIdentity,
     ) -> None:
-        """Have the writer thread bar a key that two connections use at once; do not wait for it, and ignore its
-        result."""
+        """Order the writer thread to lock out a key that two connections use at the same time.
+
+        This method does not wait for the result, and ignores it.
+        """
         self._change_trust(lambda: key_revocation.bar_cloned_key(host_id, key, first, second))
 
     def _change_trust(self, work: Callable[[], None]) -> asyncio.Future[None]:

@@ -107,7 +107,10 @@ def _describe_no_commands(host: str, release: str) -> str:
 class CommandDispatcher(threading.Thread):
     """The thread that reads from the database what is to be sent to agents, and hands it to the event loop.
 
-    Call `add_agent`, `remove_agent` and `watch_result` on the event loop, where the sockets are.
+    That is commands, Acks of results, and the Placement writer's epoch. Call `add_agent`, `remove_agent` and
+    `watch_result` on the event loop, where the sockets are; they only put work into a queue. The first `add_agent`
+    starts the thread: do not call `start`. After a database error the thread closes its connection, waits ERROR_PAUSE_S
+    seconds and continues. It is a daemon thread, so it needs no `stop` when the process ends.
     """
 
     def __init__(self) -> None:
@@ -157,7 +160,8 @@ class CommandDispatcher(threading.Thread):
             self.join(15)
 
     def run(self) -> None:
-        """Wait for queued calls, then poll the tables, until `stop`. Wait ERROR_PAUSE_S after a database error."""
+        """Wait for queued calls, then poll the tables, until `stop`. Waits ERROR_PAUSE_S seconds after a database
+        error."""
         while not self._stopping:
             self._run_queued_calls()
             try:

@@ -28,9 +28,11 @@ class ConnectionTiming:
     ping_interval_s: float = 20.0
     """Interval of WebSocket pings, and time-out of each."""
     ack_timeout_s: float = 15.0
-    """How long the gateway may send no Ack while one is owed; at least three heartbeat intervals are allowed."""
+    """How many seconds the gateway may send no Ack while one is owed; at least three heartbeat intervals are
+    allowed."""
     report_ack_timeout_s: float = 60.0
-    """How long one report may wait for its Ack, at least twelve heartbeat intervals: that Ack follows a commit."""
+    """How many seconds one report may wait for its Ack; at least twelve heartbeat intervals are allowed, because the
+    Ack of a report follows a commit."""
     draw_fraction: Callable[[], float] = random.random
 
 
@@ -65,12 +67,13 @@ class PendingAcks:
     beat_s: float
     timing: ConnectionTiming
     pending_report_seq: int | None = None
-    """The seq of the report that waits for its Ack. One at a time: of those made meanwhile only the newest is sent."""
+    """The `seq` of the report that waits for its Ack, None if none does. Only one report waits at a time; of the
+    reports that are made meanwhile only the newest is sent."""
     _report_sent_at: float = 0.0
     _pending_beats: set[int] = field(default_factory=set)
     _silent_since: float | None = None
     last_ack_at: float = 0.0
-    """When the last Ack came; until then, when the connection began."""
+    """When the last Ack came, or when the connection began if no Ack has come on it."""
 
     def record_sent(self, message_type: str, seq: int, now: float) -> None:
         """Note that a Beat or a Report (`message_type`) was sent at `now`. The silence time-out starts if no Ack was
@@ -83,11 +86,12 @@ class PendingAcks:
             self._pending_beats.add(seq)
 
     def record_ack(self, message_type: str, seq: int, now: float) -> None:
-        """Note an Ack. An Ack of a report counts only for the report that waits; every Ack restarts the silence
-        time-out.
+        """Note an Ack that came at `now`, in seconds. It restarts the silence time-out, or ends it if no other Ack is
+        owed.
 
-        An Ack of a Beat covers all heartbeats up to its `seq`; one of a Result or a NewKey covers none, because its
-        `seq` is another number.
+        An Ack of a report counts only for the report that waits; one for an older report clears nothing. An Ack of a
+        Beat covers all heartbeats up to its `seq`. An Ack of a Result or a NewKey covers none, because its `seq` is
+        another number.
         """
         self.last_ack_at = now
         if message_type == "Report":

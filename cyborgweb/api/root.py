@@ -75,7 +75,7 @@ class ApiNotFoundView(UnauthenticatedView):
     """Answer 404, in the API's error shape, for every address that does not exist."""
 
     def get(self, request: Request, **kwargs: str) -> Response:
-        """Raise Http404, for every method."""
+        """Raise Http404. The other HTTP methods are the same function, so each of them is answered with 404, too."""
         raise Http404
 
     post = patch = put = delete = get

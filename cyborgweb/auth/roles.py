@@ -52,7 +52,8 @@ _ROLE_BY_GROUP = {role.group: role for role in ROLES}
 
 
 def get_group(name: str) -> Group:
-    """Return the group of this name with the permissions of its role or project; create it if there is none."""
+    """Return the group `name` with the permissions of its role or project. The group is created if it does not
+    exist."""
     role_group, _ = Group.objects.get_or_create(name=name)
     set_permissions(role_group)
     return role_group
@@ -101,10 +102,11 @@ def get_group_names(user: Any) -> list[str]:
 
 
 def get_only_project(user: Any) -> str:
-    """Return the id of the only project that the user sees: that of the user's project group, the first by name.
+    """Return the id of the only project whose data the user sees. It comes from the name of the user's group
+    `project:<id>`; if the user has several such groups, the first by name counts.
 
-    Returns '' for a superuser and a member of a role's group, who see all projects, and for a user without a project's
-    group.
+    Returns '' for superusers and members of a group of ROLES, who see all projects, and for users without a group
+    `project:<id>`.
     """
     if user.is_superuser:
         return ""
@@ -122,7 +124,12 @@ def get_only_project(user: Any) -> str:
 
 
 def get_keystone_roles(user: Any) -> frozenset[str]:
-    """Return the Keystone roles that the user has for the APIs when there is no Keystone; always includes reader."""
+    """Return the Keystone roles that the user has for the APIs when there is no Keystone; always includes reader.
+
+    A superuser has those of ADMINISTRATORS. Others have those of the console roles (ROLES) in whose groups they are;
+    Django permissions and other groups, such as a project's, add none. One statement for each user object, none for a
+    superuser.
+    """
     if user.is_superuser:
         return ADMINISTRATORS.keystone_roles
     return READER_ROLES.union(

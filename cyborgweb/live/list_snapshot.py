@@ -53,10 +53,11 @@ def lists_by_path() -> dict[str, admin.ModelAdmin[Any]]:
 
 
 class ListSnapshot:
-    """The console's list at `path?query` as `user` sees it. The methods query the rows anew.
+    """The console's list at `path?query` as `user` sees it. Its methods query the rows anew.
 
-    To create it runs the list's own queries once. Raises PermissionDenied if the user may not view the list, KeyError
-    if there is no list at `path`. If the query is invalid, the exception of the admin's change list is passed on.
+    The constructor runs the list's own queries once. It raises PermissionDenied if the user may not view the list, and
+    KeyError if there is no list at `path`. If the query is invalid, the exception of the admin's change list is passed
+    on.
     """
 
     def __init__(self, path: str, query: str, user: User, session: Any) -> None:

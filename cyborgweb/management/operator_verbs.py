@@ -1,7 +1,8 @@
-"""The verbs of `cyborg` as commands of `manage.py`: without a network and a login, for whoever works at the server.
+"""Commands of `manage.py` that do the same as commands of the client `cyborg`, without a network and without a login,
+for a person who is logged in to the server.
 
-`VERBS` maps the words of `manage.py` to the verbs. `DEFAULTS` lists the defaults of options that differ from those of
-`cyborg`.
+`VERBS` maps a command of `manage.py` and the word after it, such as `device list`, to the command of `cyborg`.
+`DEFAULTS` lists the options whose defaults differ from those of `cyborg`.
 """
 
 from __future__ import annotations

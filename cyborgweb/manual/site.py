@@ -29,7 +29,7 @@ THEME_SCRIPT = "console/theme.js"
 SEARCH_PAGE = "search"
 SEARCH_SCRIPT, SEARCH_INDEX = "help/search.js", "index.js"
 MAX_HITS = 40
-"""Sections that a search shows at most."""
+"""Maximum number of sections that a search shows."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,10 @@ class ManualEdition:
         return f"{url}#{anchor}" if anchor else url
 
     def static_url(self, path: str) -> str:
-        """Return the address, in this edition, of one of the console's static files; among files it is in `assets/`."""
+        """Return the address, in this edition, of one of the console's static files.
+
+        The edition that is written as files has a copy of the file in its folder `assets/`.
+        """
         return f"{self.root}assets/{Path(path).name}" if self.root else f"{settings.STATIC_URL}{path}"
 
 

@@ -131,8 +131,10 @@ def run() -> None:
 
 
 def fan_out_batch() -> bool:
-    """Write the deliveries of at most `MAX_EVENTS` new events and store the new position in `Reader`. Wake the delivery
-    jobs that have work after the commit. Return True if there may be more events. Must run in a transaction.
+    """Write the deliveries of at most `MAX_EVENTS` new events, and store the new position in `Reader`.
+
+    After the commit, the delivery jobs that got work are woken. Returns True if there may be more events. Must run in a
+    transaction.
     """
     reader, _ = Reader.objects.get_or_create(pk=1)
     position: dict[str, Any] = {"transaction": reader.transaction, "event": reader.event, "since": reader.since}

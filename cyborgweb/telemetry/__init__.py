@@ -1,4 +1,5 @@
-"""Usage of units and load of devices, and the load census.
+"""How many units are held (usage), how busy the devices are (load), and which hosts have room for more requests (the
+load census, `census`).
 
-Units that are held come from the database, the load of their devices from agents' last samples.
+The units that are held come from the database, the load of the devices from the last samples of the agents.
 """

@@ -80,7 +80,8 @@ class CensusRow:
 
     @property
     def sort_key(self) -> tuple[bool, bool, float, str]:
-        """Sort key of a census: hosts that fit first; among them the least busy first, those of unknown load last."""
+        """Sort key of a census: the hosts that can take all requests come first. Among them, and among the others, the
+        least busy host comes first, and hosts of unknown load come last."""
         mean = self.load.mean if self.load else None
         return not self.fits, mean is None, mean or 0.0, self.host.name
 

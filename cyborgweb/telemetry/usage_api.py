@@ -163,7 +163,12 @@ class UsageView(CollectionView):
         )
 
     def _list_groups(self, query: CapacityQuery, elevated: bool) -> dict[str, Any]:
-        """Return the body of the answer: one page of groups. Only callers that see all projects get loads."""
+        """Return the body of the answer: one page of groups, and the URL of the next page (None if there is none).
+
+        With `elevated` (the caller sees all projects) each group has its load. That asks the gateways, which takes up
+        to about a second; otherwise every `load` is None. One statement counts the units. `query.limit` must be the
+        page's size + 1, and the paginator must have parsed the request. Raises DatabaseError.
+        """
         loads = telemetry.get_last_loads() if elevated else None
         rows, next_url = self.paginator.split_page(usage_with_load.count_groups_with_load(loads, query)[0])
         results = [

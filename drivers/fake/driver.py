@@ -253,10 +253,10 @@ class FakeDevice:
         )
 
     def make_set_step(self, name: str, value: str, expected: str | None = None) -> Step:
-        """Return a step that sets one of the device's files to `value`; '' removes it.
+        """Return a step that sets one of the device's files to `value`; '' removes the file.
 
-        `expected` is the value that the step expects before the write; None stands for the value read at creation. The
-        file `image` can only be removed, by a step without checks and without `undo`.
+        `expected` is the value that the file must have before the write; None stands for the value that was read when
+        this FakeDevice was created. The file `image` can only be removed, by a step without checks and without `undo`.
         """
         path = self.get_path(name)
         before = self.files.get(name, "") if expected is None else expected
@@ -327,7 +327,8 @@ class FakeDevice:
                 raise Busy(f"handle {name.removeprefix(MDEV_PREFIX)} is attached to {holder}: detach it first")
 
     def _list_handles(self) -> tuple[AttachHandle, ...]:
-        """Return the device's handles: as many as its file `parts` says, else `handles` of the Script."""
+        """Return the device's handles. Their number comes from the device's file `parts` or, if there is no such file,
+        from `handles` of the Script."""
         count = int(self.files.get("parts", self.script.handles))
         if self.script.handle_type == "TEST_PCI":
             places = (
@@ -339,10 +340,11 @@ class FakeDevice:
 
 
 def simulate_load(key: str, unix_time: float) -> dict[str, float]:
-    """Return the simulated load of a device at a Unix time: metric → value.
+    """Return the simulated load of a device at `unix_time` (seconds): metric → value, see `drivers.inventory.Sample`.
 
-    Utilization changes over minutes, with smaller changes over seconds, at a different pace for each key. Memory
-    follows the slow change; temperature and power follow utilization.
+    The same key and time always give the same load. Utilization (0 to 100 %) changes over minutes, with smaller changes
+    over seconds, at a different pace for each key. Memory (bytes) follows the slow change; temperature (°C) and power
+    (W) follow utilization. The counters of errors are always 0.
     """
     offset = zlib.crc32(key.encode()) / 2**32
     slow_wave = 0.5 + 0.5 * math.sin(math.tau * (unix_time / (400 + 400 * offset) + offset))
@@ -387,7 +389,7 @@ def _find_device(machine: Machine, script: Script, ask: Ask) -> FakeDevice:
 
 
 def _is_mdev(ask: Ask) -> bool:
-    """Return whether the call is about an MDEV handle; False if it names no handle."""
+    """Return whether the call is about an MDEV handle; False if the call names no handle."""
     return ask.handle is not None and ask.handle.attach_type == "MDEV"
 
 
@@ -433,9 +435,9 @@ def _misbehave(how: str) -> None:
 
 
 def _load_script(settings: Settings) -> Script:
-    """Return the Script of the control file that the settings name, or the default Script if they name none.
+    """Return the Script of the control file that the settings name; the default Script if they name none.
 
-    Raises Invalid if the file is unusable.
+    Raises Invalid if the file cannot be read or contains no valid Script.
     """
     return read_script(str(settings.get("control_file") or ""))
 

@@ -1,8 +1,9 @@
 """Call one backend: one question at a time, in a thread of its own, with a deadline.
 
-A read of a stuck device may never return from the kernel, and such a thread cannot be killed. Therefore a backend has
-at most one thread: while its last question has not returned, the backend is not asked again. After a late answer it is
-suspended for a time that doubles with each further one. The other backends are not affected.
+A read of a stuck device may never return from the kernel, and a thread that waits in it cannot be killed. Therefore a
+backend has at most one thread: while its last question has not returned, the backend is not asked again. After a late
+answer the backend is suspended. Each further late answer doubles the time of the suspension. The other backends are not
+affected.
 """
 
 from __future__ import annotations
@@ -18,14 +19,19 @@ from drivers.errors import Busy, DriverError, Failed
 T = TypeVar("T")
 
 FIRST_PAUSE_S, MAX_PAUSE_S = 2.0, 600.0
-"""How long a backend is not asked after a late answer, in seconds. It doubles from the first to the longest pause, and
-begins anew after an answer in time."""
+"""Seconds for which a backend is not asked after a late answer. Each late answer doubles the pause, from the first
+number up to the second; an answer in time sets it back to the first."""
 MIN_TIMEOUT_S = 0.05
-"""A question that has less time than this, in seconds, is not asked: its lateness would say nothing of its backend."""
+"""Minimum time-out of a question, in seconds. With less time a question is not asked: a late answer would not show that
+the backend is slow."""
 
 
 class BackendCall(threading.Thread, Generic[T]):
-    """One question to a backend, in a thread. When the thread has ended, `get_result` gives the outcome."""
+    """One question to a backend, in a daemon thread. When the thread has ended, `get_result` returns or raises the
+    outcome.
+
+    `question` is the name of the question for messages, `function` gets the answer.
+    """
 
     def __init__(self, question: str, function: Callable[[], T]) -> None:
         super().__init__(daemon=True)
@@ -34,7 +40,7 @@ class BackendCall(threading.Thread, Generic[T]):
         self._error: DriverError | None = None
 
     def run(self) -> None:
-        """Call the function and keep its result or the reason of its failure; raise nothing. threading calls it."""
+        """Call the function, and keep its result or its error; nothing is raised. Call `start`, not this method."""
         try:
             self._results.append(self._function())
         except DriverError as error:
@@ -43,23 +49,27 @@ class BackendCall(threading.Thread, Generic[T]):
             self._error = Failed(f"it raised {type(error).__name__}: {error}")
 
     def has_ended_within(self, timeout_s: float) -> bool:
-        """Wait at most `timeout_s` seconds for the end of the thread; return whether it has ended."""
+        """Wait at most `timeout_s` seconds until the thread has ended; return whether it has ended."""
         self.join(max(0.0, timeout_s))
         return not self.is_alive()
 
     def get_result(self) -> T:
-        """Return what the function returned, once. Raises the DriverError that it raised, and Failed for all others."""
+        """Return what the function returned. Call this once only, after the thread has ended: the result is not kept.
+
+        Raises the DriverError that the function raised, and Failed for any other error of the function.
+        """
         if self._error is not None:
             raise self._error
         return self._results.pop()  # the last question is kept, but not its answer, which may be large
 
 
 class BackendCaller:
-    """The lock, the last question and the health of one backend.
+    """Asks one backend its questions, one at a time, and suspends it after a late answer. Safe to use from several
+    threads.
 
-    `name` is the backend's name in the settings. `suspension` says why the backend is not asked and when the next
-    attempt is; it is '' while the backend answers in time. The text does not change while it is suspended, because each
-    change would cause a new report.
+    `name` is the backend's name in the settings. `suspension` says why the backend is not asked and when it is asked
+    again; it is '' while the backend answers in time. The text does not change during a suspension, because each change
+    would cause a new report.
     """
 
     def __init__(self, name: str) -> None:
@@ -71,9 +81,10 @@ class BackendCaller:
     def call(self, question: str, function: Callable[[], T], timeout_s: float) -> T:
         """Ask the backend and return its answer, which must arrive within `timeout_s` seconds.
 
-        A question that another thread has asked may take a part of this time. Raises Failed, without asking, while the
-        backend is suspended; Failed for a late answer, which suspends the backend; Busy if `timeout_s` is less than
-        MIN_TIMEOUT_S or another question takes all of it; and all errors of the question.
+        If another question is under way, waiting for its end takes a part of this time. Raises Failed, without asking,
+        while the backend is suspended; Failed for a late answer (also to the question before), which suspends the
+        backend; Failed if no thread can be started; Busy if `timeout_s` is less than MIN_TIMEOUT_S, or if another
+        thread's call takes all of it; and the errors of `BackendCall.get_result`.
         """
         end = time.monotonic() + timeout_s
         if timeout_s < MIN_TIMEOUT_S:
@@ -97,9 +108,11 @@ class BackendCaller:
     def call_if_idle(self, question: str, function: Callable[[], T], timeout_s: float) -> T:
         """Ask a question whose answer is not important, such as the load, and return its answer.
 
-        It waits for nothing but its own answer, and a late answer does not suspend the backend, so that a backend never
-        loses its devices because its load is read slowly. Raises Busy while another question has not returned, Failed
-        while the backend is suspended and for a late answer, and all errors of the question.
+        This method does not wait for other questions, and a late answer does not suspend the backend, so that a backend
+        does not lose its devices because its load is read slowly. Only if this question still has not returned when a
+        later `call` has waited for it in vain, that `call` suspends the backend. Raises Busy while another question has
+        not returned; Failed while the backend is suspended, if the answer does not arrive within `timeout_s` seconds,
+        or if no thread can be started; and the errors of `BackendCall.get_result`.
         """
         if not self._lock.acquire(blocking=False):
             raise Busy(f"backend {self.name}: another question has not returned")
@@ -116,12 +129,17 @@ class BackendCaller:
         return call.get_result()
 
     def release(self) -> None:
-        """End the pause: the backend is asked again as soon as its last question has returned."""
+        """End the pause of a suspended backend, and start with the shortest pause again. Waits for the end of another
+        call.
+
+        The backend is asked with the next call, if its last question has returned by then.
+        """
         with self._lock:
             self._pause_s, self._next_attempt_at = FIRST_PAUSE_S, 0.0
 
     def _start_call(self, question: str, function: Callable[[], T]) -> BackendCall[T]:
-        """Start a question in a thread and return it; the lock must be held, and the last question must have ended.
+        """Start a thread that asks the question; return the call. The lock must be held, and the last question must
+        have ended.
 
         Raises Failed if no thread can be started.
         """
@@ -134,9 +152,10 @@ class BackendCaller:
         return call
 
     def _suspend(self, question: str, timeout_s: float) -> Failed:
-        """Suspend the backend because an answer is late, and double the next pause; return the error to raise.
+        """Suspend the backend because the answer to `question` is late, and double the next pause; return the error to
+        raise.
 
-        The lock must be held.
+        The lock must be held. `timeout_s` is for the text only.
         """
         now = datetime.now(UTC)
         next_attempt = now + timedelta(seconds=self._pause_s)
@@ -151,5 +170,5 @@ class BackendCaller:
         return self._make_suspension_error()
 
     def _make_suspension_error(self) -> Failed:
-        """Return, without raising it, the error which says that the backend is suspended, and until when."""
+        """Return the error which says why the backend is suspended, and until when. It is not raised here."""
         return Failed(f"backend {self.name}: {self.suspension}")

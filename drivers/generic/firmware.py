@@ -45,7 +45,7 @@ class FirmwareBackend(PciFunctionBackend, frozen=True, kw_only=True, forbid_unkn
         return Findings(tuple(map(_remove_handles, filter(_is_programmable, devices))), (*findings.faults, *faults))
 
     def list_services(self, machine: Machine, devices: tuple[Device, ...]) -> tuple[Service, ...]:
-        """Return the services program, firmware, health and stats; all but health may be unavailable."""
+        """Return the services `program`, `firmware`, `health` and `stats`. Each except `health` may be unavailable."""
         return (*make_program_services(machine, devices), *make_reading_services(machine, devices))
 
     def plan(self, act: Act, machine: Machine, ask: Ask) -> Plan:
@@ -90,9 +90,10 @@ def make_program_services(machine: Machine, devices: tuple[Device, ...]) -> tupl
 def plan_upload(machine: Machine, ask: Ask) -> Plan:
     """Return a plan of one step, which uploads the image to the flash memory of the function.
 
-    The step is there even if this image is loaded already, because the kernel does not show what the flash contains.
-    Raises Gone if the function is absent, Unsupported if it has no upload directory, Failed if it has several, and Busy
-    if the host or a guest uses the function, or one of its companion or virtual functions.
+    The plan has this step even if the image is loaded already, because the kernel does not show what the flash
+    contains. Raises Gone if the function is absent, Unsupported if it has no upload directory, Failed if it has several
+    upload directories. Raises Busy if the host or a guest uses the function, one of its virtual functions, or one of
+    its companion functions, such as the audio function of a GPU (`drivers.pci.iommu`).
     """
     address = functions.find_address(machine, ask.key, ask.address)
     upload_folders = list_upload_folders(machine, address)

@@ -39,7 +39,8 @@ class RemoteStatus(Struct, frozen=True):
 
 
 class RemoteBackend(BackendBase, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="remote"):
-    """Shows the described devices. They have no handles, because nothing of them can be attached on this host."""
+    """Shows the devices that the settings describe. They have no handles, because they are not attached to this
+    host."""
 
     kind: ClassVar[BackendKind] = "remote"
 
@@ -52,21 +53,25 @@ class RemoteBackend(BackendBase, frozen=True, kw_only=True, forbid_unknown_field
         return "two of its devices have the same name" if len(set(names)) < len(names) else ""
 
     def discover(self, machine: Machine) -> Findings:
-        """Return the described devices with their health from the status file, `unknown` if it has none.
+        """Return the devices that the settings describe, with their health from the status file.
 
-        Raises Invalid if the file is not valid, and another DriverError if it exists but cannot be read.
+        The health is `unknown`, with the reason, if `status_file` is not set, the file does not exist, or it has no
+        entry for the device. Raises Invalid if the status file is not valid, and another DriverError if it exists but
+        cannot be read; then no device is returned.
         """
         statuses = self._read_status_file(machine)
         return Findings(tuple(self._build_device(device, statuses) for device in self.devices))
 
     def list_services(self, machine: Machine, devices: tuple[Device, ...]) -> tuple[Service, ...]:
-        """Return health and stats, which are unavailable if the status file does not exist."""
+        """Return the services `health` and `stats`. Both are unavailable if `status_file` is not set or the file does
+        not exist."""
         has_file = self.status_file and machine.exists(self.status_file)
         missing = "" if has_file else f"there is no status file {self.status_file}".rstrip()
         return make_service("health", missing), make_service("stats", missing)
 
     def health(self, machine: Machine, ask: Ask) -> Vitals:
-        """Return the device's health from the status file, `unknown` if it has none.
+        """Return the device's health from the status file; `unknown` if the file does not exist or has no entry for the
+        device.
 
         Raises Gone if the settings have no such device, Invalid if the status file is not valid, and another
         DriverError if the file exists but cannot be read.
@@ -78,10 +83,10 @@ class RemoteBackend(BackendBase, frozen=True, kw_only=True, forbid_unknown_field
         raise Gone(f"there is no {ask.key} (any more)")
 
     def stats(self, machine: Machine, ask: Ask) -> tuple[Sample, ...]:
-        """Return the load from the status file; no samples if the file or its entry for the device is missing.
+        """Return the load from the status file; no samples if the file does not exist or has no entry for the device.
 
-        It does not check that the settings have the device. Raises Invalid if the file is not valid, and another
-        DriverError if it exists but cannot be read.
+        Whether the settings have the device is not checked. Raises Invalid if the file is not valid, and another
+        DriverError if the file exists but cannot be read.
         """
         status = self._read_status_file(machine).get(ask.key.removeprefix(KEY_PREFIX), self._make_unknown_status())
         return tuple(Sample(ask.key, metric, value) for metric, value in status.load.items())
@@ -105,7 +110,8 @@ class RemoteBackend(BackendBase, frozen=True, kw_only=True, forbid_unknown_field
         return RemoteStatus("unknown", f"the status file {self.status_file} has no entry for it")
 
     def _build_device(self, device: RemoteDevice, statuses: dict[str, RemoteStatus]) -> Device:
-        """Return the device with its health from `statuses`, `unknown` if it is not there; it has no deployables."""
+        """Return the device without deployables, with its health from `statuses` (by device name); the health is
+        `unknown` if `statuses` has no entry for the device."""
         status = statuses.get(device.name, self._make_unknown_status())
         return Device(
             key=f"{KEY_PREFIX}{device.name}",

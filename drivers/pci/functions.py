@@ -97,10 +97,13 @@ class PciFunction(Struct, frozen=True):
 
 
 class PciDriver(Driver):
-    """Offers one device with one deployable for each function that a rule selects and the host does not use.
+    """Offers one device with one deployable for each function that a rule selects.
 
-    The deployable has one `PCI` handle for each virtual function that the host does not use, or one for the function
-    itself if there are none. If the rule wants virtual functions, the deployable has no handles until they exist.
+    The deployable has one `PCI` handle for each virtual function of the selected function or, if the function has no
+    virtual functions, one handle for the function itself. If the rule wants virtual functions, the deployable has no
+    handles until they exist. Virtual functions that the host uses get no handle. A function is not offered if it has no
+    IOMMU, or if the host uses it and the rule does not permit virtual functions beside that use (`vfs_beside_host`).
+    Companion functions (`drivers.pci.iommu`) have no device of their own.
     """
 
     name: ClassVar[str] = "pci_driver"
@@ -193,7 +196,8 @@ class PciDriver(Driver):
         )
 
     def detach(self, machine: Machine, settings: dict[str, object], ask: Ask) -> Plan:
-        """Return a plan without steps if no guest uses the function of `ask.handle`; libvirt itself detaches it.
+        """Return a plan without steps if no guest uses the function of `ask.handle`; libvirt itself detaches the
+        function.
 
         Raises Busy while a guest uses it, Failed if that cannot be found out, and Invalid or Gone for an unknown handle
         or device. A function that does not exist any more is used by nobody, because the kernel removes a function only
@@ -229,7 +233,7 @@ class PciDriver(Driver):
 
 
 def inspect_usage_for_act(machine: Machine, address: str) -> binding.HostUsage:
-    """Return what the host uses of a function, its companion and its virtual functions, for planning an act.
+    """Return what the host uses of a function, its companion functions and its virtual functions, for planning an act.
 
     Raises DriverError if it cannot be determined which functions the host uses.
     """
@@ -267,7 +271,10 @@ def discover_devices(
 
 
 def _list_candidates(machine: Machine, addresses: list[str], rules: list[PciRule]) -> set[str]:
-    """Return the functions that a rule selects, and their virtual functions; those that cannot be read are left out."""
+    """Return the functions that a rule selects, with their companion and virtual functions.
+
+    Functions that cannot be read are left out.
+    """
     candidates: set[str] = set()
     for address in addresses:
         try:
@@ -324,11 +331,12 @@ def _list_missing_requirements(machine: Machine, rules: list[PciRule]) -> Iterat
 
 
 def find_address(machine: Machine, key: str, address: str = "") -> str:
-    """Return the PCI address of the device with this key. Raises Gone if this host has no such device.
+    """Return the PCI address of the device with this key.
 
-    `address` is where the agent has reported the device, '' if that is not known. A device with a serial number is
-    there unless the function there has another one; that it cannot be read now proves nothing. Without `address` it
-    reads all functions of that vendor; it raises Invalid if several have the serial number.
+    `address` is where the agent has reported the device, '' if that is not known. The device is taken to be there,
+    unless the function at `address` has another serial number now; a serial number that cannot be read is no reason to
+    doubt it. Without `address`, all functions of the vendor are read. Raises Gone if this host has no such device,
+    Invalid if several functions have the serial number, and another DriverError if a function cannot be read.
     """
     kind, _, identity = key.partition(":")
     if kind != "pci" and address:
@@ -428,10 +436,11 @@ def _explain_unusable_parts(
 
 
 def _permit_beside_host(view: binding.HostUsage, address: str, rule: PciRule) -> binding.HostUsage:
-    """Return the view for changing the number of virtual functions of the card `address`.
+    """Return the view that is used to plan a change of the number of virtual functions of the card `address`.
 
-    If the rule names the card in `vfs_beside_host`, the host's use of the card itself does not prevent that. The use of
-    a virtual function always does.
+    If the rule names the card (its address or a network interface of it) in `vfs_beside_host`, the host's use of the
+    card itself is left out, so that it does not prevent the change. The host's use of a virtual function is never left
+    out.
     """
     names = {address, *(list_interfaces(view.machine, address) if rule.vfs_beside_host else ())}
     if not names & {*rule.vfs_beside_host}:
@@ -442,17 +451,18 @@ def _permit_beside_host(view: binding.HostUsage, address: str, rule: PciRule) ->
 def _is_part_of_selected_card(machine: Machine, address: str, rules: list[PciRule]) -> bool:
     """Return whether the function is a virtual or companion function of a card that a rule selects.
 
-    Raises DriverError.
+    Raises DriverError if the card cannot be read.
     """
     card = machine.link(f"{PCI_DEVICES}/{address}/physfn") or iommu.find_main_function(machine, address)
     return bool(card) and find_matching_rule(_read_function(machine, card), rules) is not None
 
 
 def _plan_rule_steps(view: binding.HostUsage, address: str, rule: PciRule) -> list[Step]:
-    """Return the steps towards the rule that are possible now; virtual functions are bound only after they exist.
+    """Return the steps towards the state that the rule wants, as far as they can be planned now.
 
-    If the rule wants a driver of VFIO or none, the companion functions in the IOMMU groups of what is handed out are
-    bound with it. Raises the errors of `sriov.plan_virtual_functions`, `binding.plan_binding` and
+    Virtual functions are bound only after they exist, so the steps that make them are returned alone. If the rule wants
+    a driver of VFIO or none, companion functions that share an IOMMU group with what is handed out get a driver of VFIO
+    or none, too. Raises the errors of `sriov.plan_virtual_functions`, `binding.plan_binding` and
     `iommu.refuse_blocked_groups`.
     """
     machine, unbound = view.machine, rule.bind is not None
@@ -473,10 +483,10 @@ def _plan_rule_steps(view: binding.HostUsage, address: str, rule: PciRule) -> li
 
 
 def _describe_install_steps(view: binding.HostUsage, address: str, rule: PciRule) -> str:
-    """List, one per line, what `install` would do now, at most MAX_LISTED_STEPS steps; or why it cannot be done.
+    """Return what `install` would do now, or why it cannot be done; '' if nothing has to be done.
 
-    '' means that nothing has to be done. With a `view` that is not `for_act`, running guests are ignored: whether one
-    runs is not a change of the device.
+    There is one line for each step, at most MAX_LISTED_STEPS, and one for the number of the others. With a `view` that
+    is not `for_act`, running guests are ignored, because the start or the end of a guest is not a change of the device.
     """
     try:
         steps = _plan_rule_steps(view, address, rule)
@@ -510,7 +520,7 @@ def find_matching_rule(function: PciFunction, rules: Sequence[MatchT]) -> MatchT
 
 
 def get_class_type(function: PciFunction) -> DeviceType | None:
-    """Return the device type that the PCI class stands for, or None if the class does not tell it."""
+    """Return the device type that the PCI class of the function stands for; None if the class stands for no type."""
     for prefix, vendor, kind in CLASS_TYPES:
         if function.pci_class.startswith(prefix) and fnmatchcase(function.vendor, vendor):
             return kind
@@ -559,9 +569,10 @@ def _build_device(
 
 
 def _make_handle(machine: Machine, address: str) -> AttachHandle:
-    """Return the `PCI` handle of a function. Whether a guest uses it is `unknown` if it is bound to a driver of VFIO.
+    """Return the `PCI` handle of a function. If the function is bound to a driver of VFIO, the handle's use is
+    `unknown`.
 
-    No VFIO node is opened, because a guest that starts at that moment would find it busy.
+    No VFIO node is opened to find out the use, because a guest that starts at that moment would find the node busy.
     """
     domain, bus, slot, number = re.split("[:.]", address)
     info = json.dumps({"bus": bus, "device": slot, "domain": domain, "function": number})

@@ -1,10 +1,11 @@
 """Find out whether a guest uses a PCI function or a mediated device through VFIO, under any kernel driver.
 
 A driver of the VFIO family (vfio-pci, or a variant such as mlx5_vfio_pci or xe_vfio_pci) registers its device with the
-VFIO core, which shows it in sysfs. A guest then opens the group's node, `/dev/vfio/N`, or with iommufd the device's
-own node, `/dev/vfio/devices/vfioN`. Removing a function that is open does not fail: the writer waits in the kernel
-until the guest ends, and cannot be killed. Therefore an answer that cannot be found out is `unknown`, never `free`.
-Sources: drivers/vfio/{group,device_cdev,vfio_main}.c of Linux 6.12; Documentation/ABI/testing/sysfs-devices-vfio-dev.
+VFIO core, which shows the device in sysfs. A guest then opens the node of the device's group, `/dev/vfio/N`, or with
+iommufd the device's own node, `/dev/vfio/devices/vfioN`. If a function is removed or unbound while a guest has it open,
+the write to sysfs does not fail: the process that writes waits in the kernel until the guest ends, and cannot be
+killed. Therefore the use is `unknown`, never `free`, if it cannot be found out. Sources:
+drivers/vfio/{group,device_cdev,vfio_main}.c of Linux 6.12; Documentation/ABI/testing/sysfs-devices-vfio-dev.
 """
 
 from __future__ import annotations
@@ -19,7 +20,10 @@ VFIO_GROUPS = "/sys/class/vfio"
 
 
 class GuestUse(NamedTuple):
-    """Whether a guest uses a device; `reason` names what is open, or says why it is unknown and what to do."""
+    """Whether a guest uses a device.
+
+    `reason` says for `used` which node is open, and for `unknown` why the use is unknown and what to do; '' for `free`.
+    """
 
     state: Literal["free", "used", "unknown"]
     reason: str = ""
@@ -27,21 +31,22 @@ class GuestUse(NamedTuple):
 
 FREE = GuestUse("free")
 SEVERITY = ("free", "unknown", "used")
-"""The states in the order in which they count when a device has several parts."""
+"""The states from the least to the most severe. A device with several parts has the most severe state of its parts."""
 
 
 def is_bound_to_vfio(machine: Machine, folder: str) -> bool:
-    """Return whether a device, given by its directory in sysfs, is bound to a driver that hands it to guests."""
+    """Return whether a device is bound to a driver of the VFIO family. `folder` is the device's directory in sysfs."""
     return "vfio" in machine.link(f"{folder}/driver") or bool(machine.names(f"{folder}/vfio-dev"))
 
 
 def find_guest_uses(machine: Machine, folders: Iterable[str]) -> dict[str, GuestUse]:
-    """Return whether a guest uses each of the PCI functions or mediated devices, given by their directories in sysfs.
+    """Return whether a guest uses each of the PCI functions or mediated devices: directory in sysfs → GuestUse.
 
-    A function is used, too, if a guest uses one of its mediated devices: they vanish with their parent's driver.
-    The node of each VFIO group is opened for a moment: while a guest has it, the kernel refuses a second opener, also
-    if the guest uses the device's own node. Only a kernel without groups (CONFIG_VFIO_GROUP=n) does not answer that
-    way; there the open descriptors of all processes are read once.
+    A function also counts as used if a guest uses one of its mediated devices, because they vanish when the function is
+    unbound from its driver. The node of each VFIO group is opened for a moment: while a guest has it open, the kernel
+    refuses a second opener, also if the guest uses the device's own node. Only on a kernel without groups
+    (CONFIG_VFIO_GROUP=n) this is not possible; there the open file descriptors of all processes are read, once for all
+    devices. If something cannot be read, the state is `unknown`; no DriverError is raised for it.
     """
     parts = {folder: (folder, *_list_mediated_devices(machine, folder)) for folder in folders}
     group_uses = {part: _read_group_use(machine, part) for some in parts.values() for part in some}
@@ -51,18 +56,19 @@ def find_guest_uses(machine: Machine, folders: Iterable[str]) -> dict[str, Guest
 
 
 def _choose_worst(uses: list[GuestUse]) -> GuestUse:
-    """Return the first use that is `used`, else the first that is `unknown`, else `free`."""
+    """Return the first use with the most severe state (`SEVERITY`)."""
     return max(uses, key=lambda use: SEVERITY.index(use.state))
 
 
 def _list_mediated_devices(machine: Machine, folder: str) -> list[str]:
-    """Return the directories of the mediated devices of a PCI function."""
+    """Return the directories in sysfs of the mediated devices of a PCI function; empty if it has none."""
     children = (f"{folder}/{name}" for name in machine.names(folder, "*-*-*-*-*"))
     return [child for child in children if machine.link(f"{child}/mdev_type")]
 
 
 def refuse_if_guest_uses(machine: Machine, folders: Iterable[str]) -> None:
-    """Raise Busy if a guest uses one of the devices, and Denied if that is unknown; see `find_guest_uses`."""
+    """Raise Busy if a guest uses one of the devices, and Denied if their use is unknown. `folders` are directories in
+    sysfs."""
     for folder, use in find_guest_uses(machine, folders).items():
         name = folder.rpartition("/")[2]
         if use.state == "used":
@@ -72,7 +78,10 @@ def refuse_if_guest_uses(machine: Machine, folders: Iterable[str]) -> None:
 
 
 def _read_group_use(machine: Machine, folder: str) -> GuestUse | None:
-    """Return the answer of the device's VFIO group, or None if the device is registered without a group."""
+    """Return whether the node of the device's VFIO group is open; FREE if the device is not registered with VFIO.
+
+    Returns None if the device is registered without a group, so that `_find_cdev_use` has to find out.
+    """
     group = machine.link(f"{folder}/iommu_group")
     names = [name for name in (group, f"noiommu-{group}") if group and machine.exists(f"{VFIO_GROUPS}/{name}")]
     for name in names:
@@ -90,7 +99,8 @@ def _read_group_use(machine: Machine, folder: str) -> GuestUse | None:
 
 
 def _find_cdev_use(machine: Machine, folder: str, open_nodes: OpenNodes) -> GuestUse:
-    """Return whether a process has the device's own VFIO node open, for a device that is registered without a group."""
+    """Return whether a process has the VFIO node of the device itself open, for a device that is registered without a
+    group."""
     for name in machine.names(f"{folder}/vfio-dev"):
         try:
             number = machine.text(f"{folder}/vfio-dev/{name}/dev")

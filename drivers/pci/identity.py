@@ -1,10 +1,10 @@
-"""Settle the keys of PCI devices by what the agent remembers of each address. Pure: it reads nothing from the host.
+"""Choose the keys of PCI devices by what the agent remembers of each address. Pure: it reads nothing from the host.
 
-A key with a serial number comes from configuration space, which cannot be read while a card is off the bus or the agent
-is not root, and some cards of one model have the same number (FPGA cores with its default). So a serial number that was
-read once at an address stays the identity of the device there, until another one is read at that address; and of
-several functions with one serial number, only the one that had it before keeps it: the others have their address as
-identity.
+A key with a serial number is read from PCI configuration space. That cannot be read while a card is off the bus or if
+the agent is not root, and several cards of one model may have the same number (FPGA cores with the default number). So
+once a serial number was read at an address, it stays the identity of the device there until another one is read at that
+address. If several functions have one serial number, only the function whose identity it was before keeps it, and the
+identity of the others is their address.
 """
 
 from __future__ import annotations
@@ -22,8 +22,9 @@ SERIAL_PREFIX = "serial:"
 class RememberedIdentity(Struct, frozen=True):
     """The identity of the device at a PCI address.
 
-    `key` is its key, and `read` the key with the serial number that was read there; they differ if another function has
-    the same number. `hardware` is vendor and model: the serial number of one model says nothing about another.
+    `key` is the device's key. `read` is the key with the serial number that was read there; the two differ if another
+    function has the same number. `hardware` is vendor and model, because the key of a device whose serial number cannot
+    be read is kept only for the same vendor and model.
     """
 
     key: str
@@ -38,9 +39,10 @@ Identities = Mapping[str, RememberedIdentity]
 def settle_keys(
     reports: Sequence[DriverReport], remembered: Identities
 ) -> tuple[list[DriverReport], dict[str, RememberedIdentity]]:
-    """Return the reports with the keys that their devices keep, and what to remember from now on.
+    """Return the reports with the chosen keys of their devices, and the identities to remember from now on.
 
-    Only keys with a serial number or a PCI address change; those that a driver chose itself stay.
+    Only keys with a serial number or a PCI address can change; keys that a driver chose itself stay, and so do the keys
+    of devices without an address.
     """
     keys = {
         (device.address, device.key): _choose_key(device, remembered.get(device.address))
@@ -71,12 +73,16 @@ def settle_keys(
 
 
 def _list_devices(reports: Iterable[DriverReport]) -> list[Device]:
-    """Return the devices of all drivers."""
+    """Return the devices of all reports, in their order."""
     return [device for report in reports for device in report.devices]
 
 
 def _choose_key(device: Device, known: RememberedIdentity | None) -> str:
-    """Return the remembered key if the device must be the same one, else its own."""
+    """Return the remembered key if the device must be the remembered one, else the device's own key.
+
+    `known` is what is remembered of the device's address, None if nothing is. The device must be the same one if the
+    same serial number was read, or if no serial number was read and vendor and model are the same.
+    """
     if known is None:
         return device.key
     is_same_number = device.key == known.read
@@ -87,7 +93,12 @@ def _choose_key(device: Device, known: RememberedIdentity | None) -> str:
 def _remember(
     reports: Iterable[DriverReport], keys: Mapping[tuple[str, str], str], remembered: Identities
 ) -> dict[str, RememberedIdentity]:
-    """Return `remembered` with the serial numbers that were read now; a key that is elsewhere now is forgotten."""
+    """Return `remembered` with the serial numbers that were read now. `keys` maps (address, reported key) to the chosen
+    key.
+
+    An address where no serial number was read now keeps its identity, unless a device at another address has its key
+    now.
+    """
     read_now = {
         device.address: RememberedIdentity(keys[device.address, device.key], device.key, _name_hardware(device))
         for device in _list_devices(reports)
@@ -103,5 +114,5 @@ def _remember(
 
 
 def _name_hardware(device: Device) -> str:
-    """Return vendor and model of a device as one text."""
+    """Return vendor and model of a device as one text, `<vendor>:<model>`."""
     return f"{device.vendor}:{device.model}"

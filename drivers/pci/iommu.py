@@ -1,12 +1,13 @@
 """Decide from a function's IOMMU group whether a guest can get the function, and which other functions go with it.
 
-A guest gets all functions of an IOMMU group or none: while it uses one of them, no other may be bound to a driver of
-the host. Bridges do not count, because their driver (pcieport) does no DMA of its own. Source: vfio_dev_viable in
-drivers/vfio of Linux up to 5.18, and `driver_managed_dma` of the drivers since then; Documentation/driver-api/vfio.rst.
+A guest gets all functions of an IOMMU group or none: while it uses one of them, no other function of the group may be
+bound to a driver of the host. Bridges do not count, because their driver (pcieport) does no DMA of its own. Source:
+vfio_dev_viable in drivers/vfio of Linux up to 5.18, and `driver_managed_dma` of the drivers since then;
+Documentation/driver-api/vfio.rst.
 
-Many cards have companion functions beside their main one: the sound of a GPU's monitor connector, its USB-C controller,
-the serial port of an FPGA card. They are part of the card: they are bound together with it and never offered by
-themselves.
+Many cards have companion functions beside their main function: the audio function of a GPU's monitor connector, its
+USB-C controller, the serial port of an FPGA card. They are part of the card: they are bound together with the main
+function and never offered by themselves.
 """
 
 from __future__ import annotations
@@ -18,31 +19,35 @@ from drivers.machine import MAX_TABLE, PCI_ADDRESS, PCI_DEVICES, Machine
 
 GROUPS_FOLDER = "/sys/kernel/iommu_groups"
 NOIOMMU_GROUP = "vfio-noiommu"
-"""The kernel's name of a group that VFIO makes up without an IOMMU (drivers/vfio/group.c); it isolates nothing."""
+"""The name that the kernel gives to a group which VFIO makes for a device without an IOMMU (drivers/vfio/group.c). Such
+a group isolates nothing."""
 COMPANION_CLASSES = ("0403", "0c03", "0c80", "0700")
 """PCI classes of companion functions: audio, USB controller, USB-C connector manager (UCSI), serial port."""
 BRIDGE_CLASSES = ("0604", "0607", "0609")
-"""PCI classes whose functions have a bridge's header; the kernel lets them stay with their driver."""
+"""PCI classes of bridges. They may stay bound to their driver while a guest uses another function of their group."""
 DRIVERS_BESIDE_GUEST = frozenset({"", "pci-stub", "pcieport"})
-"""Drivers, beside those of VFIO, that may be bound to a function of a group while a guest uses another function."""
+"""Kernel drivers that may be bound to a function while a guest uses another function of its group; '' is no driver.
+Those of the VFIO family (`is_vfio_driver`) may, too."""
 
 
 def is_vfio_driver(name: str) -> bool:
-    """Return whether a kernel driver hands functions to guests: vfio-pci, or a variant such as mlx5_vfio_pci."""
+    """Return whether the kernel driver `name` hands functions to guests: vfio-pci, or a variant such as
+    mlx5_vfio_pci."""
     return name.replace("_", "-").endswith("vfio-pci")
 
 
 def find_group(machine: Machine, address: str) -> str:
-    """Return the IOMMU group that isolates a function; '' if the function has no IOMMU."""
+    """Return the number of the IOMMU group that isolates a function, as text; '' if the function has no IOMMU."""
     group = machine.link(f"{PCI_DEVICES}/{address}/iommu_group")
     return "" if group and machine.text(f"{GROUPS_FOLDER}/{group}/name") == NOIOMMU_GROUP else group
 
 
 def describe_missing_iommu(machine: Machine) -> str:
-    """Return why functions have no IOMMU and which setting is missing, as a sentence for the operator.
+    """Return why functions have no IOMMU and what the operator has to change.
 
-    It looks at the processor's vendor, the kernel's command line, and the firmware's table that describes the IOMMU
-    (DMAR of Intel). Sources: Documentation/admin-guide/kernel-parameters.txt, Documentation/arch/x86/iommu.rst.
+    The advice depends on the processor's vendor, the kernel's command line, and whether the firmware describes an IOMMU
+    of Intel (the ACPI table DMAR). Sources: Documentation/admin-guide/kernel-parameters.txt,
+    Documentation/arch/x86/iommu.rst.
     """
     words = machine.text("/proc/cmdline").split()
     processor = _read_processor(machine)
@@ -67,19 +72,22 @@ def describe_missing_iommu(machine: Machine) -> str:
 
 
 def list_card_functions(machine: Machine, address: str) -> list[str]:
-    """Return the function `address`, its companion functions and its virtual functions: all that an act may affect."""
+    """Return the function `address`, its companion functions and its virtual functions: all functions that an act may
+    affect."""
     return [address, *list_companions(machine, address), *list_virtual_functions(machine, address)]
 
 
 def list_virtual_functions(machine: Machine, address: str) -> list[str]:
-    """Return the addresses of a card's virtual functions, sorted; empty if there are none or the card is absent."""
+    """Return the addresses of a card's virtual functions, sorted as text; empty if there are none or the card is
+    absent."""
     path = f"{PCI_DEVICES}/{address}"
     links = (machine.link(f"{path}/{name}") for name in machine.names(path, "virtfn*"))
     return sorted(filter(None, links))
 
 
 def list_companions(machine: Machine, address: str) -> list[str]:
-    """Return the companion functions of the card whose main function is `address`; empty if it is no main function."""
+    """Return the companion functions of the card whose main function is `address`; empty if `address` is no main
+    function."""
     slot, _, number = address.rpartition(".")
     if number != "0":
         return []
@@ -88,10 +96,10 @@ def list_companions(machine: Machine, address: str) -> list[str]:
 
 
 def find_main_function(machine: Machine, address: str) -> str:
-    """Return the main function of the card that this function is a companion of; '' if it is not a companion.
+    """Return the main function of the card to which the companion function `address` belongs; '' if it is no companion.
 
-    The main function is function 0 of the same slot. A card whose function 0 is a bridge or of a companion class
-    itself, such as a sound card, has no companions. Functions with SR-IOV, physical or virtual, are no companions.
+    The main function is function 0 of the same slot. If function 0 is a bridge or has a companion's class itself, such
+    as a sound card, its card has no companions. Functions with SR-IOV, physical or virtual, are no companions.
     """
     slot, _, number = address.rpartition(".")
     main_function, path = f"{slot}.0", f"{PCI_DEVICES}/{address}"
@@ -104,18 +112,20 @@ def find_main_function(machine: Machine, address: str) -> str:
 
 
 def list_companions_in_groups(machine: Machine, card: str, parts: Iterable[str]) -> list[str]:
-    """Return the companions of a card that are in the IOMMU group of one of `parts`, the functions handed out.
+    """Return the companions of `card` (the address of its main function) that share an IOMMU group with one of `parts`.
 
-    A companion in a group of its own does not concern a guest that uses the card, so the host may keep it.
+    `parts` are the functions that are handed out. A companion in a group of its own does not concern a guest that uses
+    the card, so the host may keep that companion.
     """
     groups = {find_group(machine, part) for part in parts} - {""}
     return [one for one in list_companions(machine, card) if find_group(machine, one) in groups]
 
 
 def refuse_blocked_groups(machine: Machine, parts: Iterable[str], together: Collection[str]) -> None:
-    """Raise Busy, with advice, if a driver of the host is bound to another function in the IOMMU group of a part.
+    """Raise Busy, with advice, if one of `parts` shares its IOMMU group with a function that is bound to a driver of
+    the host.
 
-    `together` holds the functions that are given away in the same plan, so their present drivers do not matter.
+    Functions in `together` are handed out together with `parts`, so their present drivers do not matter.
     """
     for group, part in {find_group(machine, part): part for part in parts}.items():
         for other in machine.names(f"{GROUPS_FOLDER}/{group}/devices") if group else ():
@@ -128,7 +138,7 @@ def refuse_blocked_groups(machine: Machine, parts: Iterable[str], together: Coll
 
 
 def _may_stay(machine: Machine, address: str, driver: str) -> bool:
-    """Return whether a function may keep its driver while a guest uses another function of its group."""
+    """Return whether a function may stay bound to `driver` while a guest uses another function of its group."""
     return (
         driver in DRIVERS_BESIDE_GUEST
         or is_vfio_driver(driver)
@@ -137,7 +147,7 @@ def _may_stay(machine: Machine, address: str, driver: str) -> bool:
 
 
 def _advise(machine: Machine, address: str, other: str, driver: str) -> str:
-    """Return what an operator can do about `other`, which blocks `address`."""
+    """Return what an operator can do about the function `other`, which is bound to `driver` and so blocks `address`."""
     if find_main_function(machine, other) == address:
         return f'set bind = "vfio-pci" for {address}: then {other}, which is part of the card, is bound with it'
     if other.rpartition(".")[0] == address.rpartition(".")[0]:
@@ -153,7 +163,7 @@ def _advise(machine: Machine, address: str, other: str, driver: str) -> str:
 
 
 def _describe_place(machine: Machine, address: str) -> str:
-    """Return the address with the name of its physical slot, if the firmware numbers the slots."""
+    """Return the address, with the name of its physical slot if the firmware names the slot."""
     slot = address.rpartition(".")[0]
     folder = "/sys/bus/pci/slots"
     names = (name for name in machine.names(folder) if machine.text(f"{folder}/{name}/address") == slot)
@@ -162,7 +172,8 @@ def _describe_place(machine: Machine, address: str) -> str:
 
 
 def _read_class(machine: Machine, address: str) -> str:
-    """Return a function's PCI class, six hex digits without 0x; '' if the function is absent or no PCI function."""
+    """Return a function's PCI class as six hex digits without 0x; '' if the function is absent or `address` is no PCI
+    address."""
     if not PCI_ADDRESS.fullmatch(address):
         return ""
     return machine.text(f"{PCI_DEVICES}/{address}/class").removeprefix("0x")
@@ -176,5 +187,6 @@ def _read_processor(machine: Machine) -> dict[str, str]:
 
 
 def _has_acpi_table(machine: Machine, name: str) -> bool:
-    """Return whether the firmware has an ACPI table of this name; it need not be readable."""
+    """Return whether the firmware has the ACPI table `name`. Only its existence is checked: the table need not be
+    readable."""
     return machine.exists(f"/sys/firmware/acpi/tables/{name}")

@@ -48,7 +48,7 @@ the job sooner.
 PROVIDER_MISSING_RETRY_S = 30.0
 """Retry interval for a host whose compute provider does not exist yet, in seconds."""
 SWEEP_S = 300.0
-"""A host is looked at again after this time without a look, in seconds: somebody else may have changed Placement."""
+"""Seconds after which a host is compared with Placement again: somebody else may have changed Placement."""
 
 SyncResult = SyncOutcome | Exception
 
@@ -111,7 +111,10 @@ def step() -> bool:
 
 
 class AgentWritesError(PlacementSyncError):
-    """The host's agent writes for this host. The job sends it what differs."""
+    """The conductor has written nothing for this host, because the host's agent writes to Placement.
+
+    The job `placement` sends the agent a command if Placement differs from what is desired.
+    """
 
 
 def sync_hosts(cloud: Any, hosts: Sequence[Host], dry_run: bool = False) -> list[SyncResult]:
@@ -199,10 +202,9 @@ def _bind_programmed_requests(host: str) -> None:
 
 
 def _enqueue_hosts_to_sweep() -> None:
-    """Raise an intent for up to INTENT_BATCH hosts that were not looked at for SWEEP_S, or never although they have
-    providers.
+    """Raise an intent for up to INTENT_BATCH hosts that were not compared with Placement in the last SWEEP_S seconds.
 
-    Hosts that have an intent already are left out.
+    A host that was never compared counts only if it has providers. Hosts that have an intent already are left out.
     """
     looked_at_before = Q(placement__looked_at__lt=Now() - timedelta(seconds=SWEEP_S))
     providers = Deployable.objects.filter(device__host=OuterRef("pk"), rp_uuid__isnull=False)

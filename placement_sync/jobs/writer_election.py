@@ -43,7 +43,7 @@ class WriteTurn(Enum):
     AGENT = "agent"
     """The agent gets a command if anything has to be written."""
     WAIT = "wait"
-    """The agent has an open command; wait until that ends."""
+    """The agent has an open command; nobody else writes until that command has ended."""
 
 
 def get_writer() -> Writer:
@@ -57,7 +57,7 @@ def get_epoch() -> int:
 
 
 def switch_writer(who: str, actor: str, reason: str = "", source: EventSource = EventSource.PERSON) -> Writer:
-    """Make `who` (conductor or agents) the writer, and return the writer. Does nothing if it is the writer already.
+    """Make `who` (conductor or agents) the writer, and return the writer. Does nothing if `who` is the writer already.
 
     Locks the writer's row and records an event. Agents that are writing stop before their next call; commands that no
     agent has taken yet are refused. Raises RefusedError INVALID for an unknown writer or an unusable reason.
@@ -87,13 +87,15 @@ def switch_writer(who: str, actor: str, reason: str = "", source: EventSource = 
 
 
 def decide_turns(already_commanded: Mapping[int, bool]) -> dict[int, WriteTurn]:
-    """Return for each host, by its id, whose turn it is to write.
+    """Return who has to write for each host now: WriteTurn by host id.
 
-    `already_commanded` maps each host to whether its agent was already sent a command for the present differences. Then
-    it is the conductor's turn when that command has ended: the conductor looks itself and corrects what still differs.
+    `already_commanded` maps a host's id to True if its agent was already sent a command for the present differences. As
+    soon as such a command has ended, it is the conductor's turn: it compares the host with Placement and corrects what
+    still differs.
 
-    If an agent has stopped writing, its open command is given the deadline now, and the job `commands` is woken, which
-    ends it; until then the host waits. Reads with at most three statements, one while the writer was never changed.
+    If an agent must have stopped writing, the deadline of its open command is set to now, and the job `commands`, which
+    ends the command, is woken. The turn of its host is WAIT until then. Reads with at most three statements; with one
+    if the writer was never changed.
     """
     writer = get_writer()
     if not writer.epoch:
@@ -151,9 +153,9 @@ def delegate_writes(host: Host, outcome: SyncOutcome) -> int:
 
 
 def list_hosts_without_writer(hosts: Iterable[Host]) -> list[tuple[str, str]]:
-    """Return name and reason of those of these hosts whose agent cannot write, sorted by name.
+    """Return the name and the reason of each of `hosts` whose agent cannot write to Placement, sorted by name.
 
-    Hosts without an agent are among them. The conductor writes for all of them.
+    Hosts without an agent are among them. The conductor writes for all hosts in the result.
     """
     name_by_id = {host.id: host.name for host in hosts}
     status_by_host = placement_delegation.get_writer_statuses(name_by_id.keys())

@@ -83,7 +83,14 @@ class DeclaredFilterBackend(DjangoFilterBackend):
 
 
 class CollectionView(GenericViewSet[Any]):
-    """Rows of one kind, as a list and as single members. This class reads; subclasses that write add methods."""
+    """Rows of one kind, as a list (in pages) and as single members. This class reads; subclasses that write add
+    methods.
+
+    A subclass sets `policy`, `queryset` and `serializer_class`; the other attributes below are optional. Every method
+    needs its rule of `policy_rules`. An answer to GET has an ETag, except an HTML page; if the request has the same
+    ETag in If-None-Match, the answer is 304. Unknown query parameters are refused (400), and so are bodies above
+    MAX_BODY_BYTES (413).
+    """
 
     renderer_classes = [JsonRenderer, BrowsableRenderer]
     parser_classes = [JsonBodyParser]
@@ -169,9 +176,12 @@ class CollectionView(GenericViewSet[Any]):
         super().check_permissions(request)
 
     def is_rule_satisfied(self, rule: str) -> bool:
-        """Return whether the caller satisfies `rule`, which need not be a rule of this URL.
+        """Return whether the caller satisfies `rule`, which need not be a rule of this URL. Whoever runs `manage.py`
+        satisfies every rule.
 
-        Raises KeyError for an unknown rule, and ReadOnlyError for a permitted write while everything is read only.
+        Raises KeyError for an unknown rule. Raises ReadOnlyError (503) if the rule is satisfied while everything is
+        read only and this request's method is not GET, HEAD or OPTIONS; whether the rule is about a write does not
+        matter.
         """
         try:
             self.require_rule(rule)
@@ -182,7 +192,9 @@ class CollectionView(GenericViewSet[Any]):
     def require_rule(self, rule: str) -> None:
         """Raise PermissionDenied unless the caller satisfies `rule`, which need not be a rule of this URL.
 
-        Raises KeyError for an unknown rule, and ReadOnlyError for a permitted write while everything is read only.
+        Raises KeyError for an unknown rule. Raises ReadOnlyError (503) if the rule is satisfied while everything is
+        read only and this request's method is not GET, HEAD or OPTIONS; whether the rule is about a write does not
+        matter.
         """
         # Permission classes read only this attribute of a view.
         rule_holder: Any = SimpleNamespace(policy_rules={self.request.method: rule})

@@ -1,4 +1,5 @@
-"""The checks of `cyborg-agent check`: each is a function from gathered facts to a result, without side effects."""
+"""The checks of `cyborg-agent check`. A check is a function without side effects: it takes the gathered facts and
+returns a CheckResult."""
 
 from __future__ import annotations
 
@@ -23,11 +24,14 @@ NEEDED_CAPABILITIES = {
     "CAP_SYS_PTRACE": "to see what programs of the host use; without it, functions that have a driver are not offered",
     "CAP_SYS_ADMIN": "to read the serial numbers of cards; without it a card is known by its PCI address only",
 }
+"""Capabilities that the agent needs: name → what the agent needs it for."""
 MAX_GOOD_OFFSET_S, MAX_OFFSET_S = 5.0, 60.0
-"""Difference of the two clocks in seconds from which on there is a warning, and from which on the check fails."""
+"""Seconds by which this host's clock and the conductor's may differ: above the first number there is a warning, above
+the second the check fails."""
 DATE_HEADER_S = 2.0
-"""How much older than the answer a Date header may be: it has whole seconds, and servers renew it once a second."""
+"""Maximum age in seconds of an answer's Date header: it has whole seconds, and servers renew it once a second."""
 LOOPBACK_HOSTS = frozenset({"localhost", "127.0.0.1", "::1"})
+"""Host names of an address for which the connection need not be encrypted."""
 ROUTE_ADVICE: dict[ConnectionProblem, str] = {
     "name": "correct the name in the join token (`join_token HOST --address …`), or this host's DNS",
     "refused": "start the conductor, open its port (CYBORG_AGENT_LISTEN), or make a join token with --address",
@@ -36,15 +40,21 @@ ROUTE_ADVICE: dict[ConnectionProblem, str] = {
     "answer": "make a join token with the --address of the conductor's own port for agents",
     "status": "the reason is the conductor's; mend it there, then check again",
 }
+"""What the operator has to do, for each problem that `check_route` reports."""
 TLS_ADVICE: dict[ConnectionProblem, str] = {
     "certificate": "if you changed the conductor's certificate, make a new join token; if not, find out who answers",
     "tls": "use an https address with TLS 1.2 or later on both sides: make a join token with the right --address",
 }
+"""What the operator has to do, for each problem that `check_tls` reports."""
 UNPINNED_ADVICE = "make a join token that pins the certificate, or install its certificate authority on this host"
+"""What the operator has to do if the conductor's certificate is not valid and the join token does not pin it."""
 
 
 class CheckResult(Struct, frozen=True):
-    """The result of one check. `found` and `details` say what was found; `advice` says what to do, '' if nothing."""
+    """The result of one check.
+
+    `found` and `details` say what was found. `advice` says what the operator has to do, '' if nothing.
+    """
 
     name: str
     status: Status
@@ -54,13 +64,17 @@ class CheckResult(Struct, frozen=True):
 
 
 def run_checks(facts: HostFacts) -> tuple[CheckResult, ...]:
-    """Return the results of all checks, in the order in which they are shown."""
+    """Return the results of CHECKS, in this order, followed by one result for each installed driver."""
     results = [check(facts) for check in CHECKS]
     return (*results, *(check_driver(driver, facts.kernel.modaliases) for driver in facts.drivers))
 
 
 def check_kernel(facts: HostFacts) -> CheckResult:
-    """Judge the kernel's version: whether it is new enough for the enabled drivers, and for their confinement."""
+    """Judge whether the kernel is new enough.
+
+    `failed` if it is too old for an enabled driver; `warning` if it is too old for Landlock (LANDLOCK_KERNEL), which
+    confines drivers, or if its version is not understood.
+    """
     release = facts.kernel.release
     version = parse_kernel_version(release)
     for driver in facts.drivers:
@@ -77,7 +91,8 @@ def check_kernel(facts: HostFacts) -> CheckResult:
 
 
 def check_iommu(facts: HostFacts) -> CheckResult:
-    """Judge whether the kernel uses an IOMMU; it is a failure if not and an enabled driver says that it needs one."""
+    """Judge whether the kernel uses an IOMMU. If not, the result is `failed` if an enabled driver says that it needs
+    one, otherwise `warning`."""
     kernel = facts.kernel
     if not kernel.missing_iommu:
         return CheckResult("iommu", "ok", f"{_count(kernel.iommu_groups, 'IOMMU group')}")
@@ -88,7 +103,10 @@ def check_iommu(facts: HostFacts) -> CheckResult:
 
 
 def check_vfio(facts: HostFacts) -> CheckResult:
-    """Judge whether functions can be given to guests: the module vfio-pci, or a variant of it."""
+    """Judge whether functions can be given to guests: the kernel has loaded the module vfio-pci, or a variant of it.
+
+    If not, the result is `failed` if an enabled driver says that it needs vfio-pci, otherwise `warning`.
+    """
     kernel, advice = facts.kernel, "load it now (modprobe vfio-pci) and at every boot (/etc/modules-load.d)"
     if kernel.vfio_drivers:
         return CheckResult("vfio", "ok", f"loaded: {', '.join(kernel.vfio_drivers)}")
@@ -105,7 +123,7 @@ def check_vfio(facts: HostFacts) -> CheckResult:
 
 
 def check_sriov(facts: HostFacts) -> CheckResult:
-    """Judge the cards that can have virtual functions."""
+    """Show the cards that can have virtual functions; `warning` if one of them has no kernel driver."""
     cards = facts.kernel.sriov_cards
     details = tuple(
         f"{card.address}: {card.current} of at most {card.total}, driver {card.driver or 'none'}" for card in cards
@@ -119,7 +137,10 @@ def check_sriov(facts: HostFacts) -> CheckResult:
 
 
 def check_permissions(facts: HostFacts) -> CheckResult:
-    """Judge whether the user may write to /sys, if a step of an enabled driver may have to."""
+    """Judge whether the user that runs this check may write to /sys.
+
+    If not, the result is `failed` if an enabled driver may have steps that write there, otherwise `warning`.
+    """
     rights = facts.rights
     user = "root" if rights.uid == 0 else f"user {rights.uid}"
     writers = [driver.name for driver in facts.drivers if driver.enabled and _writes_sys(driver)]
@@ -134,7 +155,8 @@ def check_permissions(facts: HostFacts) -> CheckResult:
 
 
 def check_capabilities(facts: HostFacts) -> CheckResult:
-    """Judge the capabilities of the process; the same ones are in the agent's systemd unit."""
+    """Judge whether this process has NEEDED_CAPABILITIES, which the agent's systemd unit has; `warning` if one is
+    missing."""
     missing = [name for name in NEEDED_CAPABILITIES if name not in facts.rights.capabilities]
     if not missing:
         return CheckResult("capabilities", "ok", ", ".join(NEEDED_CAPABILITIES))
@@ -144,7 +166,10 @@ def check_capabilities(facts: HostFacts) -> CheckResult:
 
 
 def check_state_directory(facts: HostFacts) -> CheckResult:
-    """Judge whether the agent can keep its key and journal, and whether they belong to this host."""
+    """Judge whether the agent can keep its key and its journal in the state directory.
+
+    `failed` if this process cannot use or create the directory, or if the journal there belongs to another host.
+    """
     rights = facts.rights
     if rights.state_dir_problem:
         advice = "correct CYBORG_AGENT_STATE_DIR, or the owner of this directory"
@@ -160,7 +185,10 @@ def check_state_directory(facts: HostFacts) -> CheckResult:
 
 
 def check_host_name(facts: HostFacts) -> CheckResult:
-    """Show the two names of the host; only the operator can compare the first with the compute provider's name."""
+    """Show the names of the host: the name of its compute provider in Placement, and its node name.
+
+    `failed` if the first name is empty or contains "localhost". Only the operator can compare it with Placement.
+    """
     found = f"{facts.host} (compute provider in Placement), {facts.node} (node)"
     if not facts.host or "localhost" in facts.host:
         advice = "set CYBORG_HOST_NAME to the name of this host's compute provider in Placement"
@@ -169,7 +197,8 @@ def check_host_name(facts: HostFacts) -> CheckResult:
 
 
 def check_host_usage(facts: HostFacts) -> CheckResult:
-    """Show the PCI functions that the host itself uses; they are never offered."""
+    """Show the PCI functions that the host itself uses, which are never offered; `failed` if they cannot be found
+    out."""
     if facts.usage_error:
         return CheckResult(
             "host-usage",
@@ -183,7 +212,10 @@ def check_host_usage(facts: HostFacts) -> CheckResult:
 
 
 def check_route(facts: HostFacts) -> CheckResult:
-    """Judge whether the conductor answers."""
+    """Judge whether the conductor answers; `failed` if it does not, `warning` if there is no address to ask.
+
+    A problem with TLS shows that the conductor is reached: the result is `ok`, and `check_tls` reports the problem.
+    """
     conductor = facts.conductor
     if not conductor.address:
         advice = f"set CYBORG_JOIN_TOKEN to the line that `manage.py join_token {facts.host}` prints on the conductor"
@@ -197,7 +229,12 @@ def check_route(facts: HostFacts) -> CheckResult:
 
 
 def check_tls(facts: HostFacts) -> CheckResult:
-    """Judge the encryption of the connection, and whether the conductor's certificate is the one of the join token."""
+    """Judge whether the connection is encrypted, and whether the conductor has the certificate that the join token
+    pins.
+
+    `failed` for a TLS error or another certificate; `warning` if the conductor was not reached, or if the connection is
+    not encrypted and its address is no loopback address.
+    """
     conductor = facts.conductor
     if advice := TLS_ADVICE.get(conductor.problem, ""):
         unpinned = conductor.problem == "certificate" and not conductor.fingerprint
@@ -215,7 +252,10 @@ def check_tls(facts: HostFacts) -> CheckResult:
 
 
 def check_clock(facts: HostFacts) -> CheckResult:
-    """Judge the difference between this host's clock and the conductor's."""
+    """Judge by how much this host's clock and the conductor's differ at least.
+
+    `warning` above MAX_GOOD_OFFSET_S seconds, or if the conductor gave no date; `failed` above MAX_OFFSET_S seconds.
+    """
     conductor = facts.conductor
     offset = bound_clock_offset(conductor.date, conductor.before, conductor.after)
     if offset is None:
@@ -264,13 +304,15 @@ CHECKS: tuple[Callable[[HostFacts], CheckResult], ...] = (
     check_tls,
     check_clock,
 )
+"""The checks of the host, in the order in which their results are shown."""
 
 
 def bound_clock_offset(date: str, before: float, after: float) -> tuple[float, float] | None:
-    """Return the least and the greatest possible difference between the server's clock and this one, in seconds.
+    """Return the least and the greatest possible difference between the conductor's clock and this host's, in seconds.
 
-    `date` is the Date header of an answer, and `before` and `after` are this host's time around the request. A positive
-    difference means that this host is behind. Returns None without a usable date.
+    `date` is the Date header of the conductor's answer. `before` and `after` are this host's time before and after the
+    request, in seconds since 1970. A positive difference means that this host is behind. Returns None if `date` is not
+    a valid date.
     """
     try:
         server = parsedate_to_datetime(date).timestamp()
@@ -280,7 +322,7 @@ def bound_clock_offset(date: str, before: float, after: float) -> tuple[float, f
 
 
 def render_text(host: str, results: Sequence[CheckResult]) -> str:
-    """Return the results for a terminal: one line for each check, and below it its details and what to do."""
+    """Return the results as text for a terminal: one line for each check, and below it the details and the advice."""
     statuses = [result.status for result in results]
     width = max(len(result.name) for result in results)
     lines = [f"{host}: {statuses.count('failed')} failed, {_count(statuses.count('warning'), 'warning')}", ""]
@@ -292,7 +334,10 @@ def render_text(host: str, results: Sequence[CheckResult]) -> str:
 
 
 def render_json(host: str, results: Sequence[CheckResult], drivers: Sequence[DriverFacts] = ()) -> str:
-    """Return the results as one JSON document: `host`, `ok` (no check failed), `checks` and the drivers' manifests."""
+    """Return the results as one JSON document.
+
+    Its keys are `host`, `ok` (true if no check failed), `checks` (the results) and `manifests` (by driver name).
+    """
     manifests: dict[str, Manifest] = {driver.name: driver.manifest for driver in drivers}
     document = {"host": host, "ok": not has_failed(results), "checks": results, "manifests": manifests}
     return msgspec.json.format(msgspec.json.encode(document), indent=2).decode() + "\n"
@@ -304,7 +349,8 @@ def has_failed(results: Sequence[CheckResult]) -> bool:
 
 
 def _describe_driver(driver: DriverFacts) -> Iterator[str]:
-    """Yield a line for each device, each thing that is not offered, and each limitation of a driver."""
+    """Yield one line for each device, fault, failed backend and limitation of a driver, and one more for a device that
+    is to be prepared."""
     report = driver.report
     for device in report.devices:
         units = sum(part.num_accelerators for part in device.deployables)
@@ -332,13 +378,14 @@ def _writes_sys(driver: DriverFacts) -> bool:
 
 
 def _list_unhealthy(driver: DriverFacts) -> list[str]:
-    """Return the keys of devices that cannot be offered as they are, and the names of backends that failed."""
+    """Return the keys of devices whose health is not `ok` or that cannot be prepared, and the names of failed
+    backends."""
     blocked = [one.key for one in driver.report.devices if one.status != "ok" or one.to_install.startswith("cannot")]
     return blocked + [backend.name for backend in driver.report.backends if backend.error]
 
 
 def _list_drivers_lacking(facts: HostFacts, text: str) -> list[str]:
-    """Return the names of the enabled drivers that name this text among what they lack."""
+    """Return the names of the enabled drivers with a limitation that contains `text`."""
     return [
         driver.name
         for driver in facts.drivers
@@ -347,5 +394,5 @@ def _list_drivers_lacking(facts: HostFacts, text: str) -> list[str]:
 
 
 def _count(number: int, noun: str) -> str:
-    """Return the number with its noun, which gets an s unless the number is 1."""
+    """Return the number and its noun, such as "2 devices". The noun gets an s unless the number is 1."""
     return f"{number} {noun}{'' if number == 1 else 's'}"

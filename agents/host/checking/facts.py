@@ -1,4 +1,5 @@
-"""What `cyborg-agent check` gathers about a host, as plain data; `gathering` fills it, and `checks` judges it."""
+"""The facts about a host that `cyborg-agent check` judges, as plain data. `gathering` collects them, `checks` judges
+them."""
 
 from __future__ import annotations
 
@@ -10,13 +11,21 @@ from drivers.inventory import DriverReport
 from drivers.isolation.driver_main import Manifest
 
 ConnectionProblem = Literal["", "name", "refused", "timeout", "unreachable", "certificate", "tls", "answer", "status"]
-"""What went wrong on the way to the conductor: the name is unknown, nobody listens, no answer in time, another network
-error, another certificate than the pinned one, another TLS error, no answer that a gateway gives, an HTTP error."""
+"""Why the conductor could not be asked; '' if there was no problem.
+
+`name`: the host name is unknown. `refused`: nothing listens on the port. `timeout`: no answer in time. `unreachable`:
+another network error. `certificate`: the certificate is not the pinned one, or not valid. `tls`: another TLS error.
+`answer`: what answered is not a gateway. `status`: the gateway answered with an HTTP error.
+"""
 
 
 @dataclass(frozen=True)
 class SriovCard:
-    """A PCI function that can have virtual functions: at most `total`, and `current` of them exist now."""
+    """A PCI function that can have virtual functions.
+
+    `total` is the maximum number of virtual functions, `current` the number that exist now. `driver` is the kernel
+    driver of the card, '' if it has none.
+    """
 
     address: str
     total: int
@@ -26,7 +35,7 @@ class SriovCard:
 
 @dataclass(frozen=True)
 class KernelFacts:
-    """What the kernel offers. `release` is that of uname, such as `6.1.0-18-amd64`.
+    """What the kernel offers. `release` is the kernel's release as `uname -r` prints it, such as `6.1.0-18-amd64`.
 
     `missing_iommu` is the reason why there is no IOMMU group; '' if there are groups. `vfio_drivers` are those that the
     kernel has loaded; `can_load_vfio` tells whether the module vfio-pci is installed for this kernel. `modaliases` maps
@@ -44,19 +53,27 @@ class KernelFacts:
 
 @dataclass(frozen=True)
 class RightsFacts:
-    """What the user that runs the check may do: the effective user id and capabilities, by their names."""
+    """What the process of the check may do. `uid` is its effective user id.
+
+    `capabilities` are the names of its effective capabilities, of those that the checks look at. `sys_read_only` tells
+    whether /sys is mounted read-only for it.
+    """
 
     uid: int
     capabilities: frozenset[str]
     sys_read_only: bool
     state_dir: str
     state_dir_problem: str
-    """Why the state directory cannot be used; '' if it can, also if it does not exist yet and can be made."""
+    """Why the state directory cannot be used; '' if it exists and can be used, or if it can be created."""
 
 
 @dataclass(frozen=True)
 class DriverFacts:
-    """What one installed driver answered: its report, what it lacks on this host and its manifest."""
+    """What one installed driver answered.
+
+    `report` is its report, after conflicts between enabled drivers were settled. `limitations` are the reasons why it
+    cannot offer everything on this host. `enabled` tells whether it is in CYBORG_ENABLED_DRIVERS.
+    """
 
     report: DriverReport
     limitations: tuple[str, ...]
@@ -65,16 +82,19 @@ class DriverFacts:
 
     @property
     def name(self) -> str:
-        """Return the driver's name."""
+        """The driver's name."""
         return self.report.driver
 
 
 @dataclass(frozen=True)
 class ConductorFacts:
-    """What an attempt to reach the conductor gave. `address` is '' if neither a join token nor the journal names one.
+    """What an attempt to reach the conductor showed.
 
-    `problem` and `reason` say why it failed; both are '' if it answered. `date` is the answer's Date header; `before`
-    and `after` are this host's clock around the request, in seconds since 1970.
+    `address` is '' if neither a join token nor the journal has an address; then nothing was tried. `fingerprint` is
+    that of the pinned certificate, '' if none is pinned. `problem` and `reason` say why the attempt failed; both are ''
+    if it did not fail. The other fields are empty or 0 unless the conductor answered: `ip_address` is the address that
+    answered, `date` the Date header of the answer ('' if there is none), and `before` and `after` are this host's time
+    before and after the request, in seconds since 1970.
     """
 
     address: str = ""
@@ -89,10 +109,12 @@ class ConductorFacts:
 
 @dataclass(frozen=True)
 class HostFacts:
-    """Everything that the checks judge. `host_usage` maps PCI addresses that the host itself uses to reasons.
+    """All facts that the checks judge.
 
-    `usage_error` says why this could not be found out. `known_host` is the host to which the state directory belongs,
-    '' if it belongs to none yet.
+    `host` is the host's name (the compute provider in Placement), and `node` its node name. `known_host` is the host to
+    which the state directory belongs, '' if it belongs to none yet. `drivers` are all installed drivers, enabled or
+    not. `host_usage` maps the address of each PCI function that the host itself uses to the reason. `usage_error` says
+    why these functions cannot be found out, '' if they can.
     """
 
     host: str

@@ -1,4 +1,5 @@
-"""Gather what `cyborg-agent check` judges: it reads the host and asks the conductor; it writes nothing."""
+"""Gather the facts that `cyborg-agent check` judges: read the host, ask the drivers and the conductor. Nothing is
+written."""
 
 from __future__ import annotations
 
@@ -31,13 +32,16 @@ from drivers.pci.iommu import list_virtual_functions
 from drivers.pci.ownership import resolve_conflicts
 
 CONNECT_S = 10.0
-"""How long to wait for the conductor, in seconds."""
+"""Time-out in seconds for the conductor's answer."""
 CAPABILITY_BITS = {"CAP_DAC_OVERRIDE": 1, "CAP_SYS_PTRACE": 19, "CAP_SYS_ADMIN": 21}
-"""The bits of capabilities in `CapEff` of /proc/self/status (include/uapi/linux/capability.h)."""
+"""Capability → number of its bit in `CapEff` of /proc/self/status (include/uapi/linux/capability.h)."""
 
 
 def gather_kernel(machine: Machine) -> KernelFacts:
-    """Read what the kernel offers. Raises DriverError if a file of /sys or /proc cannot be read."""
+    """Read what the kernel offers: its release, IOMMU, VFIO and SR-IOV.
+
+    Raises DriverError if a file of /sys or /proc, or a table of kernel modules, cannot be read.
+    """
     release = machine.text("/proc/sys/kernel/osrelease")
     functions = machine.pci_functions()
     groups = {iommu.find_group(machine, address) for address in functions} - {""}
@@ -60,7 +64,8 @@ def gather_kernel(machine: Machine) -> KernelFacts:
 
 
 def gather_rights(machine: Machine, state_dir: Path) -> RightsFacts:
-    """Read what this process may do. Raises DriverError if a table of /proc cannot be read."""
+    """Read what this process may do, and whether it can use `state_dir`. Raises DriverError if a table of /proc cannot
+    be read."""
     status = dict(line.split(":", 1) for line in machine.text("/proc/self/status").splitlines() if ":" in line)
     mask, uids = int(status.get("CapEff", "0").strip(), 16), status.get("Uid", "0 0").split()
     return RightsFacts(
@@ -73,7 +78,10 @@ def gather_rights(machine: Machine, state_dir: Path) -> RightsFacts:
 
 
 def gather_host_usage(machine: Machine) -> tuple[Mapping[str, str], str]:
-    """Return the PCI functions that the host itself uses with reasons, and why they cannot be found out ('' if not)."""
+    """Return two values: the PCI functions that the host itself uses (address → reason), and an error.
+
+    The error says why these functions cannot be found out; it is '' if they can. Raises no DriverError.
+    """
     try:
         return find_functions_used_by_host(machine, machine.pci_functions()), ""
     except DriverError as error:
@@ -81,10 +89,11 @@ def gather_host_usage(machine: Machine) -> tuple[Mapping[str, str], str]:
 
 
 async def gather_drivers(drivers: Sequence[DriverProcess], enabled: Sequence[str]) -> tuple[DriverFacts, ...]:
-    """Ask all drivers what they would offer.
+    """Ask all drivers, in parallel, what they would offer; return the facts in the order of `drivers`.
 
-    The drivers that are enabled settle conflicting claims, in this order, as the agent does it. The others are asked
-    alone. The caller closes the processes.
+    `enabled` has the names of the enabled drivers, in the order that decides who gets a device that several of them
+    claim, as in the agent. Reports of drivers that are not enabled are not changed. A driver that fails has the error
+    in its report. The caller must close the drivers' processes.
     """
     answers = await asyncio.gather(*(_ask_driver(driver) for driver in drivers))
     reports = {report.driver: report for report, _ in answers}
@@ -101,7 +110,11 @@ async def gather_drivers(drivers: Sequence[DriverProcess], enabled: Sequence[str
 
 
 async def gather_conductor(gateway: http.GatewayEndpoint | None, timeout: float = CONNECT_S) -> ConductorFacts:
-    """Ask the conductor for a challenge, as an agent does before it connects; nothing is signed or sent on."""
+    """Ask the conductor for a challenge, as an agent does before it connects. The challenge is not answered.
+
+    `gateway` is None if no address is known: then nothing is asked, and the facts have no address. Waits at most
+    `timeout` seconds. Errors of the connection are part of the facts, not raised.
+    """
     if gateway is None:
         return ConductorFacts()
     before = time.time()
@@ -122,7 +135,7 @@ async def gather_conductor(gateway: http.GatewayEndpoint | None, timeout: float 
 
 
 def classify_connection_error(error: Exception) -> ConnectionProblem:
-    """Return which kind of problem an error of `http.request_challenge` is."""
+    """Return the ConnectionProblem for an error that `http.request_challenge` raised."""
     kinds: tuple[tuple[type[Exception], ConnectionProblem], ...] = (
         (http.HttpStatusError, "status"),
         (wire.MalformedMessageError, "answer"),
@@ -137,7 +150,7 @@ def classify_connection_error(error: Exception) -> ConnectionProblem:
 
 
 def explain_unusable_directory(directory: Path) -> str:
-    """Return why this process cannot use or make the directory; '' if it can. Nothing is made."""
+    """Return why this process cannot use or create the directory; '' if it can. Nothing is created."""
     place = next(path for path in (directory, *directory.parents) if path.exists())
     if not place.is_dir():
         return f"{place} is not a directory"
@@ -145,7 +158,10 @@ def explain_unusable_directory(directory: Path) -> str:
 
 
 async def _ask_driver(driver: DriverProcess) -> tuple[DriverReport, tuple[str, ...]]:
-    """Return the driver's report and what it lacks on this host; nothing is lacking if the driver itself fails."""
+    """Return the driver's report, and the reasons why it cannot offer everything on this host.
+
+    There are no reasons if the driver itself fails: its report has the error then.
+    """
     report = await driver.discover()
     try:
         return report, await driver.probe()
@@ -154,7 +170,10 @@ async def _ask_driver(driver: DriverProcess) -> tuple[DriverReport, tuple[str, .
 
 
 def _is_module_installed(machine: Machine, release: str, name: str) -> bool:
-    """Return whether a kernel module is installed for this kernel, as a file or built in."""
+    """Return whether a kernel module is installed for the kernel `release`, as a file or built into the kernel.
+
+    Raises DriverError if a table of modules exists but cannot be read.
+    """
     for table in ("modules.dep", "modules.builtin"):
         path = f"/lib/modules/{release}/{table}"
         if release and machine.exists(path) and f"/{name}.ko" in machine.read(path, MAX_TABLE):
@@ -163,7 +182,8 @@ def _is_module_installed(machine: Machine, release: str, name: str) -> bool:
 
 
 def _is_sys_read_only(machine: Machine) -> bool:
-    """Return whether /sys is mounted read-only for this process. Raises DriverError if that cannot be read."""
+    """Return whether /sys is mounted read-only for this process. Raises DriverError if the table of mounts cannot be
+    read."""
     lines = machine.read("/proc/self/mountinfo", MAX_TABLE).splitlines()
     mounts = [line.split() for line in lines if line.split()[4:5] == ["/sys"]]
     return bool(mounts) and "ro" in mounts[-1][5].split(",")

@@ -36,7 +36,10 @@ IO_TIMEOUT_S = 30.0
 
 @dataclass(frozen=True)
 class GatewayEndpoint:
-    """Where to connect. The values come from a join token, or from the journal once the host has joined."""
+    """Where to connect. The values come from a join token, or from the journal once the host has joined.
+
+    `address` is an http or https address. `fingerprint` is that of the pinned certificate, '' if none is pinned.
+    """
 
     address: str
     fingerprint: str
@@ -63,7 +66,12 @@ class HttpStatusError(AgentsError):
 
 
 class _PinnedSSLObject(ssl.SSLObject):
-    """A TLS connection whose handshake fails unless the server's certificate has the pinned fingerprint."""
+    """A TLS connection whose handshake fails unless the server's certificate has the pinned fingerprint.
+
+    The fingerprint is that of its context, which must be a _PinnedSSLContext. The error is
+    ssl.SSLCertVerificationError; no request has been sent to the server then. `create_tls_context` sets the context so
+    that certificate authorities and the host name are not checked.
+    """
 
     def do_handshake(self) -> None:
         """Do the handshake, and compare the certificate's SHA-256 with the pin. Raises ssl.SSLCertVerificationError if
@@ -118,10 +126,10 @@ async def fetch_challenge(
 async def request_challenge(
     gateway: GatewayEndpoint, context: ssl.SSLContext | None, timeout: float
 ) -> tuple[credentials.Challenge, GatewayEndpoint, Message]:
-    """Do the same as `fetch_challenge`, and return the headers of the answer, too.
+    """Fetch a challenge as `fetch_challenge` does; return the headers of the answer as the third value.
 
-    Raises HttpStatusError, also when the two sides have no wire version in common, OSError (unreachable, TLS, time-out)
-    or wire.MalformedMessageError.
+    `timeout` is in seconds. Raises HttpStatusError, also when the two sides have no wire version in common, OSError
+    (unreachable, TLS, time-out) or wire.MalformedMessageError.
     """
     async with (
         asyncio.timeout(timeout),

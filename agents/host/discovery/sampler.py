@@ -29,10 +29,8 @@ IDLE_INTERVAL_S = 60.0
 MIN_INTERVAL_S, MAX_WATCH_S = 0.5, 300.0
 """Limits of a Watch message: the shortest interval between two rounds, and the longest duration, in seconds."""
 PAUSE_FACTOR = 4.0
-"""After an answer a driver is not sampled for this many times the duration of that answer.
-
-So sampling takes at most a fifth of its time.
-"""
+"""After an answer a driver is not sampled for this many times the duration of that answer, so that sampling takes at
+most a fifth of the driver's time."""
 MAX_METRICS = 64
 """Largest number of values that `wire.DeviceLoad` may hold for one device."""
 FIRST_BACKOFF_S, MAX_BACKOFF_S = 60.0, 3600.0
@@ -60,7 +58,7 @@ class SamplingSchedule:
     _watch_end: float = -math.inf
 
     def on_connect(self, now: float, phase_fraction: float) -> None:
-        """Start the schedule on a new connection, and forget the watch of the one before.
+        """Start the schedule on a new connection, and forget the Watch of the connection before.
 
         `phase_fraction`, in [0, 1), is this host's place in the minute: it keeps a thousand hosts from sending at once,
         even after all of them were watched at the same time.
@@ -73,9 +71,10 @@ class SamplingSchedule:
         self._phase, self.due = None, math.inf
 
     def on_watch(self, now: float, watch: wire.Watch) -> None:
-        """Make a round due at once, at the earliest MIN_INTERVAL_S after the last one began; replace the former Watch.
+        """Make a round due as soon as MIN_INTERVAL_S seconds have passed since the last round began; replace the Watch
+        before.
 
-        A Watch that only prolongs the current watch, with the same interval, does not cause an extra round.
+        A Watch that only prolongs the present one, with the same interval, does not cause an extra round.
         """
         interval_s, watch_end = (
             min(max(watch.every_s, MIN_INTERVAL_S), IDLE_INTERVAL_S),
@@ -147,7 +146,11 @@ class HostLoadSampler:
         self._was_cut = False
 
     def on_connect(self) -> None:
-        """Start sampling for a new connection; drop samples from before it."""
+        """Start sampling for a new connection; forget the Watch of the connection before and the unsent samples.
+
+        The first round is due at a random time in the next IDLE_INTERVAL_S seconds, or earlier if a Watch arrives. A
+        round that is running now goes on, and its samples are kept for this connection.
+        """
         self._newest_samples = None
         self._schedule.on_connect(self._now(), self.draw_fraction())
         self._schedule_changed.set()
@@ -163,14 +166,16 @@ class HostLoadSampler:
         self._schedule_changed.set()
 
     def take_samples(self) -> wire.Samples | None:
-        """Return the newest round and forget it; None when there is no new one. The caller sends it now or drops it."""
+        """Return the samples of the newest round, and forget them; None if there was no new round. The caller sends or
+        drops them."""
         newest, self._newest_samples = self._newest_samples, None
         return newest
 
     def encode_samples(self, samples: wire.Samples, max_bytes: int) -> str:
-        """Encode the samples in at most `max_bytes` bytes (and wire.MAX_SAMPLES_BYTES); drop the last devices to fit.
+        """Encode the samples in at most `max_bytes` bytes (and wire.MAX_SAMPLES_BYTES).
 
-        Logs a warning when devices are cut off and none were the last time.
+        If they are too large, the last devices are left out. A warning is logged for this, but not again while the
+        messages that follow are too large as well.
         """
         max_bytes = min(max_bytes, wire.MAX_SAMPLES_BYTES)
         kept_count = len(samples.loads)

@@ -193,7 +193,8 @@ class Executor:
             await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def _record_result(self, command: wire.Command, ended: ExecutionResult) -> None:
-        """Have a driver look again if `ended` names one, journal the result, and wake the session to send it.
+        """Make the driver that `ended` names (if any) discover its devices again, journal the result, and wake the
+        session to send the result.
 
         Retries until the journal takes the result; only a refusal is sent without being journaled.
         """
@@ -329,7 +330,7 @@ class Executor:
         return self._find_act_refusal(command) if command.op in ACTS else ""
 
     def _find_act_refusal(self, command: wire.Command) -> str:
-        """Return the reason why an act must not be begun; if there is none, note its number as begun and return ''."""
+        """Return the reason why an act must not be begun; '' if it may, and then its number is noted as begun."""
         target = (command.driver, command.key, command.uuid)
         if self._latest_begun.get(target, -1) > command.number:
             return f"a later command ({self._latest_begun[target]}) was already started here"
@@ -384,7 +385,8 @@ class Executor:
             self._reconfiguring.discard(driver)
 
     async def _rescan_drivers(self, command: wire.Command) -> ExecutionResult:
-        """End the quarantine of one driver or of all (`driver` ''), have them look, and summarise their reports."""
+        """End the quarantine of one driver, or of all if `driver` is '', make them discover their devices again, and
+        return a summary of what they reported."""
         running = {name: one for name, one in self._context.drivers.items() if command.driver in ("", name)}
         if not running:
             return ExecutionResult("succeeded", "no driver runs on this host")

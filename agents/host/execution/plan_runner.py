@@ -93,7 +93,7 @@ class HostContext:
     machine_for: Callable[[str], Machine]
     writer_for: Callable[[str], StepWriter]
     find_device: Callable[[str, str], Device | None]
-    """(driver, device key) → the device as last reported, None when it is not known."""
+    """(driver, device key) → the device as last reported, None if no such device is known."""
     command_log: CommandLog
     boot_id: str
 
@@ -217,10 +217,16 @@ class PlanRun:
                 (n * 100 + part) // len(plan.steps), step.does))  # fmt: skip
 
     async def _run_step(self, step: Step, progress: Callable[[int], None]) -> None:
-        """Run one step, and wait until its effect is seen. Raises DriverError and sqlite3.OperationalError.
+        """Run one step, and wait until its effect is seen. `progress` gets percent, during a firmware upload only.
 
-        The order is: check what the step expects, journal the file's first value, write, and poll `seen` until the
-        step's time-out. A write that timed out counts as done when its effect is seen.
+        The order is: check what the step expects, write, and poll `seen` until `timeout_s` seconds after the start of
+        the write. Before this device's first write to a file of /sys, the file's value is stored in the journal; not
+        for images, nor for a file that cannot be read. A write that timed out counts as done if its effect is seen.
+
+        Raises Busy or Denied if the step may not begin, Failed if its effect is not seen in time, Gone if the command
+        has no image, Timeout if the outcome of the write is unknown, any other DriverError of the checks and of the
+        writer, and sqlite3.OperationalError if the journal cannot be written. Nothing is undone here; a step whose
+        write was done is added to the steps that `_undo_steps` undoes, also if its effect is not seen.
         """
         await self._check_preconditions(step)
         path, loop = step.write.path, asyncio.get_running_loop()
@@ -249,8 +255,10 @@ class PlanRun:
             pause = min(pause * 2, LONGEST_POLL_S)
 
     async def _check_preconditions(self, step: Step) -> None:
-        """Raise Busy unless everything that the step expects is so, none of its device nodes is open, and no guest uses
-        what it takes away; Denied if that is not known.
+        """Raise Busy if a check in `step.expect` does not hold, if a device node in `step.idle` is open, or if the
+        write would take something away from a guest that uses it.
+
+        Raises Denied if it is not known whether a guest uses it, and the errors of reading the host, such as Timeout.
         """
         if mismatch := await self._find_mismatch(step.expect):
             raise Busy(f"{step.does}: not started, because {mismatch}")
@@ -268,7 +276,10 @@ class PlanRun:
         await run_in_thread(lambda: preflight.refuse_if_guest_is_harmed(self._machine, act, write, key, address))
 
     async def _find_mismatch(self, checks: tuple[Check, ...]) -> str:
-        """Return the first check that does not hold, as a reason; '' when all hold. Raises Timeout."""
+        """Return the reason of the first check that does not hold, '' if all hold.
+
+        Raises Timeout after READ_TIMEOUT_S seconds, and the errors of reading the host.
+        """
         return await run_in_thread(
             lambda: next(filter(None, (_describe_mismatch(self._machine, check) for check in checks)), "")
         )
