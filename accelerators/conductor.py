@@ -20,6 +20,7 @@ from django.db.models import QuerySet
 
 from accelerators import conductor_sql as sql
 from accelerators.domain.caller import request_id
+from accelerators.domain.errors import RefusalReason, RefusedError
 from accelerators.domain.states import EventSource
 from accelerators.models import Device, Host
 from accelerators.runtime import jobs, pubsub
@@ -70,9 +71,16 @@ def ensure_host(name: str, node: str, actor: str) -> Host:
 
     Each of the two changes records an event: the actor of the creation is `actor`, that of a changed `node` is the
     host. After a change of `node`, the next report of the host is compared in full (`forget_applied_report`). The lock
-    ends with the caller's transaction.
+    ends with the caller's transaction. Raises RefusedError CONFLICT, and writes nothing, if another host has this node:
+    the names of resource providers begin with it, so it belongs to one host.
     """
     with writing():
+        if owner := Host.objects.filter(node=node).exclude(name=name).values_list("name", flat=True).first():
+            raise RefusedError(
+                RefusalReason.CONFLICT,
+                f"the node name {node!r} belongs to host {owner}: give {name} a node name of its own "
+                "(CYBORG_HOST_NODE) and restart its agent",
+            )
         host, created = Host.objects.select_for_update().get_or_create(name=name, defaults={"node": node})
         if created:
             record_event("host.added", EventSource.SYSTEM, actor, host=host, changes={"node": [None, node]})

@@ -10,9 +10,12 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
-from django.db.models import QuerySet
+from django.db.models import F, Func, QuerySet, TextField, Value
+from django.db.models.expressions import RawSQL
 
+from accelerators.domain import siblings
 from accelerators.domain.errors import RefusalReason, RefusedError
+from accelerators.domain.states import DeviceState
 from accelerators.models import AcceleratorRequest, Device, ReleasedHandle
 from accelerators.runtime.registry import Registry
 
@@ -32,6 +35,9 @@ class HolderCheckResult:
     unknown: str = ""
 
 
+HOLDS_ADDRESS = """accelerators_device.id = ANY(%s) AND accelerators_acceleratorrequest.claim
+  && accelerators_whole_function(accelerators_device.host_id, accelerators_device.address)"""
+"""Condition: the request holds the function at the address of one of these devices, or a part of it."""
 REQUESTS_CHECK, RELEASES_CHECK = "requests", "releases"
 """Names of the holder checks for our own accelerator requests, and for handles that a guest may still use."""
 HOLDER_CHECKS: Registry[Callable[[Device], HolderCheckResult]] = Registry("holder check")
@@ -67,15 +73,64 @@ def query_releases_of_devices(devices: Collection[int]) -> QuerySet[ReleasedHand
 def query_requests_of_devices(devices: Collection[int], *columns: str) -> QuerySet[Any, Any]:
     """Query the requests that hold a handle of these devices or are being bound to them (BindStarted, Bound).
 
-    Each row is the device id followed by `columns`. The query is a UNION, because with OR PostgreSQL would scan all
-    requests.
+    A request that holds the function at a device's PCI address, or a part of it, through another device also counts:
+    it is the same hardware. Each row is the device id followed by `columns`. The query is a UNION, because with OR
+    PostgreSQL would scan all requests.
     """
     holding_requests = AcceleratorRequest.objects.filter(state__in=["BindStarted", "Bound"]).order_by()
     by_deployable, by_handle = (
         holding_requests.filter(**{f"{path}__in": devices}).values_list(path, *columns)
         for path in ("deployable__device", "attach_handle__deployable__device")
     )
-    return by_deployable.union(by_handle)
+    by_address = holding_requests.extra(tables=["accelerators_device"], where=[HOLDS_ADDRESS], params=[list(devices)])
+    return by_deployable.union(
+        by_handle, by_address.annotate(device=RawSQL("accelerators_device.id", ())).values_list("device", *columns)
+    )
+
+
+def find_affected_siblings(device: Device, act: str) -> list[Device]:
+    """Return the other devices of the host that `act` on this device affects, by their ids; retired ones are left out.
+
+    Costs one statement, and none if the driver declares that the act affects the device alone. `device.host` must be
+    loaded.
+    """
+    scope = siblings.get_scope(device.host.drivers.get(device.driver, {}), act)
+    prefix = siblings.get_affected_prefix(scope, device.address)
+    if prefix is None:
+        return []
+    others = Device.objects.filter(host=device.host_id).exclude(pk=device.pk).exclude(state=DeviceState.RETIRED)
+    return list((others.filter(address__startswith=prefix) if prefix else others).order_by("id"))
+
+
+def find_affected_outside(selected: QuerySet[Device], act: str) -> list[Device]:
+    """Return the devices that are not selected, and that `act` on the selected ones affects, by their ids.
+
+    Retired devices are left out; `host` is loaded. Costs two statements, whatever the size of the selection, and one if
+    no driver of these devices declares that the act affects more than the device.
+    """
+    path = (Value("declares"), Value("affects"), Value(act))
+    scope = Func(F("host__drivers"), F("driver"), *path, function="jsonb_extract_path_text", output_field=TextField())
+    declared = (
+        selected.order_by().annotate(scope=scope).filter(scope__isnull=False).values_list("host_id", "scope", "address")
+    )
+    prefixes: dict[int, set[str]] = {}
+    for host_id, scope_name, address in declared:
+        if (prefix := siblings.get_affected_prefix(scope_name, address)) is not None:
+            prefixes.setdefault(host_id, set()).add(prefix)
+    if not prefixes:
+        return []
+    others = Device.objects.filter(host__in=prefixes).exclude(pk__in=selected.order_by().values("pk"))
+    return [
+        device
+        for device in others.exclude(state=DeviceState.RETIRED).select_related("host").order_by("id")
+        if (device.address or "").startswith(tuple(prefixes[device.host_id]))
+    ]
+
+
+def refuse_unless_siblings_free(device: Device, affected: Collection[Device], act: str) -> None:
+    """Raise RefusedError unless nobody holds a device that `act` on `device` affects, too; see `refuse_unless_free`."""
+    for sibling in affected:
+        refuse_unless_free(sibling, f"affected by the {act} of device {device.uuid}")
 
 
 def refuse_unless_free(device: Device, act: str, already_checked: Collection[str] = ()) -> None:

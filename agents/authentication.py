@@ -18,7 +18,9 @@ import msgspec
 from django.db import connection, transaction
 
 from accelerators import conductor
+from accelerators.domain.errors import RefusedError
 from accelerators.domain.states import EventSource
+from accelerators.models import Host
 from accelerators.runtime.registry import Registry
 from agents import credentials, key_revocation, wire
 from agents.errors import AgentsError
@@ -205,13 +207,14 @@ def identify_or_enrol(credential: credentials.Credential, identity: EnrolledAgen
 
     `identity` is what `find_enrolled` has found for the credential's key, None if it is not enrolled. If it belongs to
     the same host and is not barred, it is returned, and a changed `node` is stored; then no report counts as applied
-    any more. Otherwise the agent is enrolled by its token in a transaction. Using a token expires the older tokens of
-    its host, so that a replaced key cannot come back with the token it once had. Raise ConnectionRejectedError (403) if
-    there is no token, if the token is not valid for this host and key, or if a bar forbids the enrolment.
+    any more. Another host's `node` is refused. Otherwise the agent is enrolled by its token in a transaction. Using a
+    token expires the older tokens of its host, so that a replaced key cannot come back with the token it once had.
+    Raise ConnectionRejectedError (403) if there is no token, if the token is not valid for this host and key, if the
+    node belongs to another host, or if a bar forbids the enrolment.
     """
     if identity is not None and identity.host == credential.host and not identity.barred:
         if identity.node != credential.node:
-            conductor.ensure_host(credential.host, credential.node, credential.host)
+            _ensure_host(credential, credential.host)
             return replace(identity, node=credential.node, applied_hash="")
         return identity
     if not credential.token:
@@ -226,6 +229,17 @@ def identify_or_enrol(credential: credentials.Credential, identity: EnrolledAgen
     return _enrol_with_token(credential)
 
 
+def _ensure_host(credential: credentials.Credential, actor: str) -> Host:
+    """Return the credential's host, locked; create it, or store its node, if needed (`conductor.ensure_host`).
+
+    Raise ConnectionRejectedError (403) if its node belongs to another host.
+    """
+    try:
+        return conductor.ensure_host(credential.host, credential.node, actor)
+    except RefusedError as refused:
+        raise ConnectionRejectedError(403, "foreign-node", refused.text) from None
+
+
 def _enrol_with_token(credential: credentials.Credential) -> EnrolledAgent:
     """Bind the credential's key to its host by its token, and return the identity.
 
@@ -238,7 +252,7 @@ def _enrol_with_token(credential: credentials.Credential) -> EnrolledAgent:
         _check_token(token, credential)
         assert token
         with conductor.writing():
-            host = conductor.ensure_host(credential.host, credential.node, token.created_by or "join token")
+            host = _ensure_host(credential, token.created_by or "join token")
             agent = Agent.objects.select_for_update().filter(host=host).first()
             _check_bar(agent, token, credential)
             if agent is None or agent.public_key != credential.public_key:

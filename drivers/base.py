@@ -7,16 +7,21 @@ cannot write to the host (`drivers.isolation.sandbox`). docs/writing-a-driver.md
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import ClassVar, NamedTuple
 
+from msgspec import Struct
+
 from drivers.errors import Unsupported
-from drivers.inventory import Backend, Device, Fault, Sample
+from drivers.inventory import Backend, Device, Fault, HandleType, Sample, Scope
 from drivers.machine import Machine
 from drivers.plan import Act, Ask, Plan, Vitals
 
 API = 1
 """Version of the protocol between the agent and a driver's process."""
+WIDE_ACTS: frozenset[Act] = frozenset({"uninstall", "partition", "reset"})
+"""Acts that may affect more devices than the one they are ordered for. All others also run without a person: a driver
+whose installing or programming affects several devices must report them as one device."""
 MAX_FAULTS = 256
 """Maximum length of `DriverReport.faults`."""
 
@@ -54,6 +59,20 @@ class Driver:
     """Globs that cover every path its steps may write. `*` does not match a slash."""
     acts: ClassVar[tuple[Act, ...]] = ()
     """Acts that the driver can plan. Any other act is refused with Unsupported before the driver is called."""
+    matches: ClassVar[tuple[str, ...]] = ()
+    """Globs of kernel modaliases of the hardware that it takes; empty if only its settings select the hardware."""
+    settings_type: ClassVar[type[Struct] | None] = None
+    """The struct that describes its settings; the manifest has its JSON schema. None: it does not describe them."""
+    resource_classes: ClassVar[tuple[str, ...]] = ()
+    """All resource classes of its devices. If any are declared, a device with another one becomes a Fault."""
+    handle_types: ClassVar[tuple[HandleType, ...]] = ()
+    """All types of its attach handles. If any are declared, a device with another one becomes a Fault."""
+    min_kernel: ClassVar[str] = ""
+    """The oldest Linux kernel that it can use, such as `6.2`; '' for any. An older kernel is reported as a lack."""
+    affects: ClassVar[Mapping[Act, Scope]] = {}
+    """What else an act affects, if this is more than the device: only for the acts in WIDE_ACTS.
+
+    The conductor shows the other devices before the act is confirmed, and refuses the act while one of them is held."""
 
     def probe(self, machine: Machine, settings: Settings) -> tuple[str, ...]:
         """Return what this host lacks for full use of the driver, such as a kernel module or a privilege.

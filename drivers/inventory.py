@@ -31,6 +31,9 @@ DeviceType = Literal["GPU", "FPGA", "AICHIP", "QAT", "NIC", "SSD"]
 HandleType = Literal["PCI", "MDEV", "TEST_PCI", "DEV"]
 Health = Literal["ok", "degraded", "failed", "unknown"]
 BackendKind = Literal["pci", "mdev", "accel-class", "firmware", "remote"]
+Scope = Literal["device", "card", "bus", "host"]
+"""What an act on a device may affect: the device alone, all devices of its PCI slot (domain, bus and device number),
+all devices of its PCI bus, or all devices of the host."""
 ServiceName = Literal["passthrough", "sriov", "mdev", "program", "firmware", "reset", "health", "stats"]
 
 
@@ -113,6 +116,7 @@ class Device(Struct, frozen=True, omit_defaults=True, gc=False):
     whose value is the number of handles, '' if that number cannot be chosen.
     `backend` names the backend that found it, '' if the driver has no backends.
     `bridges` lists the addresses of the PCI bridges above it, root first, separated by blanks.
+    `physical_function` is the PCI address of its card's function if `address` is a virtual function of it.
     """
 
     key: Name
@@ -133,6 +137,7 @@ class Device(Struct, frozen=True, omit_defaults=True, gc=False):
     sized_by: Annotated[str, Meta(max_length=64)] = ""
     backend: Annotated[str, Meta(max_length=64)] = ""
     bridges: Annotated[str, Meta(max_length=255)] = ""
+    physical_function: PciAddress | None = None
 
 
 class Fault(Struct, frozen=True, omit_defaults=True, gc=False):
@@ -184,6 +189,22 @@ class Backend(Struct, frozen=True, omit_defaults=True, gc=False):
     services: Annotated[tuple[Service, ...], Meta(max_length=16)] = ()
 
 
+class DriverDeclaration(Struct, frozen=True, omit_defaults=True, gc=False):
+    """What a driver declares about itself, for operators and for the conductor; everything may be empty.
+
+    `matches` are globs of kernel modaliases (`pci:v000010DEd*bc03*`) of the hardware that it takes; empty if only its
+    settings select the hardware. `resource_classes` and `handle_types` are all that its devices may have. `min_kernel`
+    is the oldest usable kernel, such as `6.2`. `affects` maps an act to its Scope, if this is not the device alone.
+    The types are wide, so that a conductor can read what a newer agent declares.
+    """
+
+    matches: Annotated[tuple[Name, ...], Meta(max_length=64)] = ()
+    resource_classes: Annotated[tuple[Name, ...], Meta(max_length=64)] = ()
+    handle_types: Annotated[tuple[Word, ...], Meta(max_length=16)] = ()
+    min_kernel: Annotated[str, Meta(max_length=16)] = ""
+    affects: Annotated[dict[Word, Word], Meta(max_length=16)] = {}
+
+
 class DriverReport(Struct, frozen=True, omit_defaults=True, gc=False):
     """The result of one driver's `discover`.
 
@@ -191,9 +212,10 @@ class DriverReport(Struct, frozen=True, omit_defaults=True, gc=False):
     have an error. If `error` is set, the driver lists no devices, and the agent reports those it had before, which are
     shown as stale.
 
-    The agent fills the last three fields. `version` is the driver's version. `state` is '' if the agent asks the
-    driver, else the reason why it does not: `quarantined`, `disabled` or `absent`. `generation` is the generation of
-    the desired driver set that the host applies, 0 if the host's own configuration decides.
+    The agent fills the last four fields. `version` is the driver's version. `state` is '' if the agent asks the driver,
+    else the reason why it does not: `quarantined`, `disabled` or `absent`. `generation` is the generation of the
+    desired driver set that the host applies, 0 if the host's own configuration decides. `declares` is what the driver
+    declares about itself, None if nothing is known.
     """
 
     driver: Word
@@ -204,3 +226,4 @@ class DriverReport(Struct, frozen=True, omit_defaults=True, gc=False):
     version: Annotated[str, Meta(max_length=64)] = ""
     state: Annotated[str, Meta(max_length=16)] = ""
     generation: Annotated[int, Meta(ge=0, le=2**53)] = 0
+    declares: DriverDeclaration | None = None

@@ -70,9 +70,10 @@ class Machine:
         proc_root: str = "/proc",
         dev_root: str = "/dev",
         state_root: str = "/state",
+        etc_root: str = "/etc",
     ) -> None:
         self.node = node
-        roots = {"/sys": sys_root, "/proc": proc_root, "/dev": dev_root, "/state": state_root}
+        roots = {"/sys": sys_root, "/proc": proc_root, "/dev": dev_root, "/state": state_root, "/etc": etc_root}
         self._roots = {name: root.rstrip("/") for name, root in roots.items()}
 
     def read_bytes(self, path: str, limit: int = MAX_READ) -> bytes:
@@ -144,6 +145,18 @@ class Machine:
             return sorted(name for name in os.listdir(self._host_path(path)) if fnmatchcase(name, pattern))
         except OSError:
             return []
+
+    def list_entries(self, path: str) -> list[str]:
+        """Return the sorted names in a directory, none if it does not exist.
+
+        Unlike `names`, raises DriverError if the directory exists and cannot be read.
+        """
+        try:
+            return sorted(os.listdir(self._host_path(path)))
+        except FileNotFoundError:
+            return []
+        except OSError as error:
+            raise from_os(error, path) from None
 
     def is_open(self, path: str) -> bool:
         """Return whether a process has opened a device node that allows only one opener, such as `/dev/vfio/12`.

@@ -16,8 +16,11 @@ from msgspec import Meta, Struct
 
 from drivers.inventory import AttachHandle, Fault, Health, Name, Sample, Text
 
-Path = Annotated[str, Meta(max_length=512, pattern=r"^/(sys|state|dev)(/(?!\.\.?(/|$))[^/\x00]+)+$")]
-"""An absolute path below /sys, /state or /dev, without `.` and `..`."""
+MDEV_DEFINITIONS = "/etc/mdevctl.d"
+"""The directory in which mdevctl keeps definitions of mediated devices: PARENT/UUID, a file each. libvirt's driver for
+node devices stores what Nova defines there, and watches the directory (README of mdevctl; node_device_udev.c)."""
+Path = Annotated[str, Meta(max_length=512, pattern=r"^/(sys|state|dev|etc/mdevctl\.d)(/(?!\.\.?(/|$))[^/\x00]+)+$")]
+"""An absolute path below /sys, /state, /dev or MDEV_DEFINITIONS, without `.` and `..`."""
 Value = Annotated[str, Meta(max_length=4096)]
 
 Act = Literal["install", "uninstall", "attach", "detach", "program", "partition", "reset"]
@@ -46,7 +49,8 @@ class Check(Struct, frozen=True, omit_defaults=True):
 class Write(Struct, frozen=True, omit_defaults=True):
     """Write one value to one file.
 
-    A file below `/state` is created if it does not exist, and an empty value removes it. Elsewhere the file must exist.
+    A file below `/state` is created if it does not exist, and an empty value removes it. A file below MDEV_DEFINITIONS
+    can only be removed, by an empty value. Elsewhere the file must exist.
     """
 
     path: Path
@@ -118,6 +122,8 @@ class Image(Struct, frozen=True, omit_defaults=True):
 class Ask(Struct, frozen=True, omit_defaults=True):
     """The arguments of a call about one device: its `key`, its `backend` ('' if the driver has none), and more per act.
 
+    `address` is the PCI address at which the agent has reported the device, '' if it is not known: the serial number in
+    a key can be unreadable now, or another function's too.
     attach, detach: `handle`, its `uuid` (a mediated device gets this uuid) and the `consumer` (an instance's uuid).
     program: `image` and `deployable` (a name).
     install, partition: `layout`, keys and values that the driver defines (`vfs`: `4`).
@@ -134,6 +140,7 @@ class Ask(Struct, frozen=True, omit_defaults=True):
     first: dict[str, str] = {}
     image: Image | None = None
     backend: Annotated[str, Meta(max_length=64)] = ""
+    address: Annotated[str, Meta(max_length=32)] = ""
 
 
 class Signal(Struct, frozen=True, omit_defaults=True):

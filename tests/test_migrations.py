@@ -28,7 +28,12 @@ LAST_MIGRATIONS_OF_FORMER_RELEASE = {
 LAST_MIGRATIONS_OF_FORMER_RELEASE |= {"cyborgweb": "0001_initial"}
 """The last migrations of the oldest release that may run during a migration. An older release must be stopped first."""
 OWN_APPS = tuple(LAST_MIGRATIONS_OF_FORMER_RELEASE)
+_ONE_FUNCTION = "accelerators 0004_one_function_one_request"
 REVIEWED_STEPS: dict[str, str] = {
+    f"{_ONE_FUNCTION}: host → accelerators.host": "it deletes no host",
+    f"{_ONE_FUNCTION}: RunSQL": "triggers fill the new column and table; what they refuse, it retries or answers as an "
+    "error: a bind of a held function, an agent with another host's node, a report with another host's provider",
+    f"{_ONE_FUNCTION}: AddConstraint accelerators.host": "it answers 503 to an agent with another host's node",
     "accelerators 0002_released_handles: RunSQL": "a trigger that rejects a bind of a released handle, as the unique "
     "index rejects one of a held handle: the former release retries and answers that the handles are taken",
 }

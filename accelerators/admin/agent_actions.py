@@ -26,6 +26,8 @@ from accelerators.ui import badges, permissions
 
 KEPT_FIELDS = ("op", "layout", "image", "deployable", "driver")
 MAX_IMAGES = 50
+MAX_AFFECTED = 50
+"""Maximum number of other affected devices that a confirmation page lists; the rest is counted."""
 OP_PARTICIPLES = {"uninstall": "uninstalled", "program": "programmed", "partition": "partitioned", "reset": "reset"}
 
 
@@ -112,11 +114,13 @@ def _place_command(
 def _render_confirmation(admin: Any, request: HttpRequest, act: OrderableCommand, device: Device) -> HttpResponse:
     """Answer with the confirmation page of a destructive command; nothing is ordered or locked.
 
-    All holder checks are made. If somebody holds the device, or a check cannot answer, the page shows that instead of
-    the button.
+    The page lists the other devices of the host that the command affects, too. All holder checks are made. If somebody
+    holds one of these devices, or a check cannot answer, the page shows that instead of the button.
     """
+    affected = safety.find_affected_siblings(device, act.op)
     try:
         safety.refuse_unless_free(device, OP_PARTICIPLES[act.op])
+        safety.refuse_unless_siblings_free(device, affected, act.op)
         refusal = ""
     except RefusedError as refused:
         refusal = refused.text
@@ -127,6 +131,8 @@ def _render_confirmation(admin: Any, request: HttpRequest, act: OrderableCommand
         "device": device,
         "argument": request.POST.get(act.takes, "") if act.takes else "",
         "blocked": refusal,
+        "affected": affected[:MAX_AFFECTED],
+        "affected_left": max(0, len(affected) - MAX_AFFECTED),
         "hidden_fields": [(name, request.POST[name]) for name in KEPT_FIELDS if request.POST.get(name)],
         "reason": request.POST.get("reason", ""),
         "max_reason_length": MAX_REASON,

@@ -28,6 +28,7 @@ from accelerators.models import Bulk, BulkItem, Device
 from accelerators.ui import badges, permissions
 from accelerators.ui.changelist import ReadOnlyModelAdmin
 from accelerators.workflows import bulk_actions, bulk_commands
+from drivers.plan import DESTRUCTIVE
 
 MAX_PREVIEW_ROWS, MAX_RESULT_ROWS = 20, 200
 """Number of devices that the page lists before confirmation (MAX_PREVIEW_ROWS) and afterwards (MAX_RESULT_ROWS, refused
@@ -314,7 +315,8 @@ def _affects_held_devices(bulk: Bulk) -> bool:
 def _build_confirmation_context(bulk: Bulk) -> dict[str, Any]:
     """Return the context of the confirmation: predicted outcomes, holders, and the first devices of the set.
 
-    At most MAX_PREVIEW_ROWS devices are listed, and as many held ones. Costs a constant number of statements, and locks
+    At most MAX_PREVIEW_ROWS devices are listed, as many held ones, and as many of those that are not in the set, but
+    that a destructive command affects, too. Costs a constant number of statements, and locks
     nothing.
     """
     predictions = bulk_actions.forecast_bulk(bulk)
@@ -329,8 +331,17 @@ def _build_confirmation_context(bulk: Bulk) -> dict[str, Any]:
             [item.device_id for item in held_items if item.device_id is not None], "uuid", "instance_uuid"
         )
     }
+    affected = (
+        safety.find_affected_outside(Device.objects.filter(pk__in=bulk.items.values("device")), bulk.action)
+        if bulk.action in DESTRUCTIVE
+        else []
+    )
     return {
         "choice": device_actions.find_choice_of_bulk(bulk),
+        "affected": [
+            (badges.render_page_link("device", one.pk, str(one)), one.host.name, one.state) for one in affected
+        ][:MAX_PREVIEW_ROWS],
+        "affected_number": len(affected),
         "forecast": [(_render_outcome(prediction.outcome, MOVED_PREDICTED), prediction) for prediction in predictions],
         "moved_count": sum(one.number for one in predictions if one.outcome == DeviceOutcome.MOVED),
         "holders": [

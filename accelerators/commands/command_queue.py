@@ -182,7 +182,9 @@ def order_device_command(
     """Place one of the commands in `ALLOWED_STATES` for a device, and return it. The device and its host are locked.
 
     `layout` is required for `partition`, `image` for `program`. `deployable` selects the deployable to program; it may
-    be left out if the device has only one. `generation` is the device generation that the caller has seen.
+    be left out if the device has only one. `generation` is the device generation that the caller has seen. Other
+    devices that a destructive command affects (`safety.find_affected_siblings`) must be free, too, and are busy until
+    the command has ended.
 
     Raise RefusedError: NOT_FOUND if there is no such device; INVALID for wrong arguments; CONFLICT if the device has
     another generation, or its state, its driver, another command or its agent does not allow the command. Destructive
@@ -198,8 +200,12 @@ def order_device_command(
         refuse_if_changed(device, generation)
         _refuse_unknown_words(device, layout or {})
         _refuse_if_impossible(op, device)
+        affected = _lock_affected_siblings(op, device)
         order = CommandOrder(op, device.uuid, None, deployable_id, None, arguments, caller.name, reason)
-        return place_commands([order], source)[0]
+        (command,) = place_commands([order], source)
+        if affected:  # nothing is bound to them either, until the command has ended
+            Device.objects.filter(pk__in=[one.pk for one in affected]).update(busy_with=command.uuid)
+        return command
 
 
 def order_host_command(
@@ -466,6 +472,20 @@ def _refuse_if_impossible(op: str, device: Device) -> None:
     refuse_if_unreachable(device.host)
     if op in DESTRUCTIVE:
         safety.refuse_unless_free(device, _PAST_PARTICIPLES[op])
+
+
+def _lock_affected_siblings(op: str, device: Device) -> list[Device]:
+    """Lock and return the other devices that the command affects, as the device's driver declares.
+
+    Raise RefusedError if one of them is held (IN_USE), if that cannot be found out (UNAVAILABLE), or if it is busy with
+    an exclusive command (CONFLICT). The device and its host must be locked.
+    """
+    pks = [one.pk for one in safety.find_affected_siblings(device, op)] if op in DESTRUCTIVE else []
+    affected = conductor.lock_devices(Device.objects.filter(pk__in=pks)) if pks else []
+    for sibling in affected:
+        refuse_if_busy(sibling, op)
+    safety.refuse_unless_siblings_free(device, affected, op)
+    return affected
 
 
 def refuse_if_changed(device: Device, expected_generation: int | None) -> None:

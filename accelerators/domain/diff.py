@@ -17,6 +17,7 @@ import msgspec
 
 from accelerators.domain import driver_status, offer, traits
 from accelerators.domain.admission import AdmissionFacts, EnabledRule, first_matching_rule
+from accelerators.domain.identity import IdentifiedDevice, identify_devices
 from accelerators.domain.provider_ids import compute_provider_uuid
 from accelerators.domain.states import AttributeOrigin
 from drivers.inventory import Backend, Deployable, Device, DriverReport, Fault
@@ -41,13 +42,17 @@ REPORTED_DEVICE_FIELDS = (
     "sized_by",
     "backend",
     "bridges",
+    "physical_function",
 )
 """The columns of a device that reports set, in the order of `StoredDevice.facts`."""
+RESTORED_BOOT = "restored"
+"""Stored as the boot id of a host after a restore of the database: then nothing is known of what was programmed since
+the backup, not even in flash memory. No kernel has this boot id."""
 FOUND_EVENT_FIELDS = ("key", "driver", "type", "vendor", "model", "address", "status")
 """The columns that the event `device.found` contains. The other columns are in events only when they change later."""
 _get_reported_values = attrgetter(*REPORTED_DEVICE_FIELDS[1:])
-DRIVER_INDEX, MODEL_INDEX, BACKEND_INDEX, STATUS_INDEX, STATUS_REASON_INDEX = (
-    REPORTED_DEVICE_FIELDS.index(name) for name in ("driver", "model", "backend", "status", "status_reason")
+DRIVER_INDEX, MODEL_INDEX, ADDRESS_INDEX, BACKEND_INDEX, STATUS_INDEX, STATUS_REASON_INDEX = (
+    REPORTED_DEVICE_FIELDS.index(name) for name in ("driver", "model", "address", "backend", "status", "status_reason")
 )
 
 
@@ -97,6 +102,14 @@ class StoredDevice(msgspec.Struct, frozen=True, array_like=True):
     state_since: str = ""
     """ISO timestamp. The event of the next change of state contains it, so that the event tells how long the state
     lasted."""
+    held_handles: tuple[str, ...] = ()
+    """The infos of its handles that requests hold."""
+    drain_to: str | None = None
+
+    @property
+    def address(self) -> str | None:
+        """The device's PCI address, None if it has none."""
+        return self.facts[ADDRESS_INDEX]  # type: ignore[return-value]
 
     @property
     def reported_by(self) -> tuple[object, object]:
@@ -136,6 +149,8 @@ class HostReport(msgspec.Struct, frozen=True):
 class InventoryChanges:
     """The rows to write, per table; `collect_changes` adds those of one host. A new row has a new random `uuid`."""
 
+    new_keys: list[RowValues] = field(default_factory=list)
+    """Stored devices (uuid) that get another key; written before `devices`."""
     devices: list[RowValues] = field(default_factory=list)
     deployables: list[RowValues] = field(default_factory=list)
     attributes: list[RowValues] = field(default_factory=list)
@@ -227,19 +242,36 @@ def combine_reports(
     return new_reports[-1], {name: answer for name, answer in combined.items() if name in reported_drivers}
 
 
+def list_provider_ids(reports: Iterable[HostReport]) -> set[str]:
+    """Return the ids of the providers that the names of all deployables in these reports stand for."""
+    names = {
+        deployable.name
+        for report in reports
+        for driver in report.drivers
+        for device in driver.devices
+        for deployable in device.deployables
+    }
+    return {str(compute_provider_uuid(name)) for name in names}
+
+
 def collect_changes(
     host: StoredHost,
     report: HostReport,
     driver_reports: dict[str, CombinedDriverReport],
     now: str,
     collected: InventoryChanges,
+    owners: dict[str, str] | None = None,
 ) -> None:
     """Compare a stored host with the result of `combine_reports`, and append all changes to `collected`.
 
     That is: rows, device states, events, the host's row with the hash of the applied report, and a `provider` intent if
     Placement may have to be updated. `now` is an ISO timestamp, for `since` and `state_since`. A stored device whose
     driver or backend reported an error stays as it is, even if another driver reports it. If the host was rebooted,
-    all its devices lose what they were programmed with, unless it is in flash memory.
+    all its devices lose what they were programmed with, unless it is in flash memory; after a restore of the database,
+    what is in flash memory is forgotten, too.
+
+    `owners` maps the ids of providers to the names of the hosts to which they belong; the host's new providers are
+    added. If a driver names a provider of another host, its part of the report is replaced by an error and a fault.
     """
     provider_relevant: tuple[list[Any], ...] = (
         collected.deployables,
@@ -251,34 +283,23 @@ def collect_changes(
     size_before = sum(map(len, provider_relevant))
     if host.boot_id and report.boot_id not in ("", host.boot_id):
         host = _end_programs_after_reboot(host, collected)
-    stored = {device.key: device for device in host.devices}
-    reported: set[str] = set()
-    for driver, driver_report in driver_reports.items():
-        for device in driver_report.devices or ():
-            stored_match = stored.get(device.key)
-            owner_report = driver_reports.get(str(stored_match.facts[DRIVER_INDEX])) if stored_match else None
-            if (
-                stored_match
-                and owner_report
-                and not owner_report.is_complete_for(stored_match)
-                and stored_match.reported_by != (driver, device.backend)
-            ):
-                continue  # its driver or backend did not answer, so another one must not take the device over
-            if device.key not in reported:
-                reported.add(device.key)
-                _collect_device_changes(host, driver, device, stored_match, now, collected)
+    own_reports = {
+        driver: _refuse_foreign_providers(host, answer, {} if owners is None else owners)
+        for driver, answer in driver_reports.items()
+    }
+    identified = identify_devices(host.devices, own_reports)
+    driver_reports = identified.driver_reports
+    for one in identified.accepted:
+        _collect_device_changes(host, one, now, collected)
+    reported = {one.stored.uuid for one in identified.accepted if one.stored}
     for stored_device in host.devices:
         owner_report = driver_reports.get(str(stored_device.facts[DRIVER_INDEX]))
-        if (
-            owner_report
-            and owner_report.is_complete_for(stored_device)
-            and stored_device.key not in reported
-            and stored_device.state != "missing"
-        ):
+        if owner_report and owner_report.is_complete_for(stored_device) and stored_device.uuid not in reported:
             _mark_device_missing(
                 host,
                 stored_device,
                 driver_status.describe_missing_reason(str(stored_device.facts[DRIVER_INDEX]), report.drivers),
+                identified.displaced.get(stored_device.uuid, ""),
                 now,
                 collected,
             )
@@ -289,6 +310,28 @@ def collect_changes(
     )
     position: RowValues = {"epoch": report.epoch, "seq": report.seq, "hash": report.hash}
     collected.hosts.append({"id": host.id, "drivers": drivers, "boot_id": report.boot_id or host.boot_id} | position)
+
+
+def _refuse_foreign_providers(
+    host: StoredHost, answer: CombinedDriverReport, owners: dict[str, str]
+) -> CombinedDriverReport:
+    """Return the answer, or an error and a fault instead of it if it names a provider of another host.
+
+    The ids of the answer's providers are added to `owners`, unless it is refused.
+    """
+    names = {deployable.name for device in answer.devices or () for deployable in device.deployables}
+    providers = {name: str(compute_provider_uuid(name)) for name in names}
+    foreign = [name for name in sorted(names) if owners.get(providers[name], host.name) != host.name]
+    if not foreign:
+        owners.update(dict.fromkeys(providers.values(), host.name))
+        return answer
+    reason = (
+        f"the resource provider {foreign[0]} belongs to host {owners[providers[foreign[0]]]}: the devices of this "
+        f"driver stay as they were. Give {host.name} a node name of its own (CYBORG_HOST_NODE), or configure the "
+        "driver to name its deployables after it"
+    )
+    fault = Fault(foreign[0], reason)
+    return CombinedDriverReport(reason, None, (*answer.faults, fault))
 
 
 def apply_admission_rules(collected: InventoryChanges, rules: Sequence[EnabledRule]) -> None:
@@ -310,32 +353,21 @@ def apply_admission_rules(collected: InventoryChanges, rules: Sequence[EnabledRu
             collected.events.append(event | {"source": "rule", "actor": rule.name})
 
 
-def _collect_device_changes(
-    host: StoredHost, driver: str, device: Device, old: StoredDevice | None, now: str, collected: InventoryChanges
-) -> None:
-    """Append the changes of one reported device and of its deployables; `old` is the stored one, None if it is new.
+def _collect_device_changes(host: StoredHost, one: IdentifiedDevice, now: str, collected: InventoryChanges) -> None:
+    """Append the changes of one reported device and of its deployables.
 
-    A device that was missing moves to the state that it returns to. There is at most one event: found, changed or back.
-    `offer.combine_health` decides about the health to store.
+    A device that was missing moves to the state that it returns to, and a device that must not be offered to
+    `quarantined`. There is at most one event: found, changed, back or quarantined. `offer.combine_health` decides about
+    the health to store.
     """
+    old = one.stored
     if old is not None:
-        device = _keep_unended_failure(device, old.health)
-        if offer.is_offered(old.state, old.health[0]) != offer.is_offered(old.state, device.status):
+        one = replace(one, device=_keep_unended_failure(one.device, old.health))
+        if offer.is_offered(old.state, old.health[0]) != offer.is_offered(old.state, one.device.status):
             collected.offer_changes.append(old.uuid)
-    facts = (driver, *_get_reported_values(device))
-    changes: dict[str, list[Any]] = {}
+    device = one.device
     device_uuid = old.uuid if old else str(uuid.uuid4())
-    if old is None or old.facts != facts:
-        row = dict(zip(REPORTED_DEVICE_FIELDS, facts, strict=True))
-        row.update(uuid=device_uuid, host=host.id, key=device.key)
-        collected.devices.append(row)
-        if old is not None:
-            pairs = zip(REPORTED_DEVICE_FIELDS, old.facts, facts, strict=True)
-            changes = {name: [was, is_now] for name, was, is_now in pairs if was != is_now}
-        else:
-            changes = {name: [None, row[name]] for name in FOUND_EVENT_FIELDS if row[name]} | {
-                "state": [None, "inactive"]
-            }
+    changes = _collect_device_row(host, one, device_uuid, collected)
     stored_deployables = {d.name: d for d in old.deployables} if old else {}
     reported_deployables = {d.name: d for d in device.deployables}
     for name, deployable in reported_deployables.items():
@@ -346,21 +378,78 @@ def _collect_device_changes(
             changes[f"deployable {name}"] = ["present", "missing"]
     if old is not None and any(name.startswith(("handle ", "deployable ")) for name in changes):
         collected.resized_devices.append(device_uuid)
-    action = "device.found" if old is None else "device.changed"
-    if old is not None and old.state == "missing":
-        action = "device.back"
-        state = old.returns_to or "inactive"
-        collected.state_changes.append(
-            {"uuid": device_uuid, "state": state, "returns_to": None, "reason": "seen again by its driver"}
-        )
-        changes |= {"state": ["missing", state], "state_since": [old.state_since, now]}
-        changes["returns_to"] = [old.returns_to, None]
     if old is None:
-        collected.found_devices.append((host, row))
+        action, reason = "device.found", one.doubt or f"reported by {one.driver}"
+    else:
+        action, reason, state_changes = _collect_state_after_report(old, one, now, collected)
+        changes |= state_changes
     if old is None or changes:
-        collected.events.append(
-            _build_agent_event(host, action, device_uuid, device.model, changes, f"reported by {driver}")
+        collected.events.append(_build_agent_event(host, action, device_uuid, device.model, changes, reason))
+
+
+def _collect_device_row(
+    host: StoredHost, one: IdentifiedDevice, device_uuid: str, collected: InventoryChanges
+) -> dict[str, list[Any]]:
+    """Append the row of a new or changed device, and its new key; return what changed, for the event.
+
+    A new device is left to the admission rules, unless it must not be offered: then it is quarantined.
+    """
+    device, old = one.device, one.stored
+    facts = (one.driver, *_get_reported_values(device))
+    changes: dict[str, list[Any]] = {}
+    if old is not None and old.key != device.key:
+        collected.new_keys.append({"uuid": device_uuid, "key": device.key})
+        changes["key"] = [old.key, device.key]
+    if old is not None and old.facts == facts:
+        return changes
+    row = dict(zip(REPORTED_DEVICE_FIELDS, facts, strict=True))
+    row.update(uuid=device_uuid, host=host.id, key=device.key)
+    collected.devices.append(row)
+    if old is not None:
+        pairs = zip(REPORTED_DEVICE_FIELDS, old.facts, facts, strict=True)
+        return changes | {name: [was, is_now] for name, was, is_now in pairs if was != is_now}
+    changes = {name: [None, row[name]] for name in FOUND_EVENT_FIELDS if row[name]}
+    if one.doubt:
+        row |= {"state": "quarantined", "reason": one.doubt, "who": "agent"}
+        return changes | {"state": [None, "quarantined"]}
+    collected.found_devices.append((host, row))
+    return changes | {"state": [None, "inactive"]}
+
+
+def _collect_state_after_report(
+    old: StoredDevice, one: IdentifiedDevice, now: str, collected: InventoryChanges
+) -> tuple[str, str, dict[str, list[Any]]]:
+    """Append the change of state of a stored device that is reported again; return action, reason and changes of its
+    event."""
+    state = (old.returns_to or "inactive") if old.state == "missing" else old.state
+    if one.doubt and state not in ("quarantined", "retired"):
+        return (
+            "device.quarantined",
+            one.doubt,
+            _collect_state_change(old, "quarantined", None, one.doubt, now, collected),
         )
+    reason = f"reported by {one.driver}"
+    if old.state != "missing":
+        return "device.changed", reason, {}
+    why = "seen again by its driver" + (", and quarantined as before" if state == "quarantined" else "")
+    return "device.back", reason, _collect_state_change(old, state, None, one.doubt or why, now, collected)
+
+
+def _collect_state_change(
+    device: StoredDevice, state: str, returns_to: str | None, reason: str, now: str, collected: InventoryChanges
+) -> dict[str, list[Any]]:
+    """Append the move of a stored device to another state; return what changes, for its event.
+
+    The move to `quarantined` ends a drain.
+    """
+    drain_to = None if "quarantined" in (state, returns_to) else device.drain_to
+    collected.state_changes.append(
+        {"uuid": device.uuid, "state": state, "returns_to": returns_to, "drain_to": drain_to, "reason": reason}
+    )
+    changes: dict[str, list[Any]] = {"returns_to": [device.returns_to, returns_to]}
+    if state != device.state:
+        changes |= {"state": [device.state, state], "state_since": [device.state_since, now]}
+    return changes | ({"drain_to": [device.drain_to, drain_to]} if drain_to != device.drain_to else {})
 
 
 def _keep_unended_failure(device: Device, earlier_health: tuple[str, str] | None) -> Device:
@@ -464,43 +553,52 @@ def _collect_handle_changes(
 
 
 def _mark_device_missing(
-    host: StoredHost, device: StoredDevice, reason: str, now: str, collected: InventoryChanges
+    host: StoredHost, device: StoredDevice, reason: str, doubt: str, now: str, collected: InventoryChanges
 ) -> None:
-    """Append the move of a device to `missing`, with its event; the device returns to its present state.
+    """Append the move of a device to `missing`, with its event; nothing if it is missing already.
 
-    It loses what it was programmed with, unless that is in flash memory: it may have been without power.
+    The device returns to its present state or, if it is in `doubt` that it is the same device then, to quarantine. It
+    loses what it was programmed with, unless that is in flash memory: it may have been without power.
     """
-    collected.state_changes.append(
-        {"uuid": device.uuid, "state": "missing", "returns_to": device.state, "reason": reason}
-    )
-    changes: dict[str, Any] = {"state": [device.state, "missing"], "state_since": [device.state_since, now]}
-    changes["returns_to"] = [None, device.state]
-    changes |= _end_volatile_programs(device, collected)[1]
+    returns_to = device.returns_to if device.state == "missing" else device.state
+    if doubt and returns_to != "retired":
+        returns_to, reason = "quarantined", doubt
+    if (device.state, device.returns_to) == ("missing", returns_to):
+        return
+    changes = _collect_state_change(device, "missing", returns_to, reason, now, collected)
+    changes |= _end_programs(device, collected)[1]
+    action = "device.quarantined" if device.state == "missing" else "device.missing"
     collected.events.append(
-        _build_agent_event(host, "device.missing", device.uuid, str(device.facts[MODEL_INDEX]), changes, reason)
+        _build_agent_event(host, action, device.uuid, str(device.facts[MODEL_INDEX]), changes, reason)
     )
 
 
 def _end_programs_after_reboot(host: StoredHost, collected: InventoryChanges) -> StoredHost:
     """Append the end of all that was programmed on the host and is not in flash memory, with an event for each device.
 
-    Returns the host as it is stored then.
+    After a restore of the database (RESTORED_BOOT) it does not matter where it is. Returns the host as it is stored
+    then.
     """
+    is_restored = host.boot_id == RESTORED_BOOT
     devices = []
     for device in host.devices:
-        device_after, changes = _end_volatile_programs(device, collected)
+        device_after, changes = _end_programs(device, collected, also_in_flash=is_restored)
         devices.append(device_after)
         if changes:
-            reason = "the host was rebooted, so what the device was programmed with is lost"
+            reason = (
+                "the database was restored, so it is not known what the device was programmed with since the backup"
+                if is_restored
+                else "the host was rebooted, so what the device was programmed with is lost"
+            )
             name = str(device.facts[MODEL_INDEX])
             collected.events.append(_build_agent_event(host, "device.unclear", device.uuid, name, changes, reason))
     return msgspec.structs.replace(host, devices=tuple(devices))
 
 
-def _end_volatile_programs(
-    device: StoredDevice, collected: InventoryChanges
+def _end_programs(
+    device: StoredDevice, collected: InventoryChanges, *, also_in_flash: bool = False
 ) -> tuple[StoredDevice, dict[str, list[Any]]]:
-    """Append the end of what the device's deployables were programmed with, unless it is in flash memory.
+    """Append the end of what the device's deployables were programmed with; of what is in flash memory, only if wanted.
 
     That is the bitstream and the function trait that programming has set. Returns the device as it is stored then, and
     the changes for an event.
@@ -512,7 +610,8 @@ def _end_volatile_programs(
             for one in deployable.attributes
             if (one.key, one.origin) == (traits.FUNCTION_TRAIT_KEY, AttributeOrigin.CONDUCTOR)
         )
-        if not deployable.bitstream_in_flash and (deployable.bitstream or traits_set):
+        is_ended = also_in_flash or not deployable.bitstream_in_flash
+        if is_ended and (deployable.bitstream or traits_set):
             collected.ended_programs.append(deployable.id)
             collected.gone_attributes += [one.id for one in traits_set]
             changes[f"{deployable.name} bitstream"] = [deployable.bitstream, None]

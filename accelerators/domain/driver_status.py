@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from msgspec import to_builtins
+
 from accelerators.domain.states import DriverState
 from drivers.inventory import DriverReport
 
@@ -42,20 +44,23 @@ def build_driver_entries(
 ) -> Any:
     """Return the new value of `Host.drivers`.
 
-    `built` are the entries that `diff` built; each gets the reported state, version and generation. Drivers in the
-    report that have no entry (the agent did not ask them) get one. `since` becomes `now` if the state has changed. If
-    the agent reports no known state, the state is computed from the error.
+    `built` are the entries that `diff` built; each gets the reported state, version, generation and declaration. An
+    agent older than declarations reports none; the stored one then stays, as for a driver that does not run. Drivers in
+    the report that have no entry (the agent did not ask them) get one. `since` becomes `now` if the state has changed.
+    If the agent reports no known state, the state is computed from the error.
     """
     result = dict(built)
     for report in reports:
         old = stored.get(report.driver, {})
         entry = result.get(report.driver, {"error": "", "since": old.get("since", now), "devices": 0, "faults": []})
         state = report.state if report.state in KNOWN_STATES else driver_state_of(entry | {"state": ""}).value
-        reported = {
+        reported: DriverEntry = {
             "state": state,
             "version": report.version or old.get("version", ""),
             "generation": report.generation,
         }
+        if declaration := to_builtins(report.declares) if report.declares else old.get("declares"):
+            reported["declares"] = declaration
         if old.get("state", state) != state:
             entry = entry | {"since": now}
         result[report.driver] = entry | reported

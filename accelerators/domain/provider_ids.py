@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from uuid import NAMESPACE_DNS, UUID, uuid3
 
 
+@lru_cache(maxsize=16_384)
 def compute_provider_uuid(name: str) -> UUID:
     """Compute the id of the provider with this name (the deployable's name): uuid3 with NAMESPACE_DNS.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
@@ -19,16 +19,18 @@ from accelerators.domain.diff import (
     apply_admission_rules,
     collect_changes,
     combine_reports,
+    list_provider_ids,
 )
 from accelerators.domain.states import EventSource
 from accelerators.inventory import merge_sql as sql
 from accelerators.runtime import jobs, metrics
 
 _stored_host_decoder = msgspec.json.Decoder(StoredHost)
+_owners_decoder = msgspec.json.Decoder(dict[str, str])
 _encode = msgspec.json.Encoder().encode
 
 
-def merge_reports(reports: Mapping[int, Iterable[HostReport]]) -> int:
+def merge_reports(reports: Mapping[int, Sequence[HostReport]]) -> int:
     """Merge `reports` (host id → its reports, in any order); return for how many hosts a report was applied.
 
     Reports that are not newer than the host's last applied one are dropped, and so are reports of unknown hosts. The
@@ -40,11 +42,14 @@ def merge_reports(reports: Mapping[int, Iterable[HostReport]]) -> int:
     with conductor.writing():
         cursor = conductor.open_cursor()
         changes, now = InventoryChanges(), datetime.now(UTC).isoformat(timespec="seconds")
-        (rules,) = cursor.execute(sql.LOCK_HOSTS, [list(reports)]).fetchone() or ("[]",)
+        providers = list_provider_ids(report for several in reports.values() for report in several)
+        lock_parameters = [list(reports), sorted(providers)]
+        rules, owners_text = cursor.execute(sql.LOCK_HOSTS, lock_parameters).fetchone() or ("[]", "{}")
+        owners = _owners_decoder.decode(owners_text)
         for (text,) in cursor.execute(sql.SELECT_STORED_HOSTS, [list(reports)]).fetchall():
             host = _stored_host_decoder.decode(text)
             if newest_report := combine_reports(reports[host.id], (host.epoch, host.seq)):
-                collect_changes(host, *newest_report, now, changes)
+                collect_changes(host, *newest_report, now, changes, owners)
         apply_admission_rules(changes, admission.decode_rules(rules))
         _write_changes(cursor, changes)
         if changes.installs:
@@ -67,6 +72,7 @@ def _place_install_commands(changes: InventoryChanges) -> None:
 def _write_changes(cursor: Any, changes: InventoryChanges) -> None:
     """Write all changes except the `install` commands, one statement for each kind of change that occurs."""
     for statement, rows in (
+        (sql.UPDATE_DEVICE_KEYS, changes.new_keys),
         (sql.UPSERT_DEVICES, changes.devices),
         (sql.UPDATE_DEVICE_STATES, changes.state_changes),
         (sql.UPSERT_DEPLOYABLES, changes.deployables),

@@ -13,9 +13,12 @@ FROM accelerators_admissionrule WHERE enabled
 
 LOCK_HOSTS = f"""
 WITH locked AS (SELECT FROM accelerators_host WHERE id = ANY(%s) ORDER BY id FOR NO KEY UPDATE)
-SELECT ({SELECT_ENABLED_RULES}) FROM (SELECT count(*) FROM locked) AS all_of_them
+SELECT ({SELECT_ENABLED_RULES}), (
+    SELECT coalesce(json_object_agg(o.provider, h.name), '{{}}')::text
+    FROM accelerators_providerowner o JOIN accelerators_host h ON h.id = o.host_id WHERE o.provider = ANY(%s::uuid[]))
+FROM (SELECT count(*) FROM locked) AS all_of_them
 """
-"""Lock the hosts and return the enabled admission rules.
+"""Lock the hosts; return the enabled admission rules, and the owners of these providers (provider → name of its host).
 
 This cannot be part of SELECT_STORED_HOSTS: a statement sees only rows committed before it began, not those of a
 transaction for whose lock it waited. `FOR NO KEY UPDATE` still lets others insert rows that refer to a host, such as
@@ -27,7 +30,7 @@ SELECT json_build_array(h.id, h.uuid, h.name, h.applied_epoch, h.applied_seq, h.
   SELECT json_agg(json_build_array(d.uuid, d.key, d.state, d.returns_to,
     json_build_array(d.driver, d.type, d.vendor, d.model, d.address, d.std_board_info, d.vendor_board_info,
                      d.numa_node, d.kernel_driver, d.status, d.status_reason, d.to_install, d.acts, d.changeable,
-                     d.sized_by, d.backend, d.bridges),
+                     d.sized_by, d.backend, d.bridges, d.physical_function),
     coalesce((
       SELECT json_agg(json_build_array(p.id, p.uuid, p.name, p.num_accelerators, p.driver_name,
         p.missing_since IS NOT NULL,
@@ -37,36 +40,49 @@ SELECT json_build_array(h.id, h.uuid, h.name, h.applied_epoch, h.applied_seq, h.
                     t.in_use))
                   FROM accelerators_attachhandle t WHERE t.deployable_id = p.id), '[]'),
         p.bitstream_id, p.bitstream_in_flash))
-      FROM accelerators_deployable p WHERE p.device_id = d.id), '[]'), d.state_since))
+      FROM accelerators_deployable p WHERE p.device_id = d.id), '[]'), d.state_since,
+    coalesce((SELECT json_agg(t.attach_info) FROM accelerators_deployable p
+              JOIN accelerators_attachhandle t ON t.deployable_id = p.id WHERE p.device_id = d.id AND (
+                EXISTS (SELECT FROM accelerators_acceleratorrequest r WHERE r.attach_handle_id = t.id)
+                OR EXISTS (SELECT FROM accelerators_releasedhandle w WHERE w.handle_id = t.id))), '[]'),
+    d.drain_to))
   FROM accelerators_device d WHERE d.host_id = h.id), '[]'), h.boot_id)::text
 FROM accelerators_host h WHERE h.id = ANY(%s) ORDER BY h.id
+"""
+
+UPDATE_DEVICE_KEYS = """
+UPDATE accelerators_device t SET key = x.key, updated_at = now()
+FROM jsonb_to_recordset(%s::jsonb) AS x(uuid uuid, key text) WHERE t.uuid = x.uuid
 """
 
 UPSERT_DEVICES = """
 INSERT INTO accelerators_device AS t (uuid, host_id, key, driver, type, vendor, model, address, std_board_info,
   vendor_board_info, numa_node, kernel_driver, status, status_reason, to_install, acts, changeable, sized_by, backend,
-  bridges, state, state_reason, state_by)
+  bridges, physical_function, state, state_reason, state_by)
 SELECT x.uuid, x.host, x.key, x.driver, x.type, x.vendor, x.model, x.address, x.std_board_info, x.vendor_board_info,
   x.numa_node, x.kernel_driver, x.status, x.status_reason, x.to_install, x.acts, x.changeable, x.sized_by, x.backend,
-  x.bridges, coalesce(x.state, 'inactive'), coalesce(x.reason, 'found by its driver'), coalesce(x.who, 'agent')
+  x.bridges, x.physical_function, coalesce(x.state, 'inactive'), coalesce(x.reason, 'found by its driver'),
+  coalesce(x.who, 'agent')
 FROM jsonb_to_recordset(%s::jsonb) AS x(uuid uuid, host bigint, key text, driver text, type text, vendor text,
   model text, address text, std_board_info text, vendor_board_info text, numa_node int, kernel_driver text,
   status text, status_reason text, to_install text, acts text, changeable text, sized_by text, backend text,
-  bridges text, state text, reason text, who text)
+  bridges text, physical_function text, state text, reason text, who text)
 ON CONFLICT (host_id, key) DO UPDATE SET driver = excluded.driver, type = excluded.type, vendor = excluded.vendor,
   model = excluded.model, address = excluded.address, std_board_info = excluded.std_board_info,
   vendor_board_info = excluded.vendor_board_info, numa_node = excluded.numa_node,
   kernel_driver = excluded.kernel_driver, status_reason = excluded.status_reason,
   to_install = excluded.to_install, acts = excluded.acts, changeable = excluded.changeable,
   sized_by = excluded.sized_by, backend = excluded.backend, bridges = excluded.bridges,
+  physical_function = excluded.physical_function,
   status_since = CASE WHEN t.status = excluded.status THEN t.status_since ELSE now() END,
   status = excluded.status, updated_at = now()
 """
 
 UPDATE_DEVICE_STATES = """
-UPDATE accelerators_device t SET state = x.state, returns_to = x.returns_to, state_reason = x.reason,
-  state_since = now(), state_by = 'agent', updated_at = now()
-FROM jsonb_to_recordset(%s::jsonb) AS x(uuid uuid, state text, returns_to text, reason text)
+UPDATE accelerators_device t SET state = x.state, returns_to = x.returns_to, drain_to = x.drain_to,
+  state_reason = x.reason, state_since = CASE WHEN t.state = x.state THEN t.state_since ELSE now() END,
+  state_by = 'agent', updated_at = now()
+FROM jsonb_to_recordset(%s::jsonb) AS x(uuid uuid, state text, returns_to text, drain_to text, reason text)
 WHERE t.uuid = x.uuid
 """
 

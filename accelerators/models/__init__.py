@@ -4,7 +4,7 @@ from accelerators.models.attachments import Attachment
 from accelerators.models.backends import Backend, Service
 from accelerators.models.bulks import Bulk, BulkItem
 from accelerators.models.commands import Command
-from accelerators.models.devices import AttachHandle, Attribute, Deployable, Device, ReleasedHandle
+from accelerators.models.devices import AttachHandle, Attribute, Deployable, Device, ProviderOwner, ReleasedHandle
 from accelerators.models.drivers import DriverWish, HostDriver, Rollout, RolloutStep
 from accelerators.models.hosts import Host
 from accelerators.models.images import Image, ImageSource
@@ -33,6 +33,7 @@ __all__ = [
     "Image",
     "ImageSource",
     "Intent",
+    "ProviderOwner",
     "ReleasedHandle",
     "Rollout",
     "RolloutStep",

@@ -67,6 +67,12 @@ class Device(fields.Row):
         blank=True,
         help_text="The PCI bridges above it, starting at the root.",
     )
+    physical_function = models.CharField(
+        max_length=32,
+        null=True,
+        blank=True,
+        help_text="PCI address of its card's function, if the device is a virtual function.",
+    )
 
     status = models.CharField(max_length=16, choices=Health.choices(), default=Health.UNKNOWN.value)
     status_reason = models.TextField(default="", blank=True)
@@ -168,6 +174,20 @@ class Deployable(fields.Row):
 
     def __str__(self) -> str:
         return self.name
+
+
+class ProviderOwner(models.Model):
+    """The host to which a resource provider belongs, for ever.
+
+    A trigger of the deployables' table writes the row when a host first names a deployable or records a provider id,
+    and refuses deployables with a provider of another host (`accelerators/migrations/sql/owners.sql`).
+    """
+
+    provider = models.UUIDField(primary_key=True)
+    host = models.ForeignKey(Host, models.CASCADE, related_name="+")
+
+    def __str__(self) -> str:
+        return f"{self.provider} of {self.host}"
 
 
 class Attribute(fields.Row):

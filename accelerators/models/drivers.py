@@ -21,6 +21,9 @@ ROLLOUT_IS_OPEN = Q(ended_at__isnull=True)
 STEP_IS_OPEN = Q(state__in=[RolloutStepState.WAITING.value, RolloutStepState.ORDERED.value])
 
 
+_REPORTED_DEFAULTS: dict[str, Any] = {"generation": 0, "version": "", "error": "", "since": None, "declares": {}}
+
+
 def _command_key(help_text: str = "") -> models.ForeignKey[Command | None]:
     """Build a foreign key to a command; it becomes NULL when the command is deleted.
 
@@ -112,7 +115,7 @@ class HostDriver(models.Model):
         None if the host never reported the driver.
         """
         seen = self.seen
-        return seen and {"generation": 0, "version": "", "error": "", "since": None} | seen | {"state": self.state}
+        return seen and _REPORTED_DEFAULTS | seen | {"state": self.state}
 
     @property
     def text(self) -> str:

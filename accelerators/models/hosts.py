@@ -40,6 +40,7 @@ class Host(fields.Row):
 
     class Meta:
         ordering = ["name"]
+        constraints = [models.UniqueConstraint(fields=["node"], name="host_one_per_node")]
 
     def __str__(self) -> str:
         return self.name

@@ -3,7 +3,8 @@
 This module is the only writer of requests; the life cycle is `states.REQUEST_TRANSITIONS`. It is also the last guard
 against giving one handle to two requests (promises S1 and S2): a bind finds free handles with FOR NO KEY UPDATE SKIP
 LOCKED, so it waits for no row lock on them, and a unique index in the database rejects a handle that was taken
-meanwhile.
+meanwhile. An exclusion constraint rejects a handle whose PCI function another request holds through another handle,
+device or driver (`accelerators/migrations/sql/claims.sql`). A bind takes handles only of the host that it names.
 
 Lock order: requests first, then hosts and devices.
 
@@ -173,13 +174,14 @@ def bind_requests(specs: Sequence[BindSpec], caller: Caller, allow_existing: boo
     and with WRONG_STATE, nothing is changed. If other transactions keep the needed handles, the bind is retried with a
     back-off for RETRY_TIMEOUT_S seconds, then UNAVAILABLE is raised and nothing is changed.
     """
-    give_up_at, pause_s = time.monotonic() + RETRY_TIMEOUT_S, 0.01
+    give_up_at, pause_s, check_claims = time.monotonic() + RETRY_TIMEOUT_S, 0.01, False
     while True:
         try:
             with conductor.writing():
-                refusal = _try_bind(specs, caller, allow_existing)
+                refusal = _try_bind(specs, caller, allow_existing, check_claims)
             break
         except (_HandlesContendedError, IntegrityError, OperationalError) as error:
+            check_claims = check_claims or isinstance(error, IntegrityError)
             if isinstance(error, OperationalError) and not isinstance(error.__cause__, DeadlockDetected):
                 raise
             if time.monotonic() > give_up_at:
@@ -196,8 +198,8 @@ def unbind_requests(uuids: Sequence[str], caller: Caller) -> None:
     """Unbind all of these requests or none: release their handles and clear their host, provider and instance.
 
     Every state is allowed (contract section 4.1); a request that is Unbound already does not change. Handles that were
-    made on a host are detached there by a command, and commands that still wait for an image are cancelled. PCI handles
-    are free when their host has confirmed that no guest uses them (`releases`). Locks the requests. Raises RefusedError
+    made on a host are detached there by a command, and commands that still wait for an image are cancelled. Handles are
+    free when their host has confirmed that they are unused (`releases`). Locks the requests. Raises RefusedError
     NOT_FOUND if a request does not exist or is not the caller's.
     """
     with conductor.writing():
@@ -213,8 +215,8 @@ def unbind_requests(uuids: Sequence[str], caller: Caller) -> None:
 def delete_requests(uuids: Sequence[str], caller: Caller) -> None:
     """Delete all of these requests or none, in any state, and release their handles; records an event for each.
 
-    Handles that were made on a host are detached there by a command. PCI handles are free when their host has confirmed
-    that no guest uses them (`releases`). Raises RefusedError: NOT_FOUND if a request does not exist or is not the
+    Handles that were made on a host are detached there by a command. Handles are free when their host has confirmed
+    that they are unused (`releases`). Raises RefusedError: NOT_FOUND if a request does not exist or is not the
     caller's; SERVICE_TOKEN if a request belongs to an instance and the caller sent no service token.
     """
     with conductor.writing():
@@ -326,6 +328,9 @@ def finish_binds(outcomes: Sequence[BindOutcome], source: EventSource, actor: st
             for request in to_detach
         ]
     )
+    releases.hold_back_used_handles(
+        {request.handle: request.instance for request in to_detach}, actor, instance_is_gone=False
+    )
 
 
 def _build_finish_row(outcome: BindOutcome) -> dict[str, Any]:
@@ -353,9 +358,12 @@ def run_deadlines() -> None:
     jobs.run_steps("deadlines", fail_overdue_binds)
 
 
-def _try_bind(specs: Sequence[BindSpec], caller: Caller, allow_existing: bool) -> RefusedError | None:
+def _try_bind(
+    specs: Sequence[BindSpec], caller: Caller, allow_existing: bool, check_claims: bool
+) -> RefusedError | None:
     """Try the bind once, in the caller's transaction; locks the requests and the handles.
 
+    `check_claims` leaves out handles whose PCI function is held through another handle (`sql.RESERVE_HANDLES`).
     Returns None on success. Returns (does not raise) a RefusedError if the requests were moved to BindFailed: the
     caller must commit that and then raise it. A raised RefusedError or _HandlesContendedError means that the
     transaction must be rolled back.
@@ -379,7 +387,7 @@ def _try_bind(specs: Sequence[BindSpec], caller: Caller, allow_existing: bool) -
             raise RefusedError(RefusalReason.WRONG_STATE, text)
     pairs = [(request, spec_by_uuid[request.uuid]) for request in requests]
     try:
-        handles = _reserve_handles(pairs)
+        handles = _reserve_handles(pairs, check_claims)
         programmed_by = _choose_programming_requests(pairs, handles)
     except RefusedError as refused:
         _move_requests(
@@ -394,15 +402,15 @@ def _try_bind(specs: Sequence[BindSpec], caller: Caller, allow_existing: bool) -
     return None
 
 
-def _reserve_handles(pairs: Sequence[tuple[_LockedRequest, BindSpec]]) -> dict[int, _FreeHandle]:
+def _reserve_handles(pairs: Sequence[tuple[_LockedRequest, BindSpec]], check_claims: bool) -> dict[int, _FreeHandle]:
     """Lock one free handle for each request, without waiting for locks; return request id → handle. Nothing is written.
 
     If a request may need programming, the device is locked exclusively, otherwise shared. Raises RefusedError: INVALID
     for a group that names no resource, or that names both a bitstream and a function; NOT_FOUND for a provider that
-    does not exist; NONE_FREE if too few handles are available. Raises _HandlesContendedError if enough handles are free
-    but locked by others.
+    does not exist or is not on the host that the bind names; NONE_FREE if too few handles are available. Raises
+    _HandlesContendedError if enough handles are free but locked by others.
     """
-    requests_by_provider: dict[str, list[_LockedRequest]] = {}
+    requests_by_provider: dict[tuple[str, str], list[_LockedRequest]] = {}
     for request, spec in pairs:
         if groups.BITSTREAM_KEY in request.group and groups.FUNCTION_KEY in request.group:
             raise RefusedError(
@@ -411,34 +419,46 @@ def _reserve_handles(pairs: Sequence[tuple[_LockedRequest, BindSpec]]) -> dict[i
             )
         if not groups.first_resource_class(request.group):
             raise RefusedError(RefusalReason.INVALID, f"Group of ARQ {request.uuid} asks for no resource.")
-        requests_by_provider.setdefault(spec.device_rp_uuid, []).append(request)
+        requests_by_provider.setdefault((spec.hostname, spec.device_rp_uuid), []).append(request)
     handles: dict[int, _FreeHandle] = {}
-    for rp, requests in requests_by_provider.items():
+    for (host, rp), requests in requests_by_provider.items():
         exclusively = any(groups.needs_programming(request.group, None) for request in requests)
+        selection = {"host": host, "rp": rp, "check_claims": check_claims}
         rows = _fetch_all(
-            sql.RESERVE_HANDLES_EXCLUSIVELY if exclusively else sql.RESERVE_HANDLES, {"rp": rp, "count": len(requests)}
+            sql.RESERVE_HANDLES_EXCLUSIVELY if exclusively else sql.RESERVE_HANDLES,
+            selection | {"count": len(requests)},
         )
         if len(rows) < len(requests):
-            _raise_shortage_error(rp, len(requests))
+            _raise_shortage_error(selection, len(requests))
         handles |= {request.id: _FreeHandle(*row) for request, row in zip(requests, rows, strict=True)}
     return handles
 
 
-def _raise_shortage_error(rp: str, count: int) -> None:
-    """Raise the error that says why `count` handles of provider `rp` could not be locked: RefusedError or
-    _HandlesContendedError."""
-    rows = _fetch_all(sql.SELECT_SHORTAGE_FACTS, {"rp": rp})
+def _raise_shortage_error(selection: Mapping[str, Any], count: int) -> None:
+    """Raise the error that says why `count` handles could not be locked: RefusedError or _HandlesContendedError.
+
+    `selection` has the parameters of the statement that selected them: `host`, `rp` and `check_claims`.
+    """
+    rows = _fetch_all(sql.SELECT_SHORTAGE_FACTS, selection)
     if not rows:
-        raise RefusedError(RefusalReason.NOT_FOUND, f"Deployable not found with resource provider uuid={rp}")
-    ((deployable, state, busy, free, has_device_nodes, health, released),) = rows
+        text = f"Deployable not found with resource provider uuid={selection['rp']}"
+        raise RefusedError(RefusalReason.NOT_FOUND, text)
+    ((deployable, state, busy, free, has_device_nodes, is_on_host, health, released),) = rows
+    if not is_on_host:
+        text = f"Deployable not found with resource provider uuid={selection['rp']} on host {selection['host']}"
+        raise RefusedError(RefusalReason.NOT_FOUND, text)
     if free >= count:
         raise _HandlesContendedError
     if has_device_nodes:
         raise _build_none_free_error(deployable, "its handles are device nodes (DEV), which no guest gets")
     if state != offer.OFFERED_STATE:
         why = f"its device is {state}, not {offer.OFFERED_STATE}"
+    elif withheld := offer.describe_withheld_health(health):
+        why = withheld
     else:
-        why = offer.describe_withheld_health(health) or "all are held"
+        why = "all are held"
+        if selection["check_claims"]:
+            why += ", some of them by requests for another device at the same PCI address"
         if released:
             why += f", or released and not confirmed by the host as unused ({released})"
     raise _build_none_free_error(deployable, "its device is busy with a command" if busy else why)
@@ -567,7 +587,7 @@ def _delete_locked_requests(requests: Sequence[_LockedRequest], caller: Caller, 
 
 def _release_on_hosts(requests: Sequence[_LockedRequest], caller: Caller, *, instance_is_gone: bool) -> None:
     """Cancel the commands of these requests that still wait for an image, and order a detach of each handle that is
-    made on a host. Keep PCI handles that a guest may still use from other requests (`releases`).
+    made on a host. Keep these, and PCI handles that a guest may still use, from other requests (`releases`).
 
     The requests need not hold their handles any more; their state and handle are those from before the change.
     """
@@ -586,7 +606,11 @@ def _release_on_hosts(requests: Sequence[_LockedRequest], caller: Caller, *, ins
         EventSource.API,
     )
     releases.hold_back_used_handles(
-        {request.handle: request.instance_uuid for request in requests if request.handle and request.state == _S.BOUND},
+        {
+            request.handle: request.instance_uuid
+            for request in requests
+            if request.handle and (request.state == _S.BOUND or request.attach_type in TYPES_CREATED_ON_HOST)
+        },
         caller.name,
         instance_is_gone=instance_is_gone,
     )

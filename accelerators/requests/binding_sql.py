@@ -77,31 +77,45 @@ WHERE p.missing_since IS NULL AND t.missing_since IS NULL AND {IS_OFFERED_SQL} A
 OFFERED_COUNT = "least({free}, greatest(p.num_accelerators - {held}, 0))"
 """Expression: how many handles of the deployable `p` requests can still get. It is limited by the deployable's total,
 because Placement never allocates more than that, even if more handles are free."""
-_FROM_FREE_HANDLES_OF_PROVIDER = f"{FROM_FREE_HANDLES} AND p.rp_uuid = %(rp)s::uuid"
+_IS_ON_HOST = "d.host_id = (SELECT id FROM accelerators_host WHERE name = %(host)s::text)"
+"""Condition: the device `d` is on the host that the bind names."""
+_FROM_FREE_HANDLES_OF_PROVIDER = f"""{FROM_FREE_HANDLES} AND p.rp_uuid = %(rp)s::uuid AND {_IS_ON_HOST}
+  AND (NOT %(check_claims)s::bool OR NOT EXISTS (
+    SELECT FROM accelerators_acceleratorrequest r WHERE r.claim && accelerators_claim_of_handle(t.id)
+    UNION ALL SELECT FROM accelerators_releasedhandle w WHERE w.claim && accelerators_claim_of_handle(t.id)))"""
+"""Like FROM_FREE_HANDLES, for one provider of one host.
+
+`check_claims` also leaves out handles whose PCI function a request holds through another handle, or that was released
+through another handle and is not confirmed as unused. The database refuses to give those anyway
+(`request_one_per_function`), so the check, which costs up to 0.1 ms a handle, is needed only to find another handle
+after such a refusal."""
 
 _LOCK_FREE_HANDLES = f"""
 SELECT t.id, t.attach_type, p.id, p.bitstream_id::text, d.id {_FROM_FREE_HANDLES_OF_PROVIDER} ORDER BY t.id LIMIT
 %(count)s::bigint FOR NO KEY UPDATE OF t SKIP LOCKED
 """
 RESERVE_HANDLES = f"{_LOCK_FREE_HANDLES} FOR SHARE OF d SKIP LOCKED"
-"""Lock at most `count` free handles of a provider, and share-lock their devices: a device cannot leave the offer
-before the bind is committed. Locked rows are skipped, so the statement never waits for a lock."""
+"""Lock at most `count` free handles of a provider on its host, and share-lock their devices: a device cannot leave the
+offer before the bind is committed. Locked rows are skipped, so the statement never waits for a lock."""
 RESERVE_HANDLES_EXCLUSIVELY = f"{_LOCK_FREE_HANDLES} FOR NO KEY UPDATE OF d SKIP LOCKED"
 """Like RESERVE_HANDLES, but lock the devices exclusively, for a bind that may program them: no other bind can use them
 until it is committed."""
 
 SELECT_SHORTAGE_FACTS = f"""
 SELECT p.id, d.state, d.busy_with IS NOT NULL, (SELECT count(*) {_FROM_FREE_HANDLES_OF_PROVIDER}),
-  EXISTS (SELECT FROM accelerators_attachhandle t WHERE t.deployable_id = p.id AND t.attach_type = 'DEV'), d.status,
+  EXISTS (SELECT FROM accelerators_attachhandle t WHERE t.deployable_id = p.id AND t.attach_type = 'DEV'),
+  {_IS_ON_HOST}, d.status,
   (SELECT count(*) FROM accelerators_releasedhandle w JOIN accelerators_attachhandle t ON t.id = w.handle_id
     WHERE t.deployable_id = p.id)
 FROM accelerators_deployable p
 JOIN accelerators_device d ON d.id = p.device_id
-WHERE p.rp_uuid = %(rp)s::uuid ORDER BY p.missing_since NULLS FIRST LIMIT 1
+WHERE p.rp_uuid = %(rp)s::uuid ORDER BY 6 DESC NULLS LAST, p.missing_since NULLS FIRST, d.state <> 'ready'
+  LIMIT 1
 """
 """Find out why RESERVE_HANDLES returned too few handles of a provider. Returns the deployable's id, the state of its
-device, whether a command uses the device alone, the number of free handles, whether it has device nodes, the device's
-health, and the number of released handles that wait for their host; no row if there is no such provider."""
+device, whether a command uses the device alone, the number of free handles, whether it has device nodes, whether it is
+on the host that the bind names (NULL if there is no such host), the device's health, and the number of released handles
+that wait for their host; no row if there is no such provider."""
 
 MOVE_REQUESTS = f"""
 WITH x AS (SELECT x.*, (SELECT hostname FROM accelerators_acceleratorrequest r WHERE r.id = x.id) AS had_hostname

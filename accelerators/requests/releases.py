@@ -1,8 +1,10 @@
-"""Keep a released PCI handle from other requests until its host has confirmed that no guest uses it (promise S1).
+"""Keep a released handle from other requests until its host has confirmed that no guest uses it (promise S1).
 
-The request of a PCI handle may end while its guest still runs: it is detached from a running instance, or Nova deletes
-an instance on a host that it cannot reach. The row of `ReleasedHandle` is what keeps the handle back; the job
-`releases` asks the host until it has an answer (`accelerators.workflows.release_checks`).
+The request of a handle may end while its guest still runs: it is detached from a running instance, or Nova deletes an
+instance on a host that it cannot reach. The row of `ReleasedHandle` is what keeps the handle back; the job `releases`
+asks the host until it has an answer (`accelerators.workflows.release_checks`). What a host has made for a handle, such
+as a mediated device, is gone when it confirms; so a host has exactly those of the handles that requests hold or that
+wait here.
 """
 
 from __future__ import annotations
@@ -24,13 +26,16 @@ FIRST_PAUSE_S = 2.0
 def hold_back_used_handles(instances: Mapping[int, str | None], actor: str, *, instance_is_gone: bool) -> None:
     """Keep those of these released handles back that a guest may still use, and ask their hosts about them.
 
-    `instances` maps the id of each handle to the instance that had it. One statement if no handle has to wait,
-    otherwise a constant number: the waiting handles, the commands, their events, and the `provider` intents that
-    reserve the units in Placement. Call it inside `conductor.writing()`, after the requests were released.
+    `instances` maps the id of each handle to the instance that had it. For handles that are made on the host, the
+    caller has ordered the detach already. One statement if no handle has to wait, otherwise a constant number: the
+    waiting handles, the commands, their events, and the `provider` intents that reserve the units in Placement. Call it
+    inside `conductor.writing()`, after the requests were released.
     """
+    if not instances:
+        return
     waiting = [
         handle
-        for handle in AttachHandle.objects.filter(id__in=instances, attach_type=HandleType.PCI)
+        for handle in AttachHandle.objects.filter(id__in=instances)
         .select_related("deployable__device__host")
         .order_by("id")
         if _may_be_in_use(handle, instance_is_gone)
@@ -43,7 +48,7 @@ def hold_back_used_handles(instances: Mapping[int, str | None], actor: str, *, i
             handle=handle,
             instance=instances[handle.id],
             ask_at=now + timedelta(seconds=FIRST_PAUSE_S),
-            ask_until=now + timedelta(seconds=settings.KEYS.detach_timeout_s),
+            ask_until=now + timedelta(seconds=settings.KEYS.detach_timeout_s) if _is_function(handle) else None,
         )
         for handle in waiting
     )
@@ -61,13 +66,18 @@ def hold_back_used_handles(instances: Mapping[int, str | None], actor: str, *, i
             for handle in waiting
         ]
     )
-    command_queue.place_commands([build_question(handle.id, instances[handle.id], actor) for handle in waiting])
+    command_queue.place_commands(
+        [build_question(handle.id, instances[handle.id], actor) for handle in waiting if _is_function(handle)]
+    )
     conductor.raise_provider_intents({h.deployable.device.host_id: h.deployable.device.host for h in waiting}.values())
 
 
 def build_question(handle: int, instance: object, actor: str) -> command_queue.CommandOrder:
-    """Build the order of a `detach` command for a PCI handle: it changes nothing, and succeeds if no guest uses it."""
-    reason = "is the function unused?"
+    """Build the order of a `detach` command for a released handle, which succeeds if no guest uses the handle.
+
+    For a PCI handle it changes nothing; what the host has made for another handle is removed.
+    """
+    reason = "is the handle unused?"
     return command_queue.build_detach_order(handle, str(instance or ""), None, reason, actor)
 
 
@@ -77,9 +87,17 @@ def can_answer(device: Device) -> bool:
 
 
 def _may_be_in_use(handle: AttachHandle, instance_is_gone: bool) -> bool:
-    """Return whether a released PCI handle must wait for its host.
+    """Return whether a released handle must wait for its host.
 
-    If its driver cannot answer (one of an agent of an older release, for example), it need not: the question would
-    never be answered. If Nova says that the instance is gone, the last report decides.
+    One that was made on the host must. If the driver of a PCI handle cannot answer (one of an agent of an older
+    release, for example), it need not: the question would never be answered. If Nova says that the instance is gone,
+    the last report decides.
     """
+    if not _is_function(handle):
+        return handle.attach_type in command_queue.TYPES_CREATED_ON_HOST
     return can_answer(handle.deployable.device) and not (instance_is_gone and handle.in_use == "")
+
+
+def _is_function(handle: AttachHandle) -> bool:
+    """Return whether the handle is a PCI function, which libvirt itself attaches and detaches."""
+    return handle.attach_type == HandleType.PCI

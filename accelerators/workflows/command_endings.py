@@ -261,10 +261,10 @@ def _collect_device_consequences(ended: EndedCommand, device: Device, consequenc
     """Collect the consequences of a command for its device's state.
 
     An install leads to ready or failed, a successful uninstall to inactive; a program stores the new content; a detach
-    of a PCI handle is the answer to a question about it; any other failed detach only writes an event; a failed reset,
-    and any other exclusive command with an unknown outcome, makes the device failed. A state that a person has set
-    since the command was ordered is kept. A reset or an uninstall that may have been begun ends what the device was
-    programmed with, unless that is in flash memory.
+    tells whether its handle is unused, and a failed one that was not repeated writes an event; a failed reset, and any
+    other exclusive command with an unknown outcome, makes the device failed. A state that a person has set since the
+    command was ordered is kept. A reset or an uninstall that may have been begun ends what the device was programmed
+    with, unless that is in flash memory.
     """
     command, state_now = ended.command, build_lifecycle_state(device)
     if command.op in ("reset", "uninstall") and ended.may_have_changed_host:
@@ -279,13 +279,13 @@ def _collect_device_consequences(ended: EndedCommand, device: Device, consequenc
         _apply_program_result(ended, device, consequences)
     elif command.op == "reset" and ended.state is _C.FAILED:
         _fail_device(ended, device, consequences)
-    elif release_checks.is_question(command):
+    elif command.op == "detach":
         consequences.answers_about_releases.append((command, "" if ended.succeeded else ended.text or ended.state))
-    elif command.op == "detach" and not ended.succeeded:
-        why = f"a handle could not be detached: {ended.text}"
-        consequences.state_changes.append(
-            DeviceStateChange(device, state_now, state_now, command.host.name, why, name="not_detached")
-        )
+        if not ended.succeeded and not release_checks.is_repeated_question(command):
+            why = f"a handle could not be detached: {ended.text}"
+            consequences.state_changes.append(
+                DeviceStateChange(device, state_now, state_now, command.host.name, why, name="not_detached")
+            )
     elif command.exclusive:
         _fail_device_if_outcome_unknown(ended, device, consequences)
 

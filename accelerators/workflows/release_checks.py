@@ -1,7 +1,7 @@
-"""Ask hosts whether released PCI handles are unused, and give a handle free when its host has confirmed it.
+"""Ask hosts whether released handles are unused, and give a handle free when its host has confirmed it.
 
 The question is a `detach` command (`accelerators.requests.releases`). Its answer is stored when the command ends. The
-job `releases` repeats the question, and quarantines the device of a handle that waits for too long. Only the host's
+job `releases` repeats the question, and quarantines the device of a PCI handle that waits for too long. Only the host's
 confirmation gives a handle free: neither the time limit nor an operator's action on the device does.
 """
 
@@ -32,30 +32,30 @@ def run() -> None:
     jobs.run_steps(JOB, ask_hosts_again)
 
 
-def is_question(command: Command) -> bool:
-    """Return whether a command asks a host about a PCI handle: its `detach` changes nothing."""
+def is_repeated_question(command: Command) -> bool:
+    """Return whether a failed `detach` need not be told again: it asks about a PCI handle, or this job repeats it."""
     handle = command.arguments.get("handle") or {}
-    return command.op == "detach" and handle.get("attach_type") == HandleType.PCI
+    return handle.get("attach_type") == HandleType.PCI or command.actor == JOB
 
 
 def store_answers(answers: Sequence[tuple[Command, str]]) -> None:
     """Give the handles of confirmed questions free; store why the others have to wait.
 
-    `answers` has ended commands for which `is_question` is true, each with '' if the host has confirmed that the
-    function is unused, else with the reason. An answer to a question that is older than the release is ignored. Call it
-    inside `conductor.writing()`, with the devices locked. The number of statements is constant.
+    `answers` has ended `detach` commands, each with '' if the host has confirmed that the handle is unused, else with
+    the reason. Answers about handles that do not wait, or to questions that are older than the release, are ignored.
+    Call it inside `conductor.writing()`, with the devices locked. The number of statements is constant.
     """
     waiting = {
         str(release.handle.uuid): release
         for release in ReleasedHandle.objects.filter(
-            handle__uuid__in=[command.arguments["uuid"] for command, _ in answers]
+            handle__uuid__in=[command.arguments["uuid"] for command, _ in answers if command.arguments.get("uuid")]
         ).select_related("handle__deployable__device__host")
     }
     confirmed: list[ReleasedHandle] = []
     still_waiting: list[ReleasedHandle] = []
     now = datetime.now(UTC)
     for command, reason in answers:
-        release = waiting.get(command.arguments["uuid"])
+        release = waiting.get(command.arguments.get("uuid", ""))
         if release is None or command.created_at < release.created_at:
             continue
         if not reason:

@@ -58,6 +58,7 @@ from drivers.isolation.process import die_with_parent
 from drivers.isolation.runner import DriverProcess
 from drivers.machine import Machine
 from drivers.pci.ownership import resolve_conflicts
+from drivers.plan import MDEV_DEFINITIONS
 
 log = logging.getLogger("cyborg.agent")
 
@@ -208,7 +209,8 @@ async def _check_host(settings: AgentSettings, *, as_json: bool) -> int:
         usage_error,
     )
     results = checks.run_checks(facts)
-    sys.stdout.write(checks.render_json(host, results) if as_json else checks.render_text(host, results))
+    text = checks.render_json(host, results, driver_facts) if as_json else checks.render_text(host, results)
+    sys.stdout.write(text)
     return 1 if checks.has_failed(results) else 0
 
 
@@ -328,7 +330,9 @@ def _build_executor(
     context = HostContext(
         drivers=driver_set.running,
         machine_for=lambda driver: Machine(node, state_root=_driver_state_dir(agent.settings, driver)),
-        writer_for=lambda driver: HostWriter({"/sys": "/sys", "/state": _driver_state_dir(agent.settings, driver)}),
+        writer_for=lambda driver: HostWriter(
+            {"/sys": "/sys", MDEV_DEFINITIONS: MDEV_DEFINITIONS, "/state": _driver_state_dir(agent.settings, driver)}
+        ),
         find_device=reporter.find_device,
         command_log=agent.journal.command_log,
         boot_id=boot_id or "unknown",

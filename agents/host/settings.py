@@ -49,7 +49,10 @@ class AgentSettings:
         "the join token's host, else `getfqdn()`",
     )
     host_node: str = declare_key(
-        "CYBORG_HOST_NODE", "", "The name of this host in upstream's `[DEFAULT]host`.", "`gethostname()`"
+        "CYBORG_HOST_NODE",
+        "",
+        "The name of this host in upstream's `[DEFAULT]host`; no other host may have it.",
+        "`gethostname()`",
     )
     enabled_drivers: tuple[str, ...] = declare_key(
         "CYBORG_ENABLED_DRIVERS",

@@ -11,6 +11,7 @@ from django.db import connection
 
 from accelerators import conductor
 from accelerators.domain.caller import Caller
+from accelerators.domain.diff import RESTORED_BOOT
 from accelerators.domain.states import EventSource
 from cyborgweb.auth import read_only
 
@@ -37,15 +38,24 @@ UPDATE accelerators_acceleratorrequest SET deadline = now() + interval '{EXTENSI
 """
 """Extends the deadline of unfinished binds. It is later than the limit of the bind's command, because the command's
 result gives the reason if it fails."""
+FORGET_BOOTS = "UPDATE accelerators_host SET applied_hash = '', boot_id = %s WHERE boot_id <> ''"
+"""Has the next report of each host compared in full, and what was programmed forgotten: devices may have been
+programmed since the backup. Hosts whose agents tell no boot id are left out."""
+EXTEND_RELEASES = f"""
+UPDATE accelerators_releasedhandle SET ask_until = now() + interval '{EXTENSION}' WHERE ask_until IS NOT NULL
+"""
+"""Extends the time that released handles may wait for their hosts, so that no device is quarantined before its host was
+asked."""
 
 
 def prepare_restored_database(caller: Caller, reason: str) -> None:
     """Make the restored database safe to start on: migrate it, then change it in one transaction.
 
     Sequences and generations skip far beyond all values that were given out after the backup. Unfinished binds, attach
-    and detach commands get a day to end. All login sessions are deleted. The event `database.restored` is recorded with
-    `caller` and `reason`. Then everything is made read only, until a person has checked it. It may be run twice without
-    harm. Raises RefusedError INVALID for an unusable reason, when the other changes are already committed.
+    and detach commands get a day to end. What devices were programmed with is forgotten at the next report. All login
+    sessions are deleted. The event `database.restored` is recorded with `caller` and `reason`. Then everything is made
+    read only, until a person has checked it. It may be run twice without harm. Raises RefusedError INVALID for an
+    unusable reason, when the other changes are already committed.
     """
     call_command("migrate", verbosity=0, interactive=False, skip_checks=True)
     with conductor.writing():
@@ -53,8 +63,10 @@ def prepare_restored_database(caller: Caller, reason: str) -> None:
             cursor.execute(ADVANCE_SEQUENCES, [SEQUENCE_SKIP])
             cursor.execute("UPDATE generation SET value = value + %s", [GENERATION_SKIP])
             cursor.execute(EXTEND_COMMANDS)
+            cursor.execute(EXTEND_RELEASES)
             cursor.execute(EXTEND_BINDS)
             extended_binds = cursor.rowcount
+            cursor.execute(FORGET_BOOTS, [RESTORED_BOOT])
         Session.objects.all().delete()
         changes = {"binds waiting for their agents": [None, extended_binds]} if extended_binds else {}
         conductor.record_event("database.restored", EventSource.SYSTEM, caller.name, changes=changes, reason=reason)

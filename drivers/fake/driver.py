@@ -21,7 +21,7 @@ from msgspec import Meta, Struct
 
 from drivers.base import Driver, Findings, Settings
 from drivers.errors import KINDS, Busy, Failed, Gone, Invalid
-from drivers.inventory import AttachHandle, Attribute, Deployable, Device, Sample, Word
+from drivers.inventory import AttachHandle, Attribute, Deployable, Device, HandleType, Sample, Word
 from drivers.machine import Machine
 from drivers.plan import Act, Ask, Check, Plan, Signal, Step, Vitals, Write
 
@@ -67,6 +67,12 @@ class Script(Struct, forbid_unknown_fields=True):
     stats: dict[Word, float] | None = None
 
 
+class FakeSettings(Struct, frozen=True):
+    """The settings of fake_driver. Other keys are ignored."""
+
+    control_file: str = ""
+
+
 class FakeDriver(Driver):
     """Simulates one FPGA with 16 `TEST_PCI` handles like upstream's; the Script can change that and cause failures."""
 
@@ -74,6 +80,9 @@ class FakeDriver(Driver):
     watched: ClassVar[tuple[str, ...]] = ("control_file",)
     writes: ClassVar[tuple[str, ...]] = ("/state/*/*/*",)
     acts: ClassVar[tuple[Act, ...]] = get_args(Act)
+    settings_type: ClassVar[type[Struct] | None] = FakeSettings
+    resource_classes: ClassVar[tuple[str, ...]] = ("FPGA",)
+    handle_types: ClassVar[tuple[HandleType, ...]] = ("TEST_PCI", "MDEV")
 
     def discover(self, machine: Machine, settings: Settings) -> Findings:
         """Return the devices of the Script, after the delay and the failure that it defines.

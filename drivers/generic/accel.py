@@ -98,7 +98,7 @@ class AccelBackend(PciFunctionBackend, frozen=True, kw_only=True, forbid_unknown
         Unsupported for all other acts.
         """
         if act == "attach":
-            node = _find_node_by_key(machine, ask.key)
+            node = _find_node(machine, ask)
             if ask.handle is None or ask.handle != self._make_handle(node):
                 raise Gone(f"{ask.key} has no such node (any more)")
         return super().plan(act, machine, ask)
@@ -107,7 +107,7 @@ class AccelBackend(PciFunctionBackend, frozen=True, kw_only=True, forbid_unknown
         """Return the health of a PCI function; of a device off PCI it is unknown. Raises Gone if it is absent."""
         if not ask.key.startswith(SYS_KEY):
             return super().health(machine, ask)
-        _find_node_by_key(machine, ask.key)
+        _find_node(machine, ask)
         return Vitals("unknown", UNKNOWN_HEALTH)
 
     def stats(self, machine: Machine, ask: Ask) -> tuple[Sample, ...]:
@@ -173,17 +173,17 @@ def _make_key(sys_path: str) -> str:
     return f"{SYS_KEY}{sys_path.removeprefix('/sys/devices/')}"
 
 
-def _find_node_by_key(machine: Machine, key: str) -> str:
-    """Return the device node of the device with this key; '' if a PCI function has none.
+def _find_node(machine: Machine, ask: Ask) -> str:
+    """Return the device node of the device that `ask` names; '' if a PCI function has none.
 
     Raises Gone if the device is absent.
     """
-    if not key.startswith(SYS_KEY):
-        return find_device_node(machine, functions.find_address(machine, key))
+    if not ask.key.startswith(SYS_KEY):
+        return find_device_node(machine, functions.find_address(machine, ask.key, ask.address))
     for sys_path, node in _iterate_off_pci(machine):
-        if key == _make_key(sys_path):
+        if ask.key == _make_key(sys_path):
             return node
-    raise Gone(f"there is no {key} on this host (any more)")
+    raise Gone(f"there is no {ask.key} on this host (any more)")
 
 
 def find_device_node(machine: Machine, address: str) -> str:

@@ -13,13 +13,14 @@ from functools import partial
 from typing import ClassVar
 
 import msgspec
+from msgspec import Struct
 
 from drivers.base import Driver, Findings, Settings, at_most
 from drivers.errors import DriverError, Failed, Gone
 from drivers.generic import settings as generic_settings
 from drivers.generic.backend import BackendBase
 from drivers.generic.backend_calls import BackendCaller
-from drivers.inventory import Backend, Deployable, Device, Fault, Sample, Service
+from drivers.inventory import Backend, Deployable, Device, Fault, HandleType, Sample, Service
 from drivers.machine import Machine
 from drivers.plan import Act, Ask, Plan, Vitals
 
@@ -42,6 +43,10 @@ class GenericDriver(Driver):
         dict.fromkeys(path for kind in generic_settings.BACKEND_CLASSES for path in kind.writes)
     )
     acts: ClassVar[tuple[Act, ...]] = ("install", "uninstall", "attach", "detach", "program", "partition", "reset")
+    settings_type: ClassVar[type[Struct] | None] = generic_settings.GenericSettings
+    resource_classes: ClassVar[tuple[str, ...]] = ("CUSTOM_PCI", "VGPU", "CUSTOM_MDEV")
+    handle_types: ClassVar[tuple[HandleType, ...]] = ("PCI", "MDEV", "DEV")
+    min_kernel: ClassVar[str] = "3.16"  # the first one with driver_override; the kinds look for what they need besides
 
     def __init__(self) -> None:
         self._callers: dict[str, BackendCaller] = {}

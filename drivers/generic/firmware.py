@@ -94,7 +94,7 @@ def plan_upload(machine: Machine, ask: Ask) -> Plan:
     Raises Gone if the function is absent, Unsupported if it has no upload directory, Failed if it has several, and Busy
     if the host or a guest uses the function, or one of its companion or virtual functions.
     """
-    address = functions.find_address(machine, ask.key)
+    address = functions.find_address(machine, ask.key, ask.address)
     upload_folders = list_upload_folders(machine, address)
     if not upload_folders:
         raise Unsupported(f"{address} cannot be programmed: {NO_LOADER}")

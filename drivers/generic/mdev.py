@@ -3,6 +3,11 @@
 A mediated device has the uuid of its attach handle. Its consumer is stored in a file in `/state/mdev`, because the
 kernel does not know it. The format of handles is upstream's (contract section 6.3). Source:
 Documentation/ABI/testing/sysfs-bus-vfio-mdev.
+
+Nova (34 and later) is a second owner: when it starts a guest and finds no mediated device with the handle's uuid, for
+example after a reboot of the host, it creates one, defines it persistent and lets it start with the host, and it never
+removes either (nova/virt/libvirt/driver.py, `_create_mdev`). Therefore a detach removes the device and its definition,
+whoever made them, because the uuid is ours. Those with other uuids are left alone.
 """
 
 from __future__ import annotations
@@ -15,14 +20,14 @@ import msgspec
 from msgspec import Meta, Struct
 
 from drivers.base import Findings
-from drivers.errors import Busy, Gone, Invalid
+from drivers.errors import Busy, DriverError, Gone, Invalid
 from drivers.generic.backend import make_service
 from drivers.generic.pci_backend import PciFunctionBackend, make_reading_services
 from drivers.inventory import AttachHandle, Attribute, BackendKind, Deployable, Device, Fault, Service
 from drivers.machine import PCI_DEVICES, Machine
 from drivers.pci import functions
 from drivers.pci.guest_usage import refuse_if_guest_uses
-from drivers.plan import Act, Ask, Check, Plan, Step, Write
+from drivers.plan import MDEV_DEFINITIONS, Act, Ask, Check, Plan, Step, Write
 
 NOTES_FOLDER = "/state/mdev"
 UUID = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
@@ -43,6 +48,7 @@ class MdevBackend(PciFunctionBackend, frozen=True, kw_only=True, forbid_unknown_
         f"{PCI_DEVICES}/*:*:*.*/mdev_supported_types/*/create",
         f"{PCI_DEVICES}/*:*:*.*/*-*-*-*-*/remove",
         f"{NOTES_FOLDER}/*",
+        f"{MDEV_DEFINITIONS}/*:*:*.*/*-*-*-*-*",
     )
 
     desired: DesiredMdev
@@ -53,7 +59,7 @@ class MdevBackend(PciFunctionBackend, frozen=True, kw_only=True, forbid_unknown_
         Raises DriverError if it cannot be determined which functions the host uses.
         """
         findings = self.find_functions(machine, shared=True)
-        devices, faults = [], list(findings.faults)
+        devices, faults = [], [*findings.faults, *_find_definition_faults(machine)]
         for device in findings.devices:
             address = device.address or ""
             types = list_mdev_types(machine, address)
@@ -82,7 +88,7 @@ class MdevBackend(PciFunctionBackend, frozen=True, kw_only=True, forbid_unknown_
             return super().plan(act, machine, ask)
         if not UUID.fullmatch(ask.uuid) or (act == "attach" and not UUID.fullmatch(ask.consumer)):
             raise Invalid(f"an MDEV handle needs a uuid and a consumer, not {ask.uuid!r} and {ask.consumer!r}")
-        address = functions.find_address(machine, ask.key)
+        address = functions.find_address(machine, ask.key, ask.address)
         return Plan(
             tuple(self._plan_attach(machine, address, ask) if act == "attach" else _plan_detach(machine, address, ask))
         )
@@ -128,34 +134,40 @@ class MdevBackend(PciFunctionBackend, frozen=True, kw_only=True, forbid_unknown_
     def _plan_attach(self, machine: Machine, address: str, ask: Ask) -> list[Step]:
         """Return the steps that create the mediated device; none if it exists for this consumer.
 
-        Raises Busy if it belongs to another consumer or no more can be created, and Gone for an unknown handle.
+        One that exists without a note of its consumer is taken over: Nova has created it under the handle's uuid, or
+        its definition has started it. Raises Busy if the mediated device belongs to another consumer, if a guest uses
+        one without a note, or if no more can be created; Denied if it is unknown whether a guest uses it; Gone for an
+        unknown handle.
         """
-        name, holder = self.desired.mdev_type, machine.text(f"{NOTES_FOLDER}/{ask.uuid}")
+        name, note, device = self.desired.mdev_type, f"{NOTES_FOLDER}/{ask.uuid}", f"{PCI_DEVICES}/{address}/{ask.uuid}"
+        holder, nodes = machine.text(note), list_guest_nodes(machine, device)
+        note_step = Step(
+            does=f"note that {ask.uuid} is for {ask.consumer}",
+            write=Write(note, ask.consumer),
+            seen=(Check(note, ask.consumer),),
+            undo=(Write(note, holder),),
+        )
         if _is_created(machine, address, ask.uuid):
             if holder == ask.consumer:
                 return []
-            raise Busy(f"the mediated device {ask.uuid} belongs to {holder or 'an unknown consumer'}: detach it first")
+            if holder or machine.link(f"{device}/mdev_type") != name:
+                owner = holder or "an unknown consumer"
+                raise Busy(f"the mediated device {ask.uuid} belongs to {owner}: detach it first")
+            refuse_if_guest_uses(machine, [device])
+            return [msgspec.structs.replace(note_step, idle=nodes)]
         if ask.handle not in self._list_handles(machine, address):
             raise Gone(f"{address} has no such handle (any more)")
         if not self._read_available_count(machine, address):
             raise Busy(f"{address} has no room for another mediated device of type {name}")
-        note, device = f"{NOTES_FOLDER}/{ask.uuid}", f"{PCI_DEVICES}/{address}/{ask.uuid}"
-        return [
-            Step(
-                does=f"note that {ask.uuid} is for {ask.consumer}",
-                write=Write(note, ask.consumer),
-                seen=(Check(note, ask.consumer),),
-                undo=(Write(note, ""),),
-            ),
-            Step(
-                does=f"make a mediated device of type {name} on {address}",
-                write=Write(f"{_types_folder(address)}/{name}/create", ask.uuid),
-                expect=(Check(f"{device}/mdev_type", "", link=True),),
-                seen=(Check(f"{device}/mdev_type", name, link=True),),
-                undo=(Write(f"{device}/remove", "1"),),
-                timeout_s=CREATE_S,
-            ),
-        ]
+        create_step = Step(
+            does=f"make a mediated device of type {name} on {address}",
+            write=Write(f"{_types_folder(address)}/{name}/create", ask.uuid),
+            expect=(Check(f"{device}/mdev_type", "", link=True),),
+            seen=(Check(f"{device}/mdev_type", name, link=True),),
+            undo=(Write(f"{device}/remove", "1"),),
+            timeout_s=CREATE_S,
+        )
+        return [create_step] if holder == ask.consumer else [note_step, create_step]
 
 
 def list_mdev_types(machine: Machine, address: str) -> list[str]:
@@ -173,19 +185,47 @@ def _is_created(machine: Machine, address: str, uuid: str) -> bool:
     return bool(machine.link(f"{PCI_DEVICES}/{address}/{uuid}/mdev_type"))
 
 
+def list_guest_nodes(machine: Machine, device: str) -> tuple[str, ...]:
+    """Return the device node that a guest opens in order to use the mediated device `device`; none without a group."""
+    group = machine.link(f"{device}/iommu_group")
+    return (f"/dev/vfio/{group}",) if group else ()
+
+
+def _find_definition_faults(machine: Machine) -> list[Fault]:
+    """Return a fault if the definitions of mediated devices exist and cannot be read: then no detach removes them."""
+    try:
+        machine.list_entries(MDEV_DEFINITIONS)
+    except DriverError as error:
+        return [Fault("definitions", f"{error}: let the agent read it, because a detach has to remove definitions")]
+    return []
+
+
 def _plan_detach(machine: Machine, address: str, ask: Ask) -> list[Step]:
-    """Return the steps that remove the mediated device and its note in NOTES_FOLDER, each only if it exists.
+    """Return the steps that remove the mediated device, its definition and its note in NOTES_FOLDER, each only if it
+    exists.
 
     There are no steps if the note names another consumer and `ask.consumer` is not empty. Raises Busy while a guest has
-    the mediated device open, because the kernel would wait until the guest ends, and Denied if that is unknown.
+    the mediated device open, because the kernel would wait until the guest ends, Denied if that is unknown, and another
+    DriverError if the definitions cannot be read.
     """
     device, note = f"{PCI_DEVICES}/{address}/{ask.uuid}", f"{NOTES_FOLDER}/{ask.uuid}"
+    definition = f"{MDEV_DEFINITIONS}/{address}/{ask.uuid}"
     holder = machine.text(note)
     if holder and ask.consumer not in ("", holder):
         return []
-    steps = []
-    if _is_created(machine, address, ask.uuid):
+    is_created, steps = _is_created(machine, address, ask.uuid), []
+    if is_created:
         refuse_if_guest_uses(machine, [device])
+    if ask.uuid in machine.list_entries(f"{MDEV_DEFINITIONS}/{address}"):
+        steps.append(
+            Step(
+                f"remove the definition of {ask.uuid}",
+                Write(definition, ""),
+                idle=list_guest_nodes(machine, device),
+                seen=(Check(definition, ""),),
+            )
+        )
+    if is_created:
         removed_check = (Check(f"{device}/mdev_type", "", link=True),)
         write = Write(f"{device}/remove", "1")
         steps.append(Step(f"remove the mediated device {ask.uuid}", write, seen=removed_check, timeout_s=CREATE_S))

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
+from typing import Annotated
 
 import msgspec
+from msgspec import Meta, Struct
 
 from drivers.base import Settings
 from drivers.errors import Invalid
@@ -18,6 +20,15 @@ from drivers.generic.remote import RemoteBackend
 MAX_BACKENDS = 64
 BACKEND_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 BACKEND_CLASSES: tuple[type[BackendBase], ...] = (PciBackend, MdevBackend, AccelBackend, FirmwareBackend, RemoteBackend)
+
+
+AnyBackend = PciBackend | MdevBackend | AccelBackend | FirmwareBackend | RemoteBackend
+
+
+class GenericSettings(Struct, frozen=True, forbid_unknown_fields=True):
+    """The settings of generic_driver: sections by name. `parse_backends` reads them one by one, for better errors."""
+
+    backends: Annotated[dict[str, AnyBackend], Meta(max_length=MAX_BACKENDS)] = {}
 
 
 def parse_backends(settings: Settings) -> dict[str, BackendBase]:
@@ -40,9 +51,7 @@ def _parse_backend(name: str, section: object) -> BackendBase:
             f"a backend of generic_driver cannot be called {name[:80]!r}: use at most 64 letters, digits and _ . -"
         )
     try:
-        backend: BackendBase = msgspec.convert(
-            section, PciBackend | MdevBackend | AccelBackend | FirmwareBackend | RemoteBackend
-        )
+        backend: BackendBase = msgspec.convert(section, AnyBackend)
     except msgspec.ValidationError as error:
         raise Invalid(f"backend {name} of generic_driver is not usable: {error}{_get_hint(str(error))}") from None
     if problem := backend.describe_problem():

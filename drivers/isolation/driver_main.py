@@ -10,19 +10,21 @@ drivers that need it.
 from __future__ import annotations
 
 import os
+import platform
+import re
 import sys
 import time
 import traceback
 from collections.abc import Callable
-from typing import Annotated, BinaryIO, Literal, TypeVar
+from typing import Annotated, BinaryIO, Literal, TypeVar, get_args
 
 import msgspec
 from msgspec import Meta, Struct
 
 from drivers import catalogue
-from drivers.base import API, Driver, Findings, at_most
+from drivers.base import API, WIDE_ACTS, Driver, Findings, at_most
 from drivers.errors import DriverError, Failed, Invalid, Unsupported, kind_of
-from drivers.inventory import Backend, Device, DriverReport, Fault, Sample, Text
+from drivers.inventory import Backend, Device, DriverDeclaration, DriverReport, Fault, Sample, Scope, Text
 from drivers.isolation.process import die_with_parent
 from drivers.isolation.sampler import MAX_PER_DEVICE, LoadSampler
 from drivers.isolation.sandbox import MAX_MEMORY, confine
@@ -64,6 +66,7 @@ class DriverRequest(Struct, frozen=True):
 class Manifest(Struct, frozen=True):
     """A driver's manifest: its identity, what the agent should watch, the paths its steps may write, its acts.
 
+    `declares` goes on to the conductor; `settings_schema`, the JSON schema of the settings, stays on the host.
     `unconfined` lists the restrictions of `drivers.isolation.sandbox` that this kernel does not support.
     """
 
@@ -75,6 +78,8 @@ class Manifest(Struct, frozen=True):
     writes: PathGlobs = ()
     acts: tuple[Act, ...] = ()
     unconfined: Reasons = ()
+    declares: DriverDeclaration = DriverDeclaration()
+    settings_schema: dict[str, object] = {}
 
 
 class DriverAnswer(Struct, frozen=True, omit_defaults=True):
@@ -140,6 +145,17 @@ def _build_manifest(name: str, driver: Driver, unconfined: tuple[str, ...]) -> M
 
     Raises Failed if a value is invalid, and AttributeError or TypeError if the object is no driver.
     """
+    if wrong := driver.affects.keys() - WIDE_ACTS or set(driver.affects.values()) - set(get_args(Scope)):
+        raise Failed(f"the driver describes itself wrongly: `affects` cannot have {min(wrong)!r}")
+    if driver.min_kernel and parse_kernel_version(driver.min_kernel) is None:
+        raise Failed(f"the driver describes itself wrongly: `min_kernel` is {driver.min_kernel!r}, not like 6.2")
+    declaration = DriverDeclaration(
+        tuple(driver.matches),
+        tuple(driver.resource_classes),
+        tuple(driver.handle_types),
+        driver.min_kernel,
+        {act: str(scope) for act, scope in driver.affects.items()},
+    )
     manifest = Manifest(
         name,
         driver.version,
@@ -149,6 +165,8 @@ def _build_manifest(name: str, driver: Driver, unconfined: tuple[str, ...]) -> M
         tuple(driver.writes),
         tuple(driver.acts),
         unconfined,
+        declaration,
+        msgspec.json.schema(driver.settings_type) if driver.settings_type else {},
     )
     return _validate(manifest, Manifest, "itself")
 
@@ -168,9 +186,10 @@ def _handle_request(
             driver.release()
         if request.call == "discover":
             findings = driver.discover(machine, request.settings)
-            return DriverAnswer(request.id, report=_build_report(name, findings))
+            return DriverAnswer(request.id, report=_build_report(name, driver, findings))
         if request.call == "probe":
-            reasons = (*unconfined, *driver.probe(machine, request.settings))
+            old_kernel = explain_old_kernel(driver.min_kernel, platform.release())
+            reasons = (*unconfined, *filter(None, [old_kernel]), *driver.probe(machine, request.settings))
             return DriverAnswer(request.id, reasons=_validate(reasons, Reasons, "the host"))
         if request.call == "samples":
             return DriverAnswer(
@@ -205,11 +224,11 @@ def _sanitize_text(text: str) -> str:
     return text[:MAX_TEXT].replace("\0", " ").encode(errors="replace").decode()
 
 
-def _build_report(name: str, findings: object) -> DriverReport:
+def _build_report(name: str, driver: Driver, findings: object) -> DriverReport:
     """Check the findings and turn them into a report.
 
-    Devices are checked one by one: an invalid device becomes a Fault, and the others stay. Raises Failed if the
-    findings have the wrong type, too many devices, or invalid backends.
+    Devices are checked one by one: a device that is invalid, or not as the driver declares, becomes a Fault, and the
+    others stay. Raises Failed if the findings have the wrong type, too many devices, or invalid backends.
     """
     if not isinstance(findings, Findings):
         raise Failed(f"its discover returned {type(findings).__name__} in place of Findings")
@@ -219,6 +238,9 @@ def _build_report(name: str, findings: object) -> DriverReport:
     for device in findings.devices:
         try:
             devices.append(_validate(device, Device, "this device"))
+            if undeclared := find_undeclared(devices[-1], driver.resource_classes, driver.handle_types):
+                devices.pop()
+                raise Failed(f"the driver does not declare {undeclared}")
         except Failed as error:
             subject = str(getattr(device, "key", "")) or type(device).__name__
             faults.append(_make_fault(subject, str(error)))
@@ -228,6 +250,34 @@ def _build_report(name: str, findings: object) -> DriverReport:
     return DriverReport(
         name, devices=tuple(devices), faults=at_most([*driver_faults, *faults]), backends=checked_backends
     )
+
+
+def find_undeclared(device: Device, resource_classes: tuple[str, ...], handle_types: tuple[str, ...]) -> str:
+    """Return the first resource class or handle type of a device that is not among the declared ones; '' if there is
+    none. If none are declared, all are allowed."""
+    for part in device.deployables:
+        classes = [attribute.value for attribute in part.attributes if attribute.key == "rc"]
+        for kind, values, declared in (
+            ("resource class", classes, resource_classes),
+            ("handle type", [handle.attach_type for handle in part.handles], handle_types),
+        ):
+            if declared and (undeclared := set(values) - set(declared)):
+                return f"the {kind} {min(undeclared)}"
+    return ""
+
+
+def parse_kernel_version(release: str) -> tuple[int, int] | None:
+    """Return the first two numbers of a kernel release (`6.1.0-18-amd64` → (6, 1)); None if it has none."""
+    match = re.match(r"(\d{1,6})\.(\d{1,6})", release)
+    return (int(match[1]), int(match[2])) if match else None
+
+
+def explain_old_kernel(min_kernel: str, release: str) -> str:
+    """Return that a driver needs a newer kernel than `release`; '' if it does not, or if the versions are unknown."""
+    needed, present = parse_kernel_version(min_kernel), parse_kernel_version(release)
+    if needed and present and present < needed:
+        return f"it needs Linux {min_kernel} or later, and this is {release}: upgrade the kernel"
+    return ""
 
 
 def _make_fault(subject: str, reason: str) -> Fault:

@@ -19,7 +19,7 @@ import msgspec
 from drivers.errors import Busy, Denied, DriverError, Failed, Timeout, Unsupported, from_os
 from drivers.isolation.pipe import ChildPipe, PipeError
 from drivers.isolation.runner import INHERITED_VARIABLES
-from drivers.plan import Image
+from drivers.plan import MDEV_DEFINITIONS, Image
 
 MAX_ANSWER_BYTES = 64 * 1024
 START_S = 30.0
@@ -45,13 +45,17 @@ class HostWriter:
         return self._pipe is not None and self._pipe.killed and not self._pipe.exited.is_set()
 
     async def write(self, path: str, value: str, timeout_s: float) -> None:
-        """Write one value to one file. A file below /state is created if needed, and removed by an empty value.
+        """Write one value to one file. A file below /state is created if needed, and removed by an empty value; one
+        below MDEV_DEFINITIONS can only be removed.
 
         Raises Timeout if the write takes longer than `timeout_s` seconds or the worker dies; Denied for a path outside
         `roots`; Failed if the worker cannot be started; otherwise the error that stands for the kernel's answer. While
         the worker is stuck, nothing is written, and Timeout is raised at once.
         """
-        order_kind = "own" if path.startswith("/state/") else "attribute"
+        is_definition = path.startswith(f"{MDEV_DEFINITIONS}/")
+        if is_definition and value:
+            raise Denied(f"{path}: a definition of a mediated device can only be removed")
+        order_kind = "own" if is_definition or path.startswith("/state/") else "attribute"
         await self._execute_order(
             {"do": order_kind, "path": self._resolve_path(path), "value": value}, path, timeout_s, lambda _: None
         )
@@ -74,7 +78,8 @@ class HostWriter:
 
     def _resolve_path(self, path: str) -> str:
         """Return the real path of a path as written on a host. Raises Denied for a path outside `roots`."""
-        root_name = "/" + path.split("/", 2)[1]
+        is_definition = path.startswith(f"{MDEV_DEFINITIONS}/")
+        root_name = MDEV_DEFINITIONS if is_definition else "/" + path.split("/", 2)[1]
         if root_name not in self._roots:
             raise Denied(f"{path} is outside the directories that this agent may write")
         return self._roots[root_name] + path[len(root_name) :]

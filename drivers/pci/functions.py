@@ -24,7 +24,7 @@ from msgspec import Meta, Struct
 
 from drivers.base import Driver, Findings, at_most
 from drivers.errors import Busy, DriverError, Failed, Gone, Invalid, Unsupported
-from drivers.inventory import AttachHandle, Attribute, Deployable, Device, DeviceType, Fault, Sample
+from drivers.inventory import AttachHandle, Attribute, Deployable, Device, DeviceType, Fault, HandleType, Sample
 from drivers.machine import MAX_TABLE, PCI_DEVICES, Machine
 from drivers.pci import binding, guest_usage, iommu, pci_health, sriov
 from drivers.pci.host_usage import find_functions_used_by_host, list_interfaces
@@ -81,6 +81,12 @@ class PciRule(PciMatch, frozen=True, forbid_unknown_fields=True):
     vfs_beside_host: Annotated[list[FunctionName], Meta(max_length=64)] = []
 
 
+class PciSettings(Struct, frozen=True):
+    """The settings of pci_driver. Other keys are ignored."""
+
+    rules: list[PciRule] = []
+
+
 class PciFunction(Struct, frozen=True):
     """A PCI function as sysfs describes it; ids are lower-case hex without 0x, and `pci_class` has six digits."""
 
@@ -111,6 +117,10 @@ class PciDriver(Driver):
         "/sys/bus/pci/drivers_probe",
     )
     acts: ClassVar[tuple[Act, ...]] = ("install", "uninstall", "detach", "partition", "reset")
+    settings_type: ClassVar[type[Struct] | None] = PciSettings
+    resource_classes: ClassVar[tuple[str, ...]] = ("CUSTOM_PCI",)
+    handle_types: ClassVar[tuple[HandleType, ...]] = ("PCI",)
+    min_kernel: ClassVar[str] = "3.16"  # the first one with driver_override
 
     def probe(self, machine: Machine, settings: dict[str, object]) -> tuple[str, ...]:
         """Return what is missing: privileges, a writable /sys, an IOMMU, kernel drivers that the rules name.
@@ -136,7 +146,7 @@ class PciDriver(Driver):
 
         Raises Gone if the function is absent, and another DriverError if its health cannot be read.
         """
-        address = find_address(machine, ask.key)
+        address = find_address(machine, ask.key, ask.address)
         return Vitals(*pci_health.read_status(machine, address), pci_health.read_signals(machine, address))
 
     def stats(self, machine: Machine, settings: dict[str, object], ask: Ask) -> tuple[Sample, ...]:
@@ -144,7 +154,7 @@ class PciDriver(Driver):
 
         Raises Gone if the function is absent.
         """
-        return pci_health.read_samples(machine, ask.key, find_address(machine, ask.key))
+        return pci_health.read_samples(machine, ask.key, find_address(machine, ask.key, ask.address))
 
     def install(self, machine: Machine, settings: dict[str, object], ask: Ask) -> Plan:
         """Plan how to bring the function to the state of its rule; `vfs` and `bind` of `ask.layout` override the rule.
@@ -154,7 +164,7 @@ class PciDriver(Driver):
         because one plan has at most MAX_STEPS steps. Raises Gone, Busy if the host or a guest uses a function that
         would be changed, and Invalid or Unsupported with a text that says what to do.
         """
-        address = find_address(machine, ask.key)
+        address = find_address(machine, ask.key, ask.address)
         rule = _apply_layout(
             find_matching_rule(_read_function(machine, address), read_rules(settings)) or PciRule(), ask.layout
         )
@@ -171,7 +181,7 @@ class PciDriver(Driver):
         Raises Gone if the function is absent, Busy if the host or a guest uses a function that would be changed, and
         Unsupported if the card's kernel driver cannot change the number of virtual functions.
         """
-        address = find_address(machine, ask.key)
+        address = find_address(machine, ask.key, ask.address)
         rule = find_matching_rule(_read_function(machine, address), read_rules(settings)) or PciRule()
         view = inspect_usage_for_act(machine, address)
         steps = sriov.plan_virtual_functions_restore(_permit_beside_host(view, address, rule), address, ask.first)
@@ -186,12 +196,13 @@ class PciDriver(Driver):
         """Return a plan without steps if no guest uses the function of `ask.handle`; libvirt itself detaches it.
 
         Raises Busy while a guest uses it, Failed if that cannot be found out, and Invalid or Gone for an unknown handle
-        or device. A virtual function that does not exist any more is used by nobody.
+        or device. A function that does not exist any more is used by nobody, because the kernel removes a function only
+        when its guest has ended (drivers/vfio/vfio_main.c, `vfio_unregister_group_dev`).
         """
-        card = find_address(machine, ask.key)
         address = _parse_handle(ask.handle)
         if not machine.exists(f"{PCI_DEVICES}/{address}"):
             return Plan(said=f"{address} does not exist any more")
+        card = find_address(machine, ask.key, ask.address)
         if address != card and machine.link(f"{PCI_DEVICES}/{address}/physfn") != card:
             raise Invalid(f"{address} is not a function of {ask.key}")
         folder = f"{PCI_DEVICES}/{address}"
@@ -208,7 +219,7 @@ class PciDriver(Driver):
         Raises Gone if the function is absent, Busy if the host or a guest uses one of the card's functions
         (`iommu.list_card_functions`), and Unsupported if the kernel has no method.
         """
-        address = find_address(machine, ask.key)
+        address = find_address(machine, ask.key, ask.address)
         path, parts = f"{PCI_DEVICES}/{address}", iommu.list_card_functions(machine, address)
         if not machine.exists(f"{path}/reset"):
             raise Unsupported(f"{address} cannot be reset: the kernel knows no method for it")
@@ -270,7 +281,7 @@ def _list_candidates(machine: Machine, addresses: list[str], rules: list[PciRule
 def read_rules(settings: dict[str, object]) -> list[PciRule]:
     """Return the validated rules of the settings. Raises Invalid if one is unusable or selects every function."""
     try:
-        rules = msgspec.convert(settings.get("rules", []), list[PciRule])
+        rules = msgspec.convert(settings, PciSettings).rules
     except msgspec.ValidationError as error:
         hint = " (hex digits in lower case without 0x, and * ? [] as wildcards)" if "regex" in str(error) else ""
         raise Invalid(f"the rules of pci_driver are not usable: {error}{hint}") from None
@@ -312,22 +323,34 @@ def _list_missing_requirements(machine: Machine, rules: list[PciRule]) -> Iterat
             yield f"the kernel has no driver {name}, which a rule binds to: load it (modprobe {name})"
 
 
-def find_address(machine: Machine, key: str) -> str:
+def find_address(machine: Machine, key: str, address: str = "") -> str:
     """Return the PCI address of the device with this key. Raises Gone if this host has no such device.
 
-    For a key with a serial number it reads the functions of that vendor until one matches.
+    `address` is where the agent has reported the device, '' if that is not known. A device with a serial number is
+    there unless the function there has another one; that it cannot be read now proves nothing. Without `address` it
+    reads all functions of that vendor; it raises Invalid if several have the serial number.
     """
     kind, _, identity = key.partition(":")
-    for address in [identity] if kind == "pci" else machine.pci_functions():
+    if kind != "pci" and address:
+        read_key = _make_device_key(machine, _read_function(machine, address))
+        if read_key not in (key, f"pci:{address}"):
+            raise Gone(f"the device at {address} is not {key} any more: it is {read_key}")
+        return address
+    found: list[str] = []
+    for place in [identity] if kind == "pci" else machine.pci_functions():
         try:
-            if kind != "pci" and not identity.startswith(f"{_read_id(machine, address, 'vendor')}:"):
+            if kind != "pci" and not identity.startswith(f"{_read_id(machine, place, 'vendor')}:"):
                 continue  # avoids most reads on a host with hundreds of functions
-            function = _read_function(machine, address)
+            function = _read_function(machine, place)
             if kind == "pci" or _make_device_key(machine, function) == key:
-                return address
+                found.append(place)
         except Gone:
             continue
-    raise Gone(f"there is no {key} on this host (any more)")
+    if len(found) > 1:
+        raise Invalid(f"{' and '.join(found)} have the same serial number, so it is unclear which of them is {key}")
+    if not found:
+        raise Gone(f"there is no {key} on this host (any more)")
+    return found[0]
 
 
 def _read_function(machine: Machine, address: str) -> PciFunction:
@@ -524,6 +547,7 @@ def _build_device(
         numa_node=max(-1, machine.read_int(f"{path}/numa_node", -1)),
         kernel_driver=machine.link(f"{path}/driver"),
         bridges=pci_health.list_bridges(machine, address),
+        physical_function=machine.link(f"{path}/physfn") or None,
         deployables=(Deployable(f"{machine.node}_{address}", len(handles), attributes, handles, owner),),
         to_install=to_install,
         acts=" ".join(

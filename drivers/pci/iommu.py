@@ -45,7 +45,8 @@ def describe_missing_iommu(machine: Machine) -> str:
     (DMAR of Intel). Sources: Documentation/admin-guide/kernel-parameters.txt, Documentation/arch/x86/iommu.rst.
     """
     words = machine.text("/proc/cmdline").split()
-    vendor = _read_cpu_vendor(machine)
+    processor = _read_processor(machine)
+    vendor, is_virtual = processor.get("vendor_id", ""), "hypervisor" in processor.get("flags", "").split()
     switched_off = sorted({"intel_iommu=off", "amd_iommu=off", "iommu=off"} & {*words})
     if any(machine.text(f"{GROUPS_FOLDER}/{group}/name") != NOIOMMU_GROUP for group in machine.names(GROUPS_FOLDER)):
         remedy = "the IOMMU does not cover it: update the firmware, or move the card to another slot"
@@ -60,6 +61,8 @@ def describe_missing_iommu(machine: Machine) -> str:
         remedy = "switch the IOMMU (AMD-Vi) on in the firmware; the kernel needs no parameter"
     else:
         remedy = "switch it on in the firmware; Intel processors also need intel_iommu=on on the kernel's command line"
+    if is_virtual:
+        remedy += " (this is a virtual machine: its hypervisor has to give it a virtual IOMMU)"
     return f"no IOMMU: {remedy}"
 
 
@@ -165,11 +168,11 @@ def _read_class(machine: Machine, address: str) -> str:
     return machine.text(f"{PCI_DEVICES}/{address}/class").removeprefix("0x")
 
 
-def _read_cpu_vendor(machine: Machine) -> str:
-    """Return the `vendor_id` of /proc/cpuinfo, such as GenuineIntel; '' on other architectures."""
+def _read_processor(machine: Machine) -> dict[str, str]:
+    """Return the fields of the first processor in /proc/cpuinfo, such as `vendor_id`; empty without that file."""
     table = machine.read("/proc/cpuinfo", MAX_TABLE) if machine.exists("/proc/cpuinfo") else ""
-    fields = (line.partition(":") for line in table.splitlines())
-    return next((value.strip() for name, _, value in fields if name.strip() == "vendor_id"), "")
+    fields = (line.partition(":") for line in table.partition("\n\n")[0].splitlines())
+    return {name.strip(): value.strip() for name, _, value in fields}
 
 
 def _has_acpi_table(machine: Machine, name: str) -> bool:

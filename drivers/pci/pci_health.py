@@ -52,7 +52,7 @@ def read_status(machine: Machine, address: str) -> tuple[Health, str]:
     power state cannot be read.
     """
     path = _find_answering_path(machine, address)
-    if _is_powered_off(machine, path):
+    if is_powered_off(machine, path):
         return "unknown", "it is powered off while nobody uses it (D3cold), so its health is not read"
     try:
         failure = _find_failure(machine, path)
@@ -99,7 +99,7 @@ def _find_answering_path(machine: Machine, address: str) -> str:
     return f"{PCI_DEVICES}/{physical_function or address}"
 
 
-def _is_powered_off(machine: Machine, path: str) -> bool:
+def is_powered_off(machine: Machine, path: str) -> bool:
     """Return whether the kernel has powered the function off because nobody uses it.
 
     In that state the kernel would power the function on for each read of its configuration space
@@ -155,7 +155,7 @@ def read_signals(machine: Machine, address: str) -> tuple[Signal, ...]:
     ]
     if port := _find_port(machine, path):
         readings += _read_error_signals(machine, "port_", port)
-    if not _is_powered_off(machine, path):
+    if not is_powered_off(machine, path):
         readings += _read_signal(machine, "link_width", f"{path}/current_link_width", limit=f"{path}/max_link_width")
         readings += _read_signal(machine, "link_speed", f"{path}/current_link_speed", limit=f"{path}/max_link_speed")
         for sensor in _find_temperature_sensors(machine, _find_hwmon_folders(machine, address)):

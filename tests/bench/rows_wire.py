@@ -26,8 +26,11 @@ DEVICES = 10
 UNCHANGED = "ab" * 20
 UNREAD = "a socket that reads nothing"
 PLAIN_COPY = "COPY spool (host_id, epoch, seq, received_at, payload, urgent) FROM STDIN"
-TIMERS = re.compile(r"SELECT 1(?: FROM spool LIMIT 1)?$|SELECT host_id, public_key, barred,")
-"""Periodic statements: the writer's checks of the spool (10 s) and of barred agents (2.5 s), and the health check."""
+TIMERS = re.compile(
+    r"SELECT 1(?: FROM spool LIMIT 1)?$|SELECT host_id, public_key, barred,|SELECT h\.id FROM accelerators_host h\s"
+)
+"""Periodic statements: the writer's checks of the spool (10 s), of barred agents and of hosts whose report is needed
+again (2.5 s), and the health check."""
 
 
 @dataclass(frozen=True)

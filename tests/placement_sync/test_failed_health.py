@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import threading
 from uuid import UUID, uuid4
 
 import msgspec
@@ -134,6 +135,27 @@ def test_a_failure_ends_with_ok_or_degraded_but_not_with_unknown(
         assert Event.objects.count() == events, "the same report again changes nothing"
         card.report("ok")
         assert (Device.objects.get().status, card.bind().state) == ("ok", "Bound")
+
+
+@pytest.mark.django_db(transaction=True)
+def test_a_bind_during_the_merge_of_a_failure_waits_for_its_commit_and_is_refused(card: OfferedCard) -> None:
+    merged, may_commit = threading.Event(), threading.Event()
+
+    def merge_slowly() -> None:
+        with conductor.writing():
+            card.report("failed", "dead")
+            merged.set()
+            may_commit.wait(10)
+        connection.close()
+
+    thread = threading.Thread(target=merge_slowly, daemon=True)
+    thread.start()
+    assert merged.wait(10)
+    threading.Timer(0.2, may_commit.set).start()
+    with pytest.raises(RefusedError, match="the health of its device is failed"):
+        card.bind()
+    assert may_commit.is_set()
+    thread.join(10)
 
 
 def test_a_failure_between_two_reports_of_one_batch_is_not_lost(card: OfferedCard) -> None:

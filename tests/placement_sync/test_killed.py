@@ -18,6 +18,7 @@ from accelerators import conductor, outbox
 from accelerators.devices import lifecycle
 from accelerators.domain.caller import Caller
 from accelerators.domain.provider_ids import compute_provider_uuid
+from accelerators.inventory import merge
 from accelerators.models import AcceleratorRequest, Attribute, Device, DeviceProfile, Event, Host, Intent
 from accelerators.requests import binding
 from accelerators.requests.binding import BindSpec
@@ -31,7 +32,7 @@ from tests.placement_sync.failing_session import KilledError, Trouble, TroubledS
 from tests.placement_sync.model import PlacementModel
 from tests.placement_sync.session import PlacementModelSession
 from tests.support.nova import FakeNova, running_nova
-from tests.support.reports import apply_report, get_or_create_host, make_card, make_driver_report
+from tests.support.reports import apply_report, get_or_create_host, make_card, make_driver_report, make_report
 
 pytestmark = pytest.mark.django_db
 NOVA_CALLER = Caller("nova", "u", frozenset({"admin"}), "p1", service=True)
@@ -101,7 +102,8 @@ def placement_content() -> dict[str, Any]:
 
 def make_ready_cards(host: str, *cards: int) -> None:
     """Create a host with ready cards of these numbers."""
-    apply_report(get_or_create_host(host), make_driver_report(*(make_card(n, handles=2) for n in cards)))
+    report = make_report(make_driver_report(*(make_card(n, handles=2) for n in cards)))
+    merge.merge_reports({get_or_create_host(host).id: [report]})
     for device in Device.objects.filter(state="inactive"):
         lifecycle.enable_device(device.uuid, NOVA_CALLER)
 

@@ -59,8 +59,9 @@ class ModelMachine(FakeHost):
 
     def __init__(self, root: Path, event: Callable[[str, str], None] = lambda action, path: None) -> None:
         super().__init__(root)
-        self.state = root / "state"
+        self.state, self.etc = root / "state", root / "etc"
         roots = {"sys_root": self.sys, "proc_root": self.proc, "dev_root": self.dev, "state_root": self.state}
+        roots |= {"etc_root": self.etc}
         self.tree_machine = Model(self, **{name: str(path) for name, path in roots.items()})
         self.machine = self.tree_machine
         self.event = event
@@ -151,11 +152,11 @@ class ModelMachine(FakeHost):
     def write(self, path: str, value: str) -> None:
         """Simulate one os.write to an attribute of /sys; raises OSError with the kernel's errno.
 
-        A file below /state is created instead, or removed by an empty value.
+        A file below /state is created instead, or removed by an empty value; one below /etc can only be removed.
         """
         self.writes.append((path, value))
         file = self.real(path)
-        if path.startswith("/state/"):
+        if path.startswith("/state/") or (path.startswith("/etc/") and not value):
             return self.file(file, value) if value else file.unlink(missing_ok=True)
         if not file.is_file():
             raise refuse(errno.ENOENT, path)
@@ -177,7 +178,8 @@ class ModelMachine(FakeHost):
     def real(self, path: str) -> Path:
         """Return the real path of a path on the simulated host."""
         _, top, *rest = path.split("/")
-        return {"sys": self.sys, "proc": self.proc, "dev": self.dev, "state": self.state}[top].joinpath(*rest)
+        roots = {"sys": self.sys, "proc": self.proc, "dev": self.dev, "state": self.state, "etc": self.etc}
+        return roots[top].joinpath(*rest)
 
     def until(self, free: Callable[[], bool]) -> None:
         """Block without a time limit, as the kernel does, until `free()` is true."""

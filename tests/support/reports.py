@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from datetime import UTC, datetime
+
+from msgspec.structs import replace
 
 from accelerators import conductor
 from accelerators.domain.diff import HostReport
@@ -57,5 +60,23 @@ def create_heard_host(name: str, devices: int) -> Host:
 
 
 def apply_report(host: Host, *drivers: DriverReport, seq: int = 1) -> int:
-    """Merge one report of `host` into the database."""
-    return merge.merge_reports({host.id: [make_report(*drivers, seq=seq)]})
+    """Merge one report of `host` into the database; its cards' providers are named after the host's node."""
+    return merge.merge_reports({host.id: [make_report(*name_providers(host, *drivers), seq=seq)]})
+
+
+def name_providers(host: Host, *drivers: DriverReport) -> tuple[DriverReport, ...]:
+    """Return the reports with deployables named after the host's node, where `make_card` named them `node_…`.
+
+    A provider belongs to one host. The cards of the host cmp1, which most tests use, keep the names of `make_card`.
+    """
+    if host.name == "cmp1":
+        return drivers
+    return tuple(
+        replace(report, devices=tuple(_name_providers_of_device(host, device) for device in report.devices))
+        for report in drivers
+    )
+
+
+def _name_providers_of_device(host: Host, device: Device) -> Device:
+    parts = (replace(part, name=re.sub("^node_", f"{host.node}_", part.name)) for part in device.deployables)
+    return replace(device, deployables=tuple(parts))

@@ -17,11 +17,14 @@ from agents import authentication, credentials, wire
 
 @dataclass
 class WireAgent:
-    """An agent of one host. `connect` authenticates it at the gateway on `port` of 127.0.0.1."""
+    """An agent of one host. `connect` authenticates it at the gateway on `port` of 127.0.0.1.
+
+    `node` is the host's name unless it is given.
+    """
 
     port: int
     host: str = "cmp1"
-    node: str = "cmp1"
+    node: str = ""
     token: str = ""
     epoch: int = 1
     key: Ed25519PrivateKey = field(default_factory=Ed25519PrivateKey.generate)
@@ -30,6 +33,9 @@ class WireAgent:
     fingerprint: str = ""
     tls: ssl.SSLContext | None = None
     welcome: wire.Welcome | None = None
+
+    def __post_init__(self) -> None:
+        self.node = self.node or self.host
 
     @property
     def public_key(self) -> str:

@@ -120,7 +120,8 @@ class Load:
         self.hosts = [ReportingHost(product, name, self._secret(name)) for name in names]
 
     def _secret(self, name: str) -> str:
-        return credentials.parse_join_string(self.product.manage("join_token", name)[-1]).secret
+        address = f"http://127.0.0.1:{self.product.port}"
+        return credentials.parse_join_string(self.product.manage("join_token", name, "--address", address)[-1]).secret
 
     @contextmanager
     def reporting(self) -> Iterator[None]:

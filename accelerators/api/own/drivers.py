@@ -52,6 +52,11 @@ class SeenSerializer(serializers.Serializer[Any]):
     state = serializers.ChoiceField(DriverState.choices(), read_only=True)
     error = serializers.CharField(read_only=True)
     since = serializers.DateTimeField(read_only=True, allow_null=True)
+    declares = serializers.DictField(
+        read_only=True,
+        help_text="What the driver declares: `matches`, `resource_classes`, `handle_types`, `min_kernel`, `affects` "
+        "(command → `card`, `bus` or `host`, if it affects more than its device). What is empty is left out.",
+    )
 
 
 class DriverSerializer(RowSerializer):

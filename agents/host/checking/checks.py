@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from email.utils import parsedate_to_datetime
+from fnmatch import fnmatchcase
 from typing import Literal
 from urllib.parse import urlsplit
 
@@ -12,6 +12,7 @@ import msgspec
 from msgspec import Struct
 
 from agents.host.checking.facts import ConnectionProblem, DriverFacts, HostFacts
+from drivers.isolation.driver_main import Manifest, explain_old_kernel, parse_kernel_version
 
 Status = Literal["ok", "warning", "failed"]
 
@@ -55,13 +56,18 @@ class CheckResult(Struct, frozen=True):
 def run_checks(facts: HostFacts) -> tuple[CheckResult, ...]:
     """Return the results of all checks, in the order in which they are shown."""
     results = [check(facts) for check in CHECKS]
-    return (*results, *(check_driver(driver) for driver in facts.drivers))
+    return (*results, *(check_driver(driver, facts.kernel.modaliases) for driver in facts.drivers))
 
 
 def check_kernel(facts: HostFacts) -> CheckResult:
-    """Judge the kernel's version."""
+    """Judge the kernel's version: whether it is new enough for the enabled drivers, and for their confinement."""
     release = facts.kernel.release
     version = parse_kernel_version(release)
+    for driver in facts.drivers:
+        if driver.enabled and (reason := explain_old_kernel(driver.manifest.declares.min_kernel, release)):
+            return CheckResult(
+                "kernel", "failed", f"{driver.name}: {reason}", "upgrade the kernel, or use another driver"
+            )
     if version is None:
         return CheckResult("kernel", "warning", f"its version {release!r} is not understood", "use a Linux kernel")
     if version < LANDLOCK_KERNEL:
@@ -116,7 +122,7 @@ def check_permissions(facts: HostFacts) -> CheckResult:
     """Judge whether the user may write to /sys, if a step of an enabled driver may have to."""
     rights = facts.rights
     user = "root" if rights.uid == 0 else f"user {rights.uid}"
-    writers = [driver.name for driver in facts.drivers if driver.enabled and driver.writes_sys]
+    writers = [driver.name for driver in facts.drivers if driver.enabled and _writes_sys(driver)]
     status: Status = "failed" if writers else "warning"
     if rights.sys_read_only:
         advice = "remount /sys writable for the agent: no ProtectKernelTunables=, no read-only container"
@@ -224,8 +230,11 @@ def check_clock(facts: HostFacts) -> CheckResult:
     return CheckResult("clock", status, found, "synchronize both clocks, for example with chrony or systemd-timesyncd")
 
 
-def check_driver(driver: DriverFacts) -> CheckResult:
-    """Judge what a driver would offer, and name everything that it would not offer, with the reason."""
+def check_driver(driver: DriverFacts, modaliases: Mapping[str, str]) -> CheckResult:
+    """Judge what a driver would offer, and name everything that it would not offer, with the reason.
+
+    `modaliases` (PCI address → modalias) tells which hardware of a driver that is not enabled is on this host.
+    """
     report, name = driver.report, f"driver:{driver.name}"
     prefix = "" if driver.enabled else "not enabled; "
     if report.error:
@@ -234,7 +243,7 @@ def check_driver(driver: DriverFacts) -> CheckResult:
         return CheckResult(name, status, f"{prefix}{report.error.removeprefix(f'{driver.name}: ')}", advice)
     units = sum(part.num_accelerators for device in report.devices for part in device.deployables)
     found = f"{prefix}{_count(len(report.devices), 'device')}, {_count(units, 'unit')}"
-    details = tuple(_describe_driver(driver))
+    details = (*_describe_driver(driver), *_describe_unused_hardware(driver, modaliases))
     if not driver.enabled or not (report.faults or driver.limitations or _list_unhealthy(driver)):
         return CheckResult(name, "ok", found, details=details)
     advice = "read the lines above: they name what is left out or limited, and why; change the hardware or the rules"
@@ -255,12 +264,6 @@ CHECKS: tuple[Callable[[HostFacts], CheckResult], ...] = (
     check_tls,
     check_clock,
 )
-
-
-def parse_kernel_version(release: str) -> tuple[int, int] | None:
-    """Return the first two numbers of a kernel release (`6.1.0-18-amd64` → (6, 1)); None if it has none."""
-    match = re.match(r"(\d{1,6})\.(\d{1,6})", release)
-    return (int(match[1]), int(match[2])) if match else None
 
 
 def bound_clock_offset(date: str, before: float, after: float) -> tuple[float, float] | None:
@@ -288,9 +291,10 @@ def render_text(host: str, results: Sequence[CheckResult]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def render_json(host: str, results: Sequence[CheckResult]) -> str:
-    """Return the results as one JSON document: `host`, `ok` (no check failed) and `checks`."""
-    document = {"host": host, "ok": not has_failed(results), "checks": results}
+def render_json(host: str, results: Sequence[CheckResult], drivers: Sequence[DriverFacts] = ()) -> str:
+    """Return the results as one JSON document: `host`, `ok` (no check failed), `checks` and the drivers' manifests."""
+    manifests: dict[str, Manifest] = {driver.name: driver.manifest for driver in drivers}
+    document = {"host": host, "ok": not has_failed(results), "checks": results, "manifests": manifests}
     return msgspec.json.format(msgspec.json.encode(document), indent=2).decode() + "\n"
 
 
@@ -312,6 +316,19 @@ def _describe_driver(driver: DriverFacts) -> Iterator[str]:
     yield from (f"not offered: {fault.subject}: {fault.reason}" for fault in report.faults)
     yield from (f"backend {one.name} failed: {one.error}" for one in report.backends if one.error)
     yield from (f"limited: {reason}" for reason in driver.limitations)
+
+
+def _describe_unused_hardware(driver: DriverFacts, modaliases: Mapping[str, str]) -> Iterator[str]:
+    """Yield a line with the PCI functions that the `matches` of a driver take, if it is not enabled and they exist."""
+    globs = driver.manifest.declares.matches
+    found = [address for address, name in modaliases.items() if any(fnmatchcase(name, glob) for glob in globs)]
+    if found and not driver.enabled:
+        yield f"hardware of it is here: {', '.join(found)}; to use it, add it to CYBORG_ENABLED_DRIVERS"
+
+
+def _writes_sys(driver: DriverFacts) -> bool:
+    """Return whether steps of the driver may write below /sys."""
+    return any(path.startswith("/sys/") for path in driver.manifest.writes)
 
 
 def _list_unhealthy(driver: DriverFacts) -> list[str]:

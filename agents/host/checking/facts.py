@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from drivers.inventory import DriverReport
+from drivers.isolation.driver_main import Manifest
 
 ConnectionProblem = Literal["", "name", "refused", "timeout", "unreachable", "certificate", "tls", "answer", "status"]
 """What went wrong on the way to the conductor: the name is unknown, nobody listens, no answer in time, another network
@@ -28,7 +29,8 @@ class KernelFacts:
     """What the kernel offers. `release` is that of uname, such as `6.1.0-18-amd64`.
 
     `missing_iommu` is the reason why there is no IOMMU group; '' if there are groups. `vfio_drivers` are those that the
-    kernel has loaded; `can_load_vfio` tells whether the module vfio-pci is installed for this kernel.
+    kernel has loaded; `can_load_vfio` tells whether the module vfio-pci is installed for this kernel. `modaliases` maps
+    PCI functions to the kernel's names of their hardware, which a driver's `matches` select.
     """
 
     release: str
@@ -37,6 +39,7 @@ class KernelFacts:
     vfio_drivers: tuple[str, ...]
     can_load_vfio: bool
     sriov_cards: tuple[SriovCard, ...]
+    modaliases: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -53,15 +56,12 @@ class RightsFacts:
 
 @dataclass(frozen=True)
 class DriverFacts:
-    """What one installed driver answered: its report, what it lacks on this host, and whether it is enabled.
-
-    `writes_sys` tells whether its steps may write below /sys.
-    """
+    """What one installed driver answered: its report, what it lacks on this host and its manifest."""
 
     report: DriverReport
     limitations: tuple[str, ...]
     enabled: bool
-    writes_sys: bool
+    manifest: Manifest
 
     @property
     def name(self) -> str:

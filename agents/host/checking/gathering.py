@@ -55,6 +55,7 @@ def gather_kernel(machine: Machine) -> KernelFacts:
             for address, total in totals.items()
             if total > 0
         ),
+        {address: machine.text(f"{PCI_DEVICES}/{address}/modalias") for address in functions},
     )
 
 
@@ -93,7 +94,7 @@ async def gather_drivers(drivers: Sequence[DriverProcess], enabled: Sequence[str
             settled.get(driver.name, report),
             limitations,
             driver.name in settled,
-            any(path.startswith("/sys/") for path in driver.manifest.writes),
+            driver.manifest,
         )
         for driver, (report, limitations) in zip(drivers, answers, strict=True)
     )

@@ -16,7 +16,7 @@ from agents import wire
 from agents.host.journal.desired_drivers import DesiredDrivers
 from drivers import catalogue
 from drivers.errors import DriverError, Invalid
-from drivers.inventory import DriverReport
+from drivers.inventory import DriverDeclaration, DriverReport
 from drivers.isolation.runner import DriverProcess
 
 log = logging.getLogger("cyborg.agent")
@@ -153,13 +153,15 @@ class DriverSet:
         return desired.generation if desired else 0
 
     def _add_driver_state(self, report: DriverReport) -> DriverReport:
-        """Return the report with the driver's version, state (*quarantined* or '') and generation."""
+        """Return the report with the driver's version, state (*quarantined* or ''), generation and declaration."""
         driver = self.running.get(report.driver)
+        declaration = driver.manifest.declares if driver else DriverDeclaration()
         return msgspec.structs.replace(
             report,
             version=driver.manifest.version if driver else "",
             state="quarantined" if driver and driver.is_quarantined else "",
             generation=self._get_generation(report.driver),
+            declares=declaration if declaration != DriverDeclaration() else None,
         )
 
     def _build_inactive_report(self, name: str) -> DriverReport:

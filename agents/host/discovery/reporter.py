@@ -1,8 +1,8 @@
 """Collect the drivers' reports, resolve conflicts between them, and record the host's report in the journal.
 
-The steps are: ask the drivers, settle which driver has which device, sort, shrink to the message limit, record. Each
-driver is asked on its own: one that fails, hangs or answers nonsense changes only its own part of the report (promise
-L6).
+The steps are: ask the drivers, settle the devices' keys and which driver has which device, sort, shrink to the message
+limit, record. Each driver is asked on its own: one that fails, hangs or answers nonsense changes only its own part of
+the report (promise L6).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import msgspec
 from agents import wire
 from agents.host.journal.journal import Journal
 from drivers.inventory import Device, DriverReport
-from drivers.pci import ownership
+from drivers.pci import identity, ownership
 
 log = logging.getLogger("cyborg.report")
 
@@ -209,13 +209,17 @@ class InventoryReporter:
         """
         if self._drivers.keys() - self._last_answers.keys():
             return True
-        settled = ownership.resolve_conflicts([self._last_answers[name] for name in self._drivers], self._last_settled)
+        answers, identities = identity.settle_keys(
+            [self._last_answers[name] for name in self._drivers], self._journal.identities
+        )
+        settled = ownership.resolve_conflicts(answers, self._last_settled)
         self._last_settled = {report.driver: report for report in settled}
         complete = self._complete_reports(
             apply_failure_marks(canonicalize_report(report), self.failure_marks) for report in settled
         )
         drivers = fit_reports(complete, self._max_bytes)
         try:
+            self._journal.store_identities(identities)
             changed = self._journal.record_report(drivers)
         except sqlite3.OperationalError as error:
             log.error("the journal cannot store a report (%s): nothing new is sent until it can", error)

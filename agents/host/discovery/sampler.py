@@ -222,7 +222,9 @@ class HostLoadSampler:
         if started_at < backoff.not_before:
             return ()
         try:
-            samples = await driver.samples([Ask(one.key, backend=one.backend) for one in report.devices])
+            samples = await driver.samples(
+                [Ask(one.key, backend=one.backend, address=one.address or "") for one in report.devices]
+            )
         except DriverError as error:
             log.warning("%s; its load is not sampled for the next %.0f s", error, backoff.record_failure(self._now()))
             return ()

@@ -84,6 +84,7 @@ def build_ask(command: wire.Command, image: Image | None, context: HostContext) 
     return Ask(
         key=command.key,
         backend=device.backend if device else "",
+        address=(device.address or "") if device else "",
         deployable=command.deployable,
         handle=command.handle,
         uuid=command.uuid,

@@ -340,7 +340,7 @@ class Executor:
             return f"the settings of {command.driver} on this host do not allow the act {command.op!r}"
         if (command.driver, command.key) in self._stuck_writers:
             return "an earlier write to this device still hangs in the kernel"
-        if self._context.find_device(command.driver, command.key) is None:
+        if self._context.find_device(command.driver, command.key) is None and not is_question(command):
             return f"the driver {command.driver} finds no device {command.key} on this host"
         if len(self._latest_begun) > MAX_QUEUED_COMMANDS:
             self._latest_begun.clear()
@@ -411,12 +411,16 @@ class Executor:
     async def _read_health(self, command: wire.Command) -> ExecutionResult:
         """Ask the driver for the device's health. Return status and reason as text, and all readings in the details.
 
-        `signals` and `samples` are JSON texts there. Raises DriverError.
+        `signals` and `samples` are JSON texts there. If the driver's last report has another health, the driver looks
+        again, so that the conductor takes a device that has failed meanwhile out of offer. Raises DriverError.
         """
         vitals = await self._context.drivers[command.driver].health(build_ask(command, None, self._context))
         detail = {name: msgspec.json.encode(getattr(vitals, name)).decode() for name in ("signals", "samples")}
         detail |= {"status": vitals.status, "reason": vitals.reason}
-        return ExecutionResult("succeeded", f"{vitals.status}: {vitals.reason}".removesuffix(": "), detail)
+        device = self._context.find_device(command.driver, command.key)
+        is_news = device is not None and device.status != vitals.status
+        text = f"{vitals.status}: {vitals.reason}".removesuffix(": ")
+        return ExecutionResult("succeeded", text, detail, rescan_driver=command.driver if is_news else "")
 
     async def _execute_act(self, command: wire.Command, end_by: float) -> ExecutionResult:
         """Fetch the image if the command names one, and carry out the act on the device. Return how it ended.

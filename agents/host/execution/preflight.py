@@ -11,7 +11,7 @@ from drivers.errors import Busy, Denied
 from drivers.machine import PCI_ADDRESS, PCI_DEVICES, Machine, get_sys_path
 from drivers.pci.guest_usage import refuse_if_guest_uses
 from drivers.pci.iommu import list_card_functions
-from drivers.plan import DESTRUCTIVE, Act, Ask, Plan, Write, stray
+from drivers.plan import DESTRUCTIVE, MDEV_DEFINITIONS, Act, Ask, Plan, Write, stray
 
 FILES_TAKING_ADDRESS = frozenset({"bind", "unbind", "drivers_probe", "new_id", "remove_id"})
 """Files below /sys/bus/pci that act on the device whose address is written into them."""
@@ -113,6 +113,8 @@ def _belongs_to_device(write: Write, own_addresses: Collection[str], resolve_pat
     if write.path.startswith("/state/"):
         return True  # the driver's own directory, whatever the device
     folder, _, name = write.path.rpartition("/")
+    if folder.startswith(f"{MDEV_DEFINITIONS}/"):  # PARENT/UUID, and links are not followed: only its name counts
+        return folder.rpartition("/")[2] in own_addresses and not write.value
     real_folder = resolve_path(folder)
     if not real_folder.startswith("/sys/"):
         return False

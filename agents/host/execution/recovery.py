@@ -21,7 +21,7 @@ from agents.host.execution.images import ImageCache
 from agents.host.execution.plan_runner import HostContext, PlanFailedError, PlanRun
 from agents.host.journal.command_log import AppliedEffect
 from drivers.errors import DriverError
-from drivers.plan import Lifetime
+from drivers.plan import Act, Lifetime
 
 
 async def determine_interrupted_result(
@@ -90,8 +90,7 @@ async def restore_effects(context: HostContext, effects: list[AppliedEffect]) ->
             if act == "program":
                 await _end_or_keep_program(context, effect)
             else:
-                plan_run = PlanRun(context, effect.driver, effect.ask, lambda *_: None)
-                await plan_run.run(act)  # type: ignore[arg-type]
+                await _restore_effect(context, effect, act)  # type: ignore[arg-type]
                 context.command_log.confirm_effect(effect, context.boot_id)
         except PlanFailedError as failure:
             text = f"after the reboot {_describe_effect(effect)} could not be restored: {failure.text}"
@@ -100,6 +99,18 @@ async def restore_effects(context: HostContext, effects: list[AppliedEffect]) ->
             raise PlanFailedError(
                 "failed", f"after the reboot {_describe_effect(effect)} could not be restored: {error}"
             ) from None
+
+
+async def _restore_effect(context: HostContext, effect: AppliedEffect, act: Act) -> None:
+    """Carry out the act again. Raises PlanFailedError if it fails and its effect does not exist either.
+
+    Nova may make a mediated device again at the same moment; then the driver has no steps left afterwards.
+    """
+    try:
+        await PlanRun(context, effect.driver, effect.ask, lambda *_: None).run(act)
+    except PlanFailedError as failure:
+        if failure.stuck_writer is not None or (await context.drivers[effect.driver].plan(act, effect.ask)).steps:
+            raise
 
 
 async def _end_or_keep_program(context: HostContext, effect: AppliedEffect) -> None:

@@ -1,9 +1,10 @@
 """The agent's durable state, in an SQLite file on the host.
 
-One row holds the epoch, the last report and the gateway; other tables hold the commands (`command_log`) and the
-drivers that the conductor wants (`desired_drivers`). Every change is one transaction in WAL mode with synchronous=FULL,
-so after a restart, kill -9 or power cut at any write the row is as some commit left it. Each write blocks for one
-fsync; writes are rare (a changed inventory, its acknowledgement, a new gateway, a command's steps).
+One row holds the epoch, the last report and the gateway; other tables hold the commands (`command_log`), the drivers
+that the conductor wants (`desired_drivers`) and the identities of PCI devices (`drivers.pci.identity`). Every change is
+one transaction in WAL mode with synchronous=FULL, so after a restart, kill -9 or power cut at any write the row is as
+some commit left it. Each write blocks for one fsync; writes are rare (a changed inventory, its acknowledgement, a new
+gateway, a command's steps).
 
 One pair (`epoch`, `seq`) never names two contents: the epoch rises at every start, the seq at every change.
 """
@@ -26,6 +27,7 @@ from agents.errors import AgentsError
 from agents.host.journal import command_log, desired_drivers
 from drivers.files import sync_directory
 from drivers.inventory import DriverReport
+from drivers.pci.identity import Identities, RememberedIdentity
 
 log = logging.getLogger("cyborg.journal")
 
@@ -55,6 +57,14 @@ CREATE TABLE journal (
 """
 _ADD_BOOT_COLUMN = "ALTER TABLE journal ADD COLUMN boot TEXT NOT NULL DEFAULT ''"
 """Adds the boot id of the last report to a journal of an older release, which then ignores the column."""
+_CREATE_IDENTITY_TABLE = """
+CREATE TABLE IF NOT EXISTS identity (
+    address TEXT PRIMARY KEY,
+    key TEXT NOT NULL,
+    read TEXT NOT NULL,
+    hardware TEXT NOT NULL
+) STRICT
+"""
 _content_decoder = msgspec.json.Decoder(tuple[DriverReport, ...])
 
 
@@ -70,8 +80,9 @@ class Journal:
     """The open journal; `command_log` and `desired_drivers` give access to its other tables.
 
     `report` is the last report, None when there is none or it cannot be read; `acknowledged` says whether the gateway
-    has it. `boot_id` is the host's boot id, which goes into new reports; '' until it is set. Every writing method
-    raises sqlite3.OperationalError when the disk is full or read-only.
+    has it. `boot_id` is the host's boot id, which goes into new reports; '' until it is set. `identities` has what was
+    read once of the device at each PCI address. Every writing method raises sqlite3.OperationalError when the disk is
+    full or read-only.
     """
 
     def __init__(self, connection: sqlite3.Connection, row: dict[str, Any]) -> None:
@@ -85,6 +96,10 @@ class Journal:
         self.fingerprint: str = row["fingerprint"]
         self.boot_id = ""
         self._token_digest: str = row["joined_with"]
+        self.identities: Identities = {
+            address: RememberedIdentity(*columns)
+            for address, *columns in connection.execute("SELECT address, key, read, hardware FROM identity")
+        }
         self.acknowledged = bool(row["acknowledged"])
         drivers = _decode_content(row) if row["hash"] else None
         self.report = self._build_report(row["hash"], drivers, row["boot"]) if drivers is not None else None
@@ -105,6 +120,16 @@ class Journal:
         self._update_row(seq=self.seq + 1, hash=digest, content=content, acknowledged=0, boot=self.boot_id)
         self._set_current_report(self.seq + 1, digest, drivers, self.boot_id)
         return True
+
+    def store_identities(self, identities: Identities) -> None:
+        """Store the identities of PCI devices, in place of the former ones; writes only when something differs."""
+        if identities == self.identities:
+            return
+        rows = [(address, one.key, one.read, one.hardware) for address, one in identities.items()]
+        with self._connection:
+            self._connection.execute("DELETE FROM identity")
+            self._connection.executemany("INSERT INTO identity VALUES (?, ?, ?, ?)", rows)
+        self.identities = dict(identities)
 
     def renumber_report(self, report: wire.Report) -> wire.Report:
         """Store the last report's content under the next seq, unacknowledged, and return that report.
@@ -278,6 +303,7 @@ def _prepare_schema(connection: sqlite3.Connection) -> None:
     if "boot" not in [column[1] for column in connection.execute("PRAGMA table_info(journal)")]:
         connection.execute(_ADD_BOOT_COLUMN)
     connection.execute(desired_drivers.CREATE_DESIRED_STATE_TABLE)
+    connection.execute(_CREATE_IDENTITY_TABLE)
 
 
 def _fetch_journal_row(connection: sqlite3.Connection) -> dict[str, Any] | None:

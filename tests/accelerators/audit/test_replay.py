@@ -173,9 +173,10 @@ class EventReplayMachine(RuleBasedStateMachine):
         if names and offers:
             profiles.clear_profile_cache()
             uuids = binding.create_requests(data.draw(st.sampled_from(names)), NOVA)
-            rp, instance = str(data.draw(st.sampled_from(offers)).rp_uuid), str(uuid4())
+            offer, instance = data.draw(st.sampled_from(offers)), str(uuid4())
+            host, rp = offer.device.host.name, str(offer.rp_uuid)
             with suppress(RefusedError):  # a refusal is recorded as BindFailed
-                binding.bind_requests([BindSpec(uuid, "cmp", rp, instance, project) for uuid in uuids], NOVA)
+                binding.bind_requests([BindSpec(uuid, host, rp, instance, project) for uuid in uuids], NOVA)
 
     @rule(content=st.sampled_from([b"one", b"two"]))
     def an_image_is_uploaded(self, content: bytes) -> None:

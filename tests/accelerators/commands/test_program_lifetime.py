@@ -5,18 +5,20 @@ from __future__ import annotations
 from uuid import uuid4
 
 import pytest
+from django.db import connection
 from msgspec import structs
 
 from accelerators import conductor
 from accelerators.audit.replay import BITSTREAM_SUFFIX
 from accelerators.commands import command_queue
 from accelerators.commands.command_queue import CommandAnswer
-from accelerators.domain.diff import HostReport
+from accelerators.domain.diff import RESTORED_BOOT, HostReport
 from accelerators.domain.traits import FUNCTION_TRAIT_KEY, FUNCTION_TRAIT_PREFIX
 from accelerators.inventory import merge
 from accelerators.models import AttachHandle, Attribute, Command, Deployable, Device, Event, Host, Intent
 from accelerators.requests import binding
 from accelerators.workflows import command_endings
+from cyborgweb.server import after_restore
 from drivers.inventory import Attribute as Fact
 from drivers.inventory import DriverReport
 from tests.accelerators.requests.test_bind_commands import (
@@ -162,6 +164,16 @@ def test_programming_that_fails_ends_a_program_in_flash_too(programmed: Device) 
     command_queue.mark_image_ready(command.id, ADDER_IMAGE)
     answer_command(command, "failed", "the upload broke off")
     assert count_programmed() == (0, 0)
+
+
+@pytest.mark.parametrize("programmed", ["volatile", "flash"], indirect=True)
+def test_after_a_restore_of_the_database_no_program_is_believed(programmed: Device) -> None:
+    with connection.cursor() as cursor, conductor.writing():
+        cursor.execute(after_restore.FORGET_BOOTS, [RESTORED_BOOT])
+    assert Host.objects.get().applied_hash == "", "the next report is compared even if it is unchanged"
+    report("boot-1")
+    assert "the database was restored" in Event.objects.filter(action="device.unclear").latest("id").reason
+    assert_next_bind_programs()
 
 
 def test_an_agent_that_tells_no_boot_id_ends_no_program(programmed: Device) -> None:

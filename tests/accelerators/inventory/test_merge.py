@@ -12,7 +12,14 @@ from django.db.utils import IntegrityError
 from accelerators import conductor
 from accelerators.inventory import merge
 from accelerators.models import AttachHandle, Attribute, Deployable, Device, Event, Host, Intent
-from tests.support.reports import apply_report, get_or_create_host, make_card, make_driver_report, make_report
+from tests.support.reports import (
+    apply_report,
+    get_or_create_host,
+    make_card,
+    make_driver_report,
+    make_report,
+    name_providers,
+)
 from tests.support.writeguard import ForbiddenWriteError, expect_violation
 
 pytestmark = pytest.mark.django_db
@@ -157,7 +164,8 @@ def test_an_operators_attribute_survives_reports() -> None:
 @pytest.mark.parametrize("hosts", [1, 20])
 def test_a_merge_sends_nine_statements_however_many_hosts_report(hosts: int, monkeypatch: pytest.MonkeyPatch) -> None:
     made = [get_or_create_host(f"cmp{n}") for n in range(hosts)]
-    batch = {host.id: [make_report(make_driver_report(*(make_card(n) for n in range(20))))] for host in made}
+    found = make_driver_report(*(make_card(n) for n in range(20)))
+    batch = {host.id: [make_report(*name_providers(host, found))] for host in made}
     sent: list[str] = []
     execute = psycopg.Cursor.execute
     monkeypatch.setattr(

@@ -27,6 +27,7 @@ from accelerators.models import (
     DeviceProfile,
     Event,
     Intent,
+    ReleasedHandle,
 )
 from accelerators.models.commands import COMMAND_IS_OPEN
 from accelerators.requests import binding, binding_sql, candidates
@@ -293,8 +294,9 @@ def test_requests_for_pci_functions_of_one_card_share_the_outcome_of_one_program
         (lambda handle: AttachHandle.objects.filter(pk=handle.pk).update(missing_since=datetime.now(UTC)), False),
         (lambda handle: AttachHandle.objects.filter(pk=handle.pk).update(attach_type="DEV"), False),
         (hold_handle, False),
+        (lambda handle: ReleasedHandle.objects.create(handle=handle, ask_at=datetime.now(UTC)), False),
     ],
-    ids=["unchanged", "busy", "deployable missing", "handle missing", "device node", "held"],
+    ids=["unchanged", "busy", "deployable missing", "handle missing", "device node", "held", "released"],
 )
 def test_a_candidate_and_a_bind_have_the_same_free_handles(
     handle: AttachHandle, state: str, change: Callable[[AttachHandle], object], is_free: bool
@@ -305,7 +307,7 @@ def test_a_candidate_and_a_bind_have_the_same_free_handles(
         change(handle)
     offered_count = sum(one.free for one in candidates.find_candidates(get_or_create_host()))
     with connection.cursor() as cursor:
-        cursor.execute(binding_sql.RESERVE_HANDLES, {"rp": PROVIDER, "count": 3})
+        cursor.execute(binding_sql.RESERVE_HANDLES, {"host": "cmp1", "rp": PROVIDER, "check_claims": False, "count": 3})
         reserved_count = len(cursor.fetchall())
     assert offered_count == reserved_count == (is_free and state == "ready")
 

@@ -1,4 +1,5 @@
-"""Test requests and the commands that they wait for with random sequences of calls (promises S1, S2, L2).
+"""Test requests, released handles and the commands that they wait for with random sequences of calls (promises S1, S2,
+L2).
 
 No sequence may store an illegal state, and no request may wait without end.
 """
@@ -31,20 +32,21 @@ from accelerators.commands import command_queue
 from accelerators.commands.command_queue import TYPES_CREATED_ON_HOST, CommandAnswer
 from accelerators.devices import lifecycle
 from accelerators.domain.caller import Caller
+from accelerators.domain.device_actions import Action
 from accelerators.domain.errors import RefusalReason, RefusedError
 from accelerators.domain.states import RequestState
 from accelerators.models import (
     AcceleratorRequest,
-    AttachHandle,
     Command,
     Deployable,
     Device,
     DeviceProfile,
+    ReleasedHandle,
 )
 from accelerators.models.commands import COMMAND_IS_OPEN
 from accelerators.requests import binding, profiles
 from accelerators.requests.binding import BindSpec
-from accelerators.workflows import command_endings
+from accelerators.workflows import command_endings, release_checks
 from tests.support.long import few_or_many, scaled
 from tests.support.reports import apply_report, get_or_create_host, make_card, make_driver_report
 
@@ -62,6 +64,7 @@ ENDS_OF_A_WAIT = frozenset({_R.BOUND, _R.BIND_FAILED})
 """The states that a request can have after BindStarted, unless it is unbound."""
 
 
+HEALTHS = ("ok", "ok", "degraded", "failed", "unknown")
 STATES_WITH_A_HANDLE = frozenset({"BindStarted", "Bound"})
 READ_STORED_SQL = """
 SELECT json_build_object(
@@ -72,13 +75,15 @@ SELECT json_build_object(
     LEFT JOIN accelerators_device d ON d.id = p.device_id),
   'handles', (SELECT json_agg(json_build_array(h.uuid, p.device_id))
     FROM accelerators_attachhandle h JOIN accelerators_deployable p ON p.id = h.deployable_id),
-  'devices', (SELECT json_agg(json_build_array(id, uuid, state, busy_with,
+  'devices', (SELECT json_agg(json_build_array(id, uuid, state, status, busy_with,
       (SELECT bitstream_id FROM accelerators_deployable p WHERE p.device_id = d.id)) ORDER BY id)
     FROM accelerators_device d),
   'commands', (SELECT coalesce(json_agg(json_build_array(id, uuid, op, device_id, exclusive, request,
       arguments->>'consumer', arguments->'handle'->>'attach_type', ended_at IS NULL, answered_at IS NULL,
-      outcome = 'succeeded') ORDER BY id), '[]')
-    FROM accelerators_command))::text
+      outcome = 'succeeded', arguments->>'uuid') ORDER BY id), '[]')
+    FROM accelerators_command),
+  'released', (SELECT coalesce(json_agg(h.uuid), '[]')
+    FROM accelerators_releasedhandle w JOIN accelerators_attachhandle h ON h.id = w.handle_id))::text
 """
 """Reads everything that rules and invariants need in one statement, so that most of the time is the product's."""
 
@@ -97,6 +102,7 @@ class StoredDevice(NamedTuple):
     id: int
     uuid: str
     state: str
+    health: str
     busy_with: str | None
     bitstream: str | None
 
@@ -115,6 +121,7 @@ class StoredCommand(NamedTuple):
     is_open: bool
     is_unanswered: bool
     succeeded: bool
+    handle: str | None
 
 
 class StoredState(msgspec.Struct, frozen=True):
@@ -125,6 +132,8 @@ class StoredState(msgspec.Struct, frozen=True):
     """Uuid of the handle, and id of its device."""
     devices: list[StoredDevice]
     commands: list[StoredCommand]
+    released: list[str]
+    """Uuids of the handles that were released and that their host has not confirmed as unused."""
 
 
 def read_stored() -> StoredState:
@@ -140,17 +149,25 @@ def make_cards() -> list[str]:
     The handles of the first card are PCI; those of the second have to be created on the host.
     """
     providers = [str(uuid4()), str(uuid4())]
-    apply_report(
-        get_or_create_host("cmp1"), make_driver_report(make_card(1, 2, acts="reset"), make_card(2, 2, acts="reset"))
-    )
+    report_cards("ok", "ok")
     with conductor.writing():
         Device.objects.update(state="ready")
         for part, provider in zip(Deployable.objects.order_by("id"), providers, strict=True):
             Deployable.objects.filter(id=part.id).update(rp_uuid=provider)
-        AttachHandle.objects.filter(deployable__rp_uuid=providers[1]).update(attach_type="MDEV")
         for name, group in PROFILES.items():
             DeviceProfile.objects.create(name=name, groups=[group])
     return providers
+
+
+def report_cards(*health: str) -> None:
+    """Apply a report in which the two cards have this health."""
+    cards = [make_card(n, 2, acts="detach reset", status=word) for n, word in enumerate(health, 1)]
+    (part,) = cards[1].deployables
+    made_on_host = tuple(msgspec.structs.replace(one, attach_type="MDEV") for one in part.handles)
+    part = msgspec.structs.replace(part, handles=made_on_host)
+    cards[1] = msgspec.structs.replace(cards[1], deployables=(part,))
+    host = get_or_create_host("cmp1")
+    assert apply_report(host, make_driver_report(*cards), seq=host.applied_seq + 1) == 1
 
 
 class RequestsMachine(RuleBasedStateMachine):
@@ -190,6 +207,7 @@ class RequestsMachine(RuleBasedStateMachine):
         instance, device = str(uuid4()), self.stored.devices[card]
         images = {image for uuid in uuids if (image := self.get_wanted_image(uuid)) and image != device.bitstream}
         held = any(one.device == device.id and one.state in STATES_WITH_A_HANDLE for one in self.stored.requests)
+        held = held or self.has_released_handle(device)
         possible = self.count_offered_handles(device) >= len(uuids) and len(images) < 2 and not (images and held)
         legal = BINDABLE.issuperset(self.expected_states[uuid] for uuid in uuids)
         try:
@@ -218,15 +236,25 @@ class RequestsMachine(RuleBasedStateMachine):
     @rule(card=st.integers(0, 1), offer=st.booleans())
     def offer(self, card: int, offer: bool) -> None:
         device = self.stored.devices[card]
+        if offer and device.state == "quarantined":
+            lifecycle.apply_action_to_device(Action.RELEASE, UUID(device.uuid), NOVA)
         try:
             (lifecycle.enable_device if offer else lifecycle.disable_device)(UUID(device.uuid), NOVA)
         except RefusedError as refused:
             assert offer and device.busy_with and refused.reason == RefusalReason.CONFLICT
 
+    @rule(first=st.sampled_from(HEALTHS), second=st.sampled_from(HEALTHS))
+    def a_report_shows_the_health(self, first: str, second: str) -> None:
+        report_cards(first, second)
+        for device, before, reported in zip(read_stored().devices, self.stored.devices, (first, second), strict=True):
+            lasts = (before.health, reported) == ("failed", "unknown")
+            assert device.health == ("failed" if lasts else reported)
+
     @rule(card=st.integers(0, 1))
     def reset(self, card: int) -> None:
         device = self.stored.devices[card]
         held = any(one.handle and one.device == device.id for one in self.stored.requests)
+        held = held or self.has_released_handle(device)
         try:
             command_queue.order_device_command("reset", UUID(device.uuid), NOVA)
         except RefusedError as refused:
@@ -248,6 +276,18 @@ class RequestsMachine(RuleBasedStateMachine):
         else:
             assert not command_queue.store_answers([CommandAnswer(command.host_id, command.id, outcome, "as it is")])
         self.settle_and_follow(command_endings.end_answered_commands)
+
+    @precondition(lambda self: self.stored.released)
+    @rule(overdue=st.booleans())
+    def the_hosts_are_asked_again(self, overdue: bool) -> None:
+        with conductor.writing():
+            past = datetime.now(UTC) - timedelta(seconds=1)
+            ReleasedHandle.objects.update(ask_at=past, **({"ask_until": past} if overdue else {}))
+        assert release_checks.ask_hosts_again() is False
+        after = read_stored()
+        assert sorted(after.released) == sorted(self.stored.released), "only an answer gives a handle free"
+        asked = {one.handle for one in after.commands if one.is_open and one.op == "detach"}
+        assert asked.issuperset(after.released)
 
     @precondition(lambda self: any(one.is_open for one in self.stored.commands))
     @rule()
@@ -284,13 +324,16 @@ class RequestsMachine(RuleBasedStateMachine):
         return group.get("accel:function_id") or group.get("accel:bitstream_id", "")
 
     def count_offered_handles(self, device: StoredDevice) -> int:
-        if device.state != "ready" or device.busy_with:
+        if device.state != "ready" or device.health == "failed" or device.busy_with:
             return 0
         return self.count_unheld_handles(device)
 
     def count_unheld_handles(self, device: StoredDevice) -> int:
-        taken = {one.handle for one in self.stored.requests}
+        taken = {one.handle for one in self.stored.requests} | {*self.stored.released}
         return len([uuid for uuid, of in self.stored.handles if of == device.id and uuid not in taken])
+
+    def has_released_handle(self, device: StoredDevice) -> bool:
+        return any(of == device.id and uuid in self.stored.released for uuid, of in self.stored.handles)
 
     def list_closed_cards(self) -> list[int]:
         """Return the indexes of the cards that offer nothing although some of their handles are free."""
@@ -301,7 +344,9 @@ class RequestsMachine(RuleBasedStateMachine):
 
     @invariant()
     def stored_rows_are_consistent(self) -> None:
+        held_before = {one.handle for one in self.stored.requests if one.state == "Bound"}
         self.stored = read_stored()
+        self.S1_check_handles_are_released_or_held(held_before)
         self.check_stored_states_and_holders()
         self.S1_check_exclusive_commands_share_no_device()
         self.L2_check_each_waiting_request_has_an_open_command()
@@ -317,6 +362,12 @@ class RequestsMachine(RuleBasedStateMachine):
             assert one.has_fault is (one.state == "BindFailed")
         held = [one.handle for one in self.stored.requests if one.handle]
         assert len(held) == len(set(held)), "S2: one handle, one request"
+
+    def S1_check_handles_are_released_or_held(self, held_before: set[str | None]) -> None:
+        """Check that a handle that an instance had is free only after its host has confirmed it."""
+        held = {one.handle for one in self.stored.requests if one.handle}
+        assert not held & {*self.stored.released}
+        assert held_before <= held | {*self.stored.released}
 
     def S1_check_exclusive_commands_share_no_device(self) -> None:
         for device in self.stored.devices:

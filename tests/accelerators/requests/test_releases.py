@@ -17,6 +17,7 @@ from accelerators.devices import lifecycle
 from accelerators.domain.caller import Caller
 from accelerators.domain.device_actions import Action
 from accelerators.domain.errors import RefusalReason, RefusedError
+from accelerators.domain.states import EventSource
 from accelerators.models import (
     AcceleratorRequest,
     AttachHandle,
@@ -33,6 +34,8 @@ from accelerators.models.commands import COMMAND_IS_OPEN
 from accelerators.requests import binding, capacity
 from accelerators.requests.binding import BindSpec
 from accelerators.workflows import command_endings, release_checks
+from cyborgweb.auth import read_only
+from cyborgweb.server import after_restore
 from drivers.inventory import AttachHandle as ReportedHandle
 from drivers.inventory import Deployable as ReportedDeployable
 from drivers.inventory import Device as ReportedDevice
@@ -290,3 +293,64 @@ def test_a_report_stores_the_use_of_each_handle_and_says_so_in_the_devices_event
     info = json.dumps({"bus": "01", "device": "00", "domain": "0000", "function": "0"})
     assert changes == [{f"use of handle {info}": ["", "unknown"]}, {f"use of handle {info}": ["unknown", ""]}]
     assert Device.objects.get().generation == 0, "its layout is the same"
+
+
+def offer_mdevs() -> None:
+    """Report the card; its handles are mediated devices, which the host makes."""
+    offer_card(handles=2)
+    with conductor.writing():
+        AttachHandle.objects.update(attach_type="MDEV")
+
+
+def test_a_mediated_device_is_given_again_when_its_detach_has_succeeded_which_is_ordered_until_it_does() -> None:
+    offer_mdevs()
+    request = bind()
+    answer()
+    delete(AcceleratorRequest.objects.get(uuid=request.uuid))
+    device = Device.objects.get()
+    for n, outcome in enumerate(("refused", "failed", "unknown")):
+        detach = Command.objects.get(COMMAND_IS_OPEN)
+        assert (detach.op, detach.arguments["consumer"]) == ("detach", str(request.instance_uuid))
+        answer(outcome, f"a guest uses it ({n})")
+        let_time_pass()
+    assert Event.objects.filter(action="device.not_detached").count() == 1, "repeated attempts are not told again"
+    assert (Device.objects.get().state, ReleasedHandle.objects.get().ask_until) == ("ready", None), "it is safe to wait"
+    with conductor.writing():
+        past = datetime.now(UTC) - timedelta(seconds=1)
+        Command.objects.filter(COMMAND_IS_OPEN).update(start_by=past, end_by=past)
+    command_endings.end_late_commands()
+    let_time_pass()
+    assert bind().attach_handle_id != request.attach_handle_id
+    assert device.state == "ready"
+    command_queue.store_answers(
+        [CommandAnswer(one.host_id, one.id, "succeeded") for one in Command.objects.filter(COMMAND_IS_OPEN)]
+    )
+    command_endings.end_answered_commands()
+    assert not ReleasedHandle.objects.exists()
+
+
+@pytest.mark.parametrize(("outcome", "waits"), [("unknown", True), ("failed", True), ("refused", False)])
+def test_what_a_failed_bind_may_have_made_on_the_host_is_removed_before_the_handle_is_given_again(
+    outcome: str, waits: bool
+) -> None:
+    offer_mdevs()
+    bind()
+    answer(outcome, "the agent stopped")
+    assert ReleasedHandle.objects.exists() is waits
+    assert Command.objects.filter(COMMAND_IS_OPEN, op="detach").exists() is waits
+
+
+def test_after_a_restore_a_release_from_long_ago_does_not_quarantine_its_device() -> None:
+    offer_card()
+    unbind(bind())
+    past = datetime.now(UTC) - timedelta(days=3)
+    with conductor.writing():
+        ReleasedHandle.objects.update(ask_until=past)
+        Command.objects.update(start_by=past, end_by=past)
+        conductor.record_event("test.aged", EventSource.SYSTEM, "a test")
+    after_restore.prepare_restored_database(NOVA, "restored")
+    read_only.switch_read_only(False, NOVA, "checked", EventSource.SYSTEM)
+    let_time_pass()
+    assert Device.objects.get().state == "ready"
+    answer()
+    assert not ReleasedHandle.objects.exists()

@@ -63,6 +63,20 @@ def test_a_host_name_with_a_nul_character_is_refused_as_credential(agent: WireAg
         check_another_host_is_served(agent)
 
 
+def test_an_agent_with_the_node_name_of_another_host_is_refused(agent: WireAgent) -> None:
+    with agent.connect():
+        newcomer = WireAgent(agent.port, host="cmp2", node="cmp1", token=make_join_secret("cmp2"))
+        assert newcomer.connect_refused() == (403, "foreign-node")
+        assert list(Host.objects.values_list("name", "node")) == [("cmp1", "cmp1")]
+        until(lambda: Event.objects.filter(action="agent.refused").exists())
+        assert "belongs to host cmp1" in Event.objects.get(action="agent.refused").reason
+        newcomer.node = "cmp2"
+        newcomer.connect().close()
+        newcomer.node, newcomer.epoch = "cmp1", 2
+        assert newcomer.connect_refused() == (403, "foreign-node"), "an enrolled host cannot take the name either"
+        assert Host.objects.get(name="cmp2").node == "cmp2"
+
+
 def test_an_unterminated_deeply_nested_credential_is_refused(agent: WireAgent) -> None:
     header = "Cyborg-Agent " + base64.urlsafe_b64encode(b'{"x":' + b"[" * 5000).decode()
     with pytest.raises(InvalidStatus) as refused:

@@ -194,7 +194,7 @@ def test_all_waiting_reports_of_a_host_with_faults_are_merged_first(
     calm = WireAgent(gateway_slot.port, host="calm", token=make_join_secret("calm"))
     ill = WireAgent(gateway_slot.port, host="ill", token=make_join_secret("ill"))
     with calm.connect() as one, ill.connect() as two:
-        ask(one, make_report(make_card(1)))
+        ask(one, make_report(make_card(3)))
         ask(two, make_report(make_card(1), make_card(2)))
         ask(
             two,

@@ -323,6 +323,29 @@ def test_a_bulk_reset_orders_commands_for_free_devices_and_refuses_held_ones(ope
     assert "ordered with request" in {chip["name"] for chip in listed.context["cl"].applied_filters()}
 
 
+@pytest.mark.django_db
+@pytest.mark.parametrize("scope", ["host", "bus"])
+def test_a_bulk_reset_lists_the_devices_outside_of_it_that_it_affects_before_it_is_confirmed(
+    operator: Client, fill: Fill, scope: str
+) -> None:
+    fill(2)
+    first, *others = report_cards(3)
+    bulk = choose_devices(operator, "reset", Device.objects.filter(pk=first.pk))
+    assert b"Also affected" not in operator.get(bulk_page(bulk)).content
+    with conductor.writing():
+        host = Host.objects.get(pk=first.host_id)
+        host.drivers[first.driver]["declares"] = {"affects": {"reset": scope}}
+        host.save(update_fields=["drivers"])
+    page = operator.get(bulk_page(bulk))
+    listed = {str(device) for device, _, _ in page.context["affected"]}
+    affected = others if scope == "host" else []  # each card is on a bus of its own
+    assert page.context["affected_number"] == len(affected) == len(listed)
+    assert all(any(str(device.pk) in link or str(device) in link for link in listed) for device in affected)
+    assert (b"Also affected" in page.content) is bool(affected)
+    checked = choose_devices(operator, "health", Device.objects.filter(pk=first.pk))
+    assert b"Also affected" not in operator.get(bulk_page(checked)).content
+
+
 @pytest.mark.django_db(transaction=True)
 def test_a_bulk_health_check_includes_held_devices_and_each_refusal_has_a_reason(operator: Client, fill: Fill) -> None:
     fill(20)

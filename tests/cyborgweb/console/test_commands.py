@@ -101,6 +101,28 @@ def test_a_destructive_command_needs_confirmation(
     assert command.op == op and command.arguments.items() >= asked.items()
 
 
+def declare_reset_of_the_bus(device: Device) -> None:
+    """Store that a reset by the driver of this device affects all devices of the host."""
+    with conductor.writing():
+        host = Host.objects.get(pk=device.host_id)
+        host.drivers[device.driver]["declares"] = {"affects": {"reset": "host"}, "handle_types": ["PCI"]}
+        host.save(update_fields=["drivers"])
+
+
+def test_the_confirmation_lists_the_other_devices_that_a_command_affects(operator: Client, device: Device) -> None:
+    held = Device.objects.get(address="0000:00:00.0")
+    assert "also affected" not in operator.post(order_url(device), {"op": "reset"}).content.decode()
+    declare_reset_of_the_bus(device)
+    confirmation = operator.post(order_url(device), {"op": "reset"}).content.decode()
+    assert "also affected" in confirmation and change_page(held) in confirmation
+    assert "is held by request" in confirmation and 'name="sure"' not in confirmation
+    assert "also affected" not in operator.post(order_url(device), {"op": "uninstall"}).content.decode()
+    page = operator.get(reverse("admin:accelerators_hostdriver_changelist")).content.decode()
+    (link,) = set(re.findall(r'href="(/admin/accelerators/hostdriver/[^"]+change/)"[^>]*>pci_driver<', page))
+    shown = operator.get(link).content.decode()
+    assert "affects all devices of the host" in shown and "Handle types" in shown
+
+
 def test_a_destructive_command_on_a_held_device_is_refused_naming_the_holder(operator: Client, device: Device) -> None:
     held = Device.objects.get(address="0000:00:00.0")
     assert list_command_buttons(operator, held) == {"health"}

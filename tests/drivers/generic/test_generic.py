@@ -187,6 +187,12 @@ def test_a_mediated_device_is_created_by_attach_and_removed_by_detach_of_its_con
     assert not host.machine.names("/sys/bus/mdev/devices") and not host.machine.names("/state/mdev")
 
 
+def test_nova_finds_the_device_by_the_address_in_the_attach_info_and_creates_its_asked_type(host: ModelMachine) -> None:
+    (info, _) = handle_infos(only_device(make_runner(host, vgpus=MDEV)))
+    node_device = "_".join(["mdev", UUIDS[0], *(info[name] for name in ("domain", "bus", "device", "function"))])
+    assert node_device == f"mdev_{UUIDS[0]}_0000_02_00_0" and info["asked_type"] == "nvidia-223"
+
+
 def test_mediated_devices_made_by_others_reduce_the_handles_and_are_not_offered(host: ModelMachine) -> None:
     work = make_runner(host, vgpus=MDEV)
     host.write(f"/sys/bus/pci/devices/{GPU}/mdev_supported_types/nvidia-223/create", UUIDS[3])
@@ -203,6 +209,50 @@ def test_detach_is_refused_while_a_guest_has_the_mediated_device_open(host: Mode
     host.file(host.sys / "class/vfio/20/dev", "242:20\n")
     host.file(host.dev / "vfio/20", "")
     with host.holding("/dev/vfio/20"), pytest.raises(Busy, match="a guest uses it"):
+        work.plan("detach", attach_ask(work, 0))
+
+
+def test_a_detach_removes_what_nova_has_defined_under_the_handles_uuid_and_nothing_else(host: ModelMachine) -> None:
+    work = make_runner(host, vgpus=MDEV)
+    work.run_act("attach", attach_ask(work, 0))
+    ours, stranger = (host.etc / "mdevctl.d" / GPU / uuid for uuid in UUIDS[:2])
+    for definition in (ours, stranger):
+        host.file(definition, '{"mdev_type": "nvidia-223", "start": "auto"}')
+    plan = work.plan("detach", attach_ask(work, 0))
+    assert [step.does for step in plan.steps] == [
+        f"remove the definition of {UUIDS[0]}",
+        f"remove the mediated device {UUIDS[0]}",
+        f"remove the note of who has {UUIDS[0]}",
+    ]
+    work.run_act("detach", attach_ask(work, 0))
+    assert not ours.exists() and stranger.exists()
+    host.file(ours, "{}")  # It was not started.
+    assert work.run_act("detach", attach_ask(work, 0)) == 1
+    assert not ours.exists() and not work.plan("detach", attach_ask(work, 0)).steps
+
+
+def test_attach_takes_over_an_idle_device_that_exists_under_the_handles_uuid(host: ModelMachine) -> None:
+    work = make_runner(host, vgpus=MDEV)
+    wanted = attach_ask(work, 0)
+    host.write(f"/sys/bus/pci/devices/{GPU}/mdev_supported_types/nvidia-223/create", UUIDS[0])
+    host.link(host.real(f"/sys/bus/pci/devices/{GPU}/{UUIDS[0]}/iommu_group"), host.sys / "kernel/iommu_groups/20")
+    host.file(host.sys / "class/vfio/20/dev", "242:20\n")
+    host.file(host.dev / "vfio/20", "")
+    with host.holding("/dev/vfio/20"), pytest.raises(Busy, match="a guest uses it"):
+        work.plan("attach", wanted)
+    assert work.run_act("attach", wanted) == 1
+    assert host.machine.read(f"/state/mdev/{UUIDS[0]}") == ALICE
+    assert len(handle_infos(only_device(work))) == 2, "it counts as ours"
+
+
+def test_definitions_that_cannot_be_read_are_a_fault_and_prevent_a_detach(host: ModelMachine) -> None:
+    work = make_runner(host, vgpus=MDEV)
+    work.run_act("attach", attach_ask(work, 0))
+    assert discover_findings(work).faults == (), "a host without libvirt has no definitions"
+    host.file(host.etc / "mdevctl.d", "no directory")
+    (fault,) = discover_findings(work).faults
+    assert "/etc/mdevctl.d: Not a directory: let the agent read it" in fault.reason
+    with pytest.raises(DriverError):
         work.plan("detach", attach_ask(work, 0))
 
 

@@ -53,6 +53,25 @@ def test_a_value_is_written_to_an_existing_attribute_and_no_file_is_created_in_s
     run_with_writer(tmp_path, work)
 
 
+def test_a_definition_of_a_mediated_device_can_only_be_removed_and_nothing_else_of_etc_is_written(
+    tmp_path: Path,
+) -> None:
+    definition = make_attribute(tmp_path, "/etc/mdevctl.d/0000:02:00.0/u1", "{}")
+    other = make_attribute(tmp_path, "/etc/passwd", "root")
+
+    async def work() -> None:
+        hand = HostWriter({"/sys": str(tmp_path / "sys"), "/etc/mdevctl.d": str(tmp_path / "etc/mdevctl.d")})
+        for path, value in (("/etc/mdevctl.d/0000:02:00.0/u1", "x"), ("/etc/passwd", "x"), ("/etc/passwd", "")):
+            with pytest.raises(Denied):
+                await hand.write(path, value, 5)
+        for _ in range(2):
+            await hand.write("/etc/mdevctl.d/0000:02:00.0/u1", "", 5)
+        await hand.close()
+
+    asyncio.run(work())
+    assert not definition.exists() and other.read_text() == "root"
+
+
 def test_state_files_of_a_driver_are_created_replaced_and_removed(tmp_path: Path) -> None:
     async def work(hand: HostWriter) -> None:
         await hand.write("/state/b/0/on", "1", 5)

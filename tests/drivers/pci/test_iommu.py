@@ -183,10 +183,11 @@ def test_functions_beside_a_usb_sound_or_bridge_function_are_no_companions(host:
         (INTEL, "intel_iommu=off", ("DMAR",), "remove intel_iommu=off from the kernel's command line"),
         (AMD, "quiet", (), "switch the IOMMU (AMD-Vi) on in the firmware; the kernel needs no parameter"),
         (AMD, "amd_iommu=off quiet", (), "remove amd_iommu=off from the kernel's command line"),
+        (f"{AMD}flags\t: fpu hypervisor\n", "", (), "a virtual machine: its hypervisor has to give it a virtual IOMMU"),
         ("CPU implementer\t: 0x41\n", "quiet", (), "switch it on in the firmware"),
         ("", "", (), "switch it on in the firmware"),
     ],
-    ids=["intel", "intel-firmware", "intel-on", "intel-off", "amd", "amd-off", "arm", "unknown"],
+    ids=["intel", "intel-firmware", "intel-on", "intel-off", "amd", "amd-off", "virtual", "arm", "unknown"],
 )
 def test_without_an_iommu_a_card_is_a_fault_that_names_the_missing_setting(
     host: ModelMachine, cpu: str, command_line: str, tables: tuple[str, ...], says: str

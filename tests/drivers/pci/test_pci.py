@@ -341,6 +341,25 @@ def test_a_device_with_a_serial_number_is_found_by_it(host: FakeHost) -> None:
         PciDriver().health(host.machine, {}, Ask("serial:8086:000a1b2c3d4e5f60:0"))
 
 
+def test_an_act_is_done_to_the_reported_function_although_another_has_its_serial_number(
+    host: FakeHost,
+) -> None:
+    key, twin = "serial:10de:000a1b2c3d4e5f60:0", "0000:00:01.0"
+    space = make_config_space(bytes.fromhex("000a1b2c3d4e5f60"))
+    host.file(host.pci(twin, "0x10de", "0x1eb8", "0x030200") / "config", space)
+    card = host.pci(T4, "0x10de", "0x1eb8", "0x030200", power_state="error")
+    host.file(card / "config", space)
+    driver = PciDriver()
+    assert driver.health(host.machine, {}, Ask(key, address=T4)).status == "failed"
+    with pytest.raises(Invalid, match=f"{twin} and {T4} have the same serial number"):
+        driver.health(host.machine, {}, Ask(key))
+    host.file(card / "config", space[:64])
+    assert driver.health(host.machine, {}, Ask(key, address=T4)).status == "failed", "unreadable proves nothing"
+    host.file(card / "config", make_config_space(b"otherone"))
+    with pytest.raises(Gone, match="is not serial:10de:000a1b2c3d4e5f60:0 any more"):
+        driver.health(host.machine, {}, Ask(key, address=T4))
+
+
 def test_the_probe_names_what_the_host_lacks_and_the_remedy(host: FakeHost) -> None:
     rules = {"rules": [{"vendor": "10de", "bind": "vfio-pci"}]}
     host.file(host.proc / "self/status", "Name:\tx\nUid:\t1000\t1000\t1000\t1000\nCapEff:\t0000000000000000\n")

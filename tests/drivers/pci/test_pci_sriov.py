@@ -386,6 +386,9 @@ def test_a_detach_succeeds_only_if_no_guest_has_the_function_open(host: ModelMac
     host.file(host.dev / node.removeprefix("/dev/"), "")
     make_runner(host, vfs=0).run_act("install", ASK)
     assert work.plan("detach", Ask(ASK.key, handle=second)).said == f"{SECOND_VF} does not exist any more"
+    (whole,) = discover_card(make_runner(host)).deployables[0].handles
+    host.unplug(CARD)
+    assert work.plan("detach", Ask(ASK.key, handle=whole)).said == f"{CARD} does not exist any more"
 
 
 def test_a_detach_of_another_cards_function_or_of_no_function_is_refused(host: ModelMachine) -> None:

@@ -43,6 +43,7 @@ def test_an_operator_installs_a_driver_and_follows_the_rollout_to_its_end(ask: A
         "state": "absent",
         "error": "",
         "since": absent["seen"]["since"],
+        "declares": {},
     }
     assert (running["driver"], running["seen"]["state"], running["devices"]) == ("test_driver", "ok", 1)
     settings = {"rules": [{"vendor": "10de"}]}

@@ -192,8 +192,8 @@ def test_device_lists_can_be_filtered_limited_and_sorted(get: Get, fill: Fill, q
 
 def test_deployables_can_be_filtered_by_name(get: Get, fill: Fill) -> None:
     fill(3)
-    found = get_items(get, "/v2/deployables?filters.field=name&filters.value=node_0000:01:00.0")
-    assert [item["name"] for item in found] == ["node_0000:01:00.0"]
+    found = get_items(get, "/v2/deployables?filters.field=name&filters.value=cmp0_0000:01:00.0")
+    assert [item["name"] for item in found] == ["cmp0_0000:01:00.0"]
 
 
 @COLLECTIONS

@@ -18,7 +18,8 @@ from agents.host.checking.facts import (
     RightsFacts,
     SriovCard,
 )
-from drivers.inventory import Backend, Deployable, Device, DriverReport, Fault
+from drivers.inventory import Backend, Deployable, Device, DriverDeclaration, DriverReport, Fault
+from drivers.isolation.driver_main import Manifest
 
 NO_IOMMU = "no IOMMU: add intel_iommu=on to the kernel's command line"
 NOON = 1_700_000_000.0
@@ -28,7 +29,8 @@ GPU = Device("pci:0000:01:00.0", "GPU", "10de", "1eb8", "0000:01:00.0", deployab
 KERNEL = KernelFacts("6.1.0-18-amd64", 12, "", ("vfio-pci",), True, (SriovCard("0000:02:00.0", 8, 2, "ixgbe"),))
 RIGHTS = RightsFacts(0, frozenset(checks.NEEDED_CAPABILITIES), False, "/var/lib/agent", "")
 CONDUCTOR = ConductorFacts("https://c:8443", "sha256:ab", "192.0.2.1", date=NOON_TEXT, before=NOON, after=NOON + 0.2)
-DRIVER = DriverFacts(DriverReport("pci_driver", devices=(GPU,)), (), enabled=True, writes_sys=True)
+MANIFEST = Manifest("pci_driver", writes=("/sys/bus/pci/drivers_probe",), declares=DriverDeclaration(min_kernel="3.16"))
+DRIVER = DriverFacts(DriverReport("pci_driver", devices=(GPU,)), (), enabled=True, manifest=MANIFEST)
 GOOD = HostFacts("cmp1.example", "cmp1", "cmp1.example", KERNEL, RIGHTS, CONDUCTOR, (DRIVER,), {"0000:00:02.0": "disk"})
 
 
@@ -50,7 +52,7 @@ def with_conductor(**changes: object) -> HostFacts:
 
 
 def with_driver(report: DriverReport = DRIVER.report, *limitations: str, enabled: bool = True) -> HostFacts:
-    return replace(GOOD, drivers=(DriverFacts(report, limitations, enabled, enabled),))
+    return replace(GOOD, drivers=(DriverFacts(report, limitations, enabled, MANIFEST),))
 
 
 def with_problem(problem: ConnectionProblem) -> HostFacts:
@@ -71,6 +73,7 @@ NO_IOMMU_NEEDED = replace(
 BLOCKED_GPU = Device("k", "GPU", "10de", "1eb8", to_install="cannot be done: it is in a group with the disk")
 PROBLEMS: list[tuple[HostFacts, str, Status, str]] = [
     (with_kernel(release="5.10.0"), "kernel", "warning", "upgrade to Linux 5.13"),
+    (with_kernel(release="3.10.0-1160.el7"), "kernel", "failed", "it needs Linux 3.16 or later"),
     (with_kernel(release="unknown"), "kernel", "warning", "not understood"),
     (with_kernel(missing_iommu=NO_IOMMU), "iommu", "warning", "no enabled driver needs one"),
     (NO_IOMMU_NEEDED, "iommu", "failed", "add intel_iommu=on to the kernel's command line"),
@@ -171,6 +174,16 @@ def test_a_driver_says_what_it_would_offer() -> None:
     assert (result.found, result.details) == ("1 device, 2 units", ("offers GPU 10de:1eb8 at 0000:01:00.0, 2 units",))
 
 
+def test_a_driver_that_is_not_enabled_names_its_hardware_on_this_host() -> None:
+    matches = ("pci:v000010DEd*bc03*",)
+    names = {"0000:01:00.0": "pci:v000010DEd00001EB8sv00sd00bc03sc02i00", "0000:02:00.0": "pci:v00008086d1bc02"}
+    for enabled in (True, False):
+        driver = DriverFacts(DriverReport("npu"), (), enabled, Manifest(declares=DriverDeclaration(matches)))
+        facts = replace(GOOD, drivers=(driver,), kernel=replace(KERNEL, modaliases=names))
+        details = "\n".join(find_result(facts, "driver:npu").details)
+        assert ("hardware of it is here: 0000:01:00.0; to use it" in details) is not enabled
+
+
 def test_the_true_clock_difference_is_always_within_the_bounds() -> None:
     for real_offset in (-30.0, -0.4, 0.0, 0.6, 30.0):
         for age_of_header in (0.0, 0.9, 1.9):
@@ -196,4 +209,5 @@ def test_the_text_has_one_block_for_each_check_and_the_json_all_fields() -> None
     document = json.loads(checks.render_json("cmp1.example", results))
     assert (document["host"], document["ok"]) == ("cmp1.example", False)
     assert {"name", "status", "found", "advice", "details"} == document["checks"][0].keys()
-    assert json.loads(checks.render_json("h", checks.run_checks(GOOD)))["ok"] is True
+    good = json.loads(checks.render_json("h", checks.run_checks(GOOD), GOOD.drivers))
+    assert good["ok"] is True and good["manifests"]["pci_driver"]["declares"] == {"min_kernel": "3.16"}

@@ -173,8 +173,8 @@ def test_enabled_drivers_settle_conflicts_and_others_are_asked_alone() -> None:
         finally:
             for driver in drivers:
                 await driver.close()
-        assert (fake.name, fake.enabled, fake.writes_sys) == ("fake_driver", True, False)
-        assert (pci.name, pci.enabled, pci.writes_sys) == ("pci_driver", False, True)
+        assert (fake.name, fake.enabled, fake.manifest.writes) == ("fake_driver", True, ("/state/*/*/*",))
+        assert (pci.name, pci.enabled, pci.manifest.declares.handle_types) == ("pci_driver", False, ("PCI",))
         assert len(fake.report.devices) == 1 and pci.report.faults[0].subject == "rules"
 
     asyncio.run(story())

@@ -76,6 +76,27 @@ def test_a_rescan_without_changes_makes_no_new_report(tmp_path: Path) -> None:
     asyncio.run(story())
 
 
+def test_a_serial_number_that_was_read_before_a_restart_stays_the_identity_of_the_card(tmp_path: Path) -> None:
+    card = Device("serial:10ee:01:0", "FPGA", "10ee", "5000", "0000:01:00.0")
+    unreadable = msgspec.structs.replace(card, key="pci:0000:01:00.0")
+    twin = msgspec.structs.replace(card, address="0000:02:00.0")
+
+    async def report(*devices: Device) -> list[str]:
+        """Run an agent until it has reported what its driver finds, and return the keys."""
+        journal = open_journal(tmp_path, "h")
+        async with run_reporter(journal, {"pci": ControlledDriver(DriverReport("pci", devices=devices))}) as (
+            _,
+            offers,
+        ):
+            await wait_until(lambda: offers)
+            return [device.key for device in reported_drivers(journal)["pci"].devices]
+
+    assert asyncio.run(report(card)) == [card.key]
+    assert asyncio.run(report()) == []
+    assert asyncio.run(report(unreadable)) == [card.key]
+    assert asyncio.run(report(card, twin)) == ["pci:0000:02:00.0", card.key]
+
+
 def test_a_failing_driver_affects_only_its_own_devices_and_is_asked_again(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -14,8 +14,8 @@ import pytest
 from agents import wire
 from agents.host.execution import command_semantics
 from drivers.errors import Busy, Failed, Invalid
-from drivers.inventory import AttachHandle, Device, DriverReport
-from drivers.plan import Check, Plan, Step
+from drivers.inventory import AttachHandle, Device, DriverReport, Health
+from drivers.plan import Ask, Check, Plan, Step, Vitals
 from tests.agents.host.execution.executor_host import (
     CARD_PATH,
     HANDLE,
@@ -220,6 +220,8 @@ def test_the_question_whether_a_function_is_unused_is_answered_whatever_acts_are
             driver.plans["detach"] = lambda ask: Plan(said="no guest uses it")
             answer = await host.run_commands(msgspec.structs.replace(question, number=2, id="2"))
             assert (answer.outcome, answer.text) == ("succeeded", "no guest uses it")
+            pulled = await host.run_commands(msgspec.structs.replace(question, number=4, id="4", key="pulled"))
+            assert (pulled.outcome, pulled.text) == ("succeeded", "no guest uses it"), "the driver answers"
             mdev = msgspec.structs.replace(question, number=3, id="3", handle=HANDLE)
             assert "do not allow the act 'detach'" in (await host.run_commands(mdev)).text
 
@@ -329,6 +331,26 @@ def test_rescan_logs_report_and_health_return_their_details(tmp_path: Path) -> N
                 "degraded",
                 "[]",
             )
+
+    asyncio.run(story())
+
+
+@pytest.mark.parametrize(("answered", "looks_again"), [("failed", True), ("ok", False)])
+def test_a_driver_looks_again_when_a_health_check_finds_another_health_than_it_reported(
+    tmp_path: Path, answered: Health, looks_again: bool
+) -> None:
+    async def story() -> None:
+        driver = ScriptedDriver()
+
+        async def health(ask: Ask) -> Vitals:
+            return Vitals(answered, "off the bus")
+
+        driver.health = health  # type: ignore[method-assign]
+        async with run_host(tmp_path, driver) as host:
+            looks = driver.discover_count
+            result = await host.run_commands(make_command(1, "health"))
+            assert result.outcome == "succeeded"
+            assert (driver.discover_count > looks, result.seq == host.journal.seq) == (looks_again, looks_again)
 
     asyncio.run(story())
 

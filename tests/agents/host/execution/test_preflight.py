@@ -10,10 +10,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from agents.host.execution.preflight import check_attachments
+from agents.host.execution.preflight import check_attachments, check_plan_paths
 from agents.host.settings import extract_allowed_acts
 from drivers.configuration import ConfigurationError
-from drivers.errors import Busy
+from drivers.errors import Busy, Denied
 from drivers.isolation.host_writer import HostWriter
 from drivers.plan import Ask, Plan, Step, Write
 from tests.agents.host.execution.executor_host import (
@@ -341,6 +341,27 @@ def test_a_device_attached_to_another_consumer_cannot_be_programmed() -> None:
     check_attachments("detach", Ask(key="k", uuid="u1"), {"u1": "vm1"})
     with pytest.raises(Busy, match="its handle u1 is attached to vm1"):
         check_attachments("program", other, {"u1": "vm1"})
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "is_allowed"),
+    [
+        ("/etc/mdevctl.d/0000:01:00.0/u1", "", True),
+        ("/etc/mdevctl.d/0000:01:00.0/u1", "{}", False),
+        ("/etc/mdevctl.d/0000:02:00.0/u1", "", False),
+        ("/etc/mdevctl.d/u1", "", False),
+    ],
+)
+def test_only_definitions_of_the_devices_own_mediated_devices_may_be_removed(
+    path: str, value: str, is_allowed: bool
+) -> None:
+    plan = Plan((Step("remove it", Write(path, value)),))
+    writable = ("/etc/mdevctl.d/*", "/etc/mdevctl.d/*/*")
+    if is_allowed:
+        check_plan_paths(plan, writable, {"0000:01:00.0"}, str)
+    else:
+        with pytest.raises(Denied, match="may affect more than this device"):
+            check_plan_paths(plan, writable, {"0000:01:00.0"}, str)
 
 
 def test_acts_are_read_and_removed_from_the_driver_tables_and_a_wrong_list_is_refused() -> None:

@@ -1,0 +1,159 @@
+-- A request claims the hardware behind its handle. The claims of two requests never overlap, whatever device, driver or
+-- identity the handles belong to: the exclusion constraint below refuses the second one (promise S1).
+--
+-- A claim is a set of ranges of numbers. Each PCI function of each host has 2^64 numbers of its own:
+--   the lower half stands for the function itself: the one who is given the function claims all of it;
+--   the upper half stands for the parts of the function: a virtual function, or a mediated device, claims one number in
+--   its parent's upper half, and the one who is given the whole function claims all of it, too.
+-- So a function is given once, different parts of a function are given side by side, and never a part beside the whole.
+-- A handle without a PCI address claims one number of its host, computed from its text: equal texts are one handle.
+
+CREATE FUNCTION accelerators_function_number(host bigint, domain text, bus text, slot text, func text)
+RETURNS numeric LANGUAGE sql IMMUTABLE PARALLEL SAFE AS $$
+-- Return the first of the 2^64 numbers of a PCI function; the parts of its address are in hex. NULL if one is NULL.
+  SELECT (host * 72057594037927936::numeric
+    + ('x' || lpad(domain, 8, '0'))::bit(32)::bigint * 16777216
+    + ('x' || lpad(bus || lpad(slot, 2, '0') || lpad(func, 2, '0'), 8, '0'))::bit(32)::bigint) * 18446744073709551616
+$$;
+
+CREATE FUNCTION accelerators_address_number(host bigint, address text) RETURNS numeric
+LANGUAGE sql IMMUTABLE PARALLEL SAFE AS $$
+-- Return the same for an address such as 0000:01:00.0; NULL if it is no PCI address.
+  SELECT accelerators_function_number(host, x.part[1], x.part[2], x.part[3], x.part[4])
+  FROM regexp_match(lower(address), '^([0-9a-f]{1,8}):([0-9a-f]{1,2}):([0-9a-f]{1,2})\.([0-9a-f])$') AS x(part)
+$$;
+
+CREATE FUNCTION accelerators_whole_function(host bigint, address text) RETURNS nummultirange
+LANGUAGE sql IMMUTABLE PARALLEL SAFE AS $$
+-- Return all numbers of a PCI function; NULL if it is no PCI address.
+  SELECT nummultirange(numrange(x.start, x.start + 18446744073709551616))
+  FROM accelerators_address_number(host, address) AS x(start) WHERE x.start IS NOT NULL
+$$;
+
+CREATE FUNCTION accelerators_claim(host bigint, card_address text, attach_type text, info text, alone boolean)
+RETURNS nummultirange LANGUAGE plpgsql IMMUTABLE PARALLEL SAFE AS $$
+-- Return what a request claims that holds this handle. `card_address` is the PCI address of its device or, if that is a
+-- virtual function, of its card. `alone` says that the device has no other handle now: if the handle is the device's own
+-- function, it is given as a whole, parts included.
+DECLARE
+  half CONSTANT numeric := 9223372036854775808;
+  hex CONSTANT text := '":\s*"(?:0x)?([0-9a-f]{1,2})"';
+  words CONSTANT text := lower(info);
+  card CONSTANT numeric := accelerators_address_number(host, card_address);
+  own CONSTANT numeric := accelerators_function_number(host, substring(words FROM '"domain":\s*"(?:0x)?([0-9a-f]{1,8})"'),
+    substring(words FROM '"bus' || hex), substring(words FROM '"device' || hex), substring(words FROM '"function' || hex));
+  digest CONSTANT bigint := ('x' || left(md5(attach_type || info), 15))::bit(60)::bigint;
+  part numeric;
+BEGIN
+  IF attach_type IN ('PCI', 'TEST_PCI') AND own IS NOT NULL THEN
+    IF own = card THEN
+      RETURN nummultirange(numrange(own, own + CASE WHEN alone THEN 2 * half ELSE half END));
+    END IF;
+    part := card + half + mod(div(own, 2 * half), 72057594037927936);
+    RETURN nummultirange(numrange(own, own + 2 * half))
+      + CASE WHEN part IS NULL THEN '{}' ELSE nummultirange(numrange(part, part, '[]')) END;
+  ELSIF coalesce(own, card) IS NOT NULL THEN
+    part := coalesce(own, card) + half + digest;
+  ELSE
+    part := - (host * 1152921504606846976::numeric + digest) - 1;
+  END IF;
+  RETURN nummultirange(numrange(part, part, '[]'));
+END $$;
+
+CREATE FUNCTION accelerators_claim_of_handle(handle bigint) RETURNS nummultirange LANGUAGE sql STABLE AS $$
+-- Return what a request claims that holds this handle now.
+  SELECT accelerators_claim(d.host_id, coalesce(d.physical_function, d.address), t.attach_type, t.attach_info, NOT EXISTS (
+    SELECT FROM accelerators_attachhandle o JOIN accelerators_deployable q ON q.id = o.deployable_id
+    WHERE q.device_id = d.id AND o.id <> t.id AND o.missing_since IS NULL))
+  FROM accelerators_attachhandle t JOIN accelerators_deployable p ON p.id = t.deployable_id
+  JOIN accelerators_device d ON d.id = p.device_id WHERE t.id = handle
+$$;
+
+ALTER TABLE accelerators_acceleratorrequest ADD COLUMN claim nummultirange;
+
+CREATE FUNCTION accelerators_request_claim() RETURNS trigger LANGUAGE plpgsql AS $$
+-- Store what the request's handle stands for when the request gets the handle. It stays until the handle is given up,
+-- even if the device gets another address meanwhile: the instance has what was at the address when it was bound.
+BEGIN
+  IF NEW.attach_handle_id IS NULL THEN
+    NEW.claim := NULL;
+  ELSIF TG_OP = 'INSERT' THEN
+    NEW.claim := accelerators_claim_of_handle(NEW.attach_handle_id);
+  ELSIF OLD.attach_handle_id IS DISTINCT FROM NEW.attach_handle_id THEN
+    NEW.claim := accelerators_claim_of_handle(NEW.attach_handle_id);
+  END IF;
+  RETURN NEW;
+END $$;
+CREATE TRIGGER accelerators_request_claim BEFORE INSERT OR UPDATE OF attach_handle_id
+  ON accelerators_acceleratorrequest FOR EACH ROW EXECUTE FUNCTION accelerators_request_claim();
+
+DO $$
+-- Store the claims of existing requests. If two of them overlap already, the older request has the claim, and the
+-- devices of both are quarantined, so that neither is given to a third request before a person has looked.
+DECLARE
+  late record;
+  device record;
+BEGIN
+  UPDATE accelerators_acceleratorrequest SET claim = accelerators_claim_of_handle(attach_handle_id)
+    WHERE attach_handle_id IS NOT NULL;
+  BEGIN
+    ALTER TABLE accelerators_acceleratorrequest ADD CONSTRAINT request_one_per_function EXCLUDE USING gist (claim WITH &&);
+    RETURN;
+  EXCEPTION WHEN exclusion_violation THEN
+    RAISE WARNING 'two requests hold one function: their devices are quarantined';
+  END;
+  UPDATE accelerators_acceleratorrequest SET claim = NULL WHERE claim IS NOT NULL;
+  SET CONSTRAINTS ALL IMMEDIATE;  -- the table cannot be altered while foreign keys of its rows wait for their check
+  ALTER TABLE accelerators_acceleratorrequest ADD CONSTRAINT request_one_per_function EXCLUDE USING gist (claim WITH &&);
+  FOR late IN SELECT id, uuid, accelerators_claim_of_handle(attach_handle_id) AS claim
+      FROM accelerators_acceleratorrequest WHERE attach_handle_id IS NOT NULL ORDER BY id LOOP
+    BEGIN
+      UPDATE accelerators_acceleratorrequest SET claim = late.claim WHERE id = late.id;
+    EXCEPTION WHEN exclusion_violation THEN
+      FOR device IN SELECT DISTINCT d.id, d.uuid, d.state, d.returns_to, d.drain_to, d.model, h.name AS host
+          FROM accelerators_acceleratorrequest r JOIN accelerators_attachhandle t ON t.id = r.attach_handle_id
+          JOIN accelerators_deployable p ON p.id = t.deployable_id JOIN accelerators_device d ON d.id = p.device_id
+          JOIN accelerators_host h ON h.id = d.host_id
+          WHERE (r.id = late.id OR r.claim && late.claim) AND d.state NOT IN ('retired', 'quarantined')
+          AND d.returns_to IS DISTINCT FROM 'quarantined' LOOP
+        UPDATE accelerators_device SET drain_to = NULL, updated_at = now(), state_by = 'upgrade',
+            state = CASE device.state WHEN 'missing' THEN 'missing' ELSE 'quarantined' END,
+            returns_to = CASE device.state WHEN 'missing' THEN 'quarantined' END, state_since = now(),
+            state_reason = format('request %s holds a function that an older request holds, too: delete one of the two '
+              'servers, then release the device', late.uuid)
+          WHERE id = device.id;
+        INSERT INTO accelerators_event (source, actor, request_id, action, subject_type, subject, subject_name, host,
+            changes, reason)
+          SELECT 'system', 'upgrade', '', 'device.quarantined', 'device', device.uuid, device.model, device.host,
+            jsonb_build_object('state', jsonb_build_array(device.state, d.state),
+              'returns_to', jsonb_build_array(device.returns_to, d.returns_to),
+              'drain_to', jsonb_build_array(device.drain_to, NULL)), d.state_reason
+          FROM accelerators_device d WHERE d.id = device.id;
+      END LOOP;
+    END;
+  END LOOP;
+END $$;
+
+-- A released handle claims the same until its host has confirmed that no guest uses it: no request gets the function
+-- through another handle either.
+ALTER TABLE accelerators_releasedhandle ADD COLUMN claim nummultirange;
+UPDATE accelerators_releasedhandle SET claim = accelerators_claim_of_handle(handle_id);
+
+CREATE FUNCTION accelerators_release_claim() RETURNS trigger LANGUAGE plpgsql AS $$
+BEGIN
+  NEW.claim := accelerators_claim_of_handle(NEW.handle_id);
+  RETURN NEW;
+END $$;
+CREATE TRIGGER release_claim BEFORE INSERT ON accelerators_releasedhandle
+  FOR EACH ROW EXECUTE FUNCTION accelerators_release_claim();
+
+CREATE OR REPLACE FUNCTION accelerators_refuse_released_handle() RETURNS trigger LANGUAGE plpgsql AS $$
+-- It runs after accelerators_request_claim, because triggers run in the order of their names.
+BEGIN
+  IF EXISTS (SELECT FROM accelerators_releasedhandle
+      WHERE handle_id = NEW.attach_handle_id OR claim && NEW.claim) THEN
+    RAISE EXCEPTION 'the function of attach handle % was released, and its host has not confirmed that no guest uses it',
+      NEW.attach_handle_id USING ERRCODE = 'exclusion_violation', CONSTRAINT = 'request_one_per_function';
+  END IF;
+  RETURN NEW;
+END $$;

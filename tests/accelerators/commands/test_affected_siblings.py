@@ -1,0 +1,129 @@
+"""Test commands that affect other devices of the host, too, as the driver declares it: they must be free as well."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+from pytest_django import DjangoAssertNumQueries
+
+from accelerators import safety
+from accelerators.commands import command_queue
+from accelerators.commands.command_queue import CommandAnswer
+from accelerators.domain import siblings
+from accelerators.domain.caller import Caller
+from accelerators.domain.errors import RefusalReason, RefusedError
+from accelerators.models import Command, Device, Host
+from accelerators.workflows import command_endings
+from drivers.inventory import DriverDeclaration, DriverReport
+from tests.support.reports import apply_report, get_or_create_host, make_card, make_driver_report
+
+pytestmark = pytest.mark.django_db
+OLGA = Caller("olga", "u", frozenset({"admin"}), "p1")
+ACTS = "health partition reset uninstall"
+FIRST, SAME_CARD, SAME_BUS, OTHER_BUS = "0000:01:00.0", "0000:01:00.1", "0000:01:01.0", "0000:02:00.0"
+
+
+def make_reports(affects: dict[str, str] | None) -> list[DriverReport]:
+    """Return the reports of a driver with one card, and of another driver with three; `affects` is the declaration."""
+    first = make_card(1, acts=ACTS)
+    others = [
+        make_card(n, key=f"pci:{address}", address=address, deployables=(), acts=ACTS)
+        for n, address in enumerate((SAME_CARD, SAME_BUS, OTHER_BUS))
+    ]
+    declares = None if affects is None else DriverDeclaration(affects=affects)
+    report = msgspec.structs.replace(make_driver_report(first), declares=declares)
+    return [report, make_driver_report(*others, driver="other_driver")]
+
+
+def report_cards(affects: dict[str, str] | None, seq: int = 1) -> Device:
+    """Merge these reports; return the first card."""
+    apply_report(get_or_create_host(), *make_reports(affects), seq=seq)
+    return Device.objects.select_related("host").get(address=FIRST)
+
+
+def hold(*addresses: str) -> safety.HolderCheckResult:
+    """Return the answer of a holder check that says that somebody holds these devices."""
+    return safety.HolderCheckResult((f"instance on {addresses[0]}",))
+
+
+def busy_addresses() -> set[str]:
+    return set(Device.objects.filter(busy_with__isnull=False).values_list("address", flat=True))
+
+
+@pytest.mark.parametrize(
+    ("scope", "affected"),
+    [
+        ("card", {SAME_CARD}),
+        ("bus", {SAME_CARD, SAME_BUS}),
+        ("host", {SAME_CARD, SAME_BUS, OTHER_BUS}),
+        ("a scope of the future", {SAME_CARD, SAME_BUS, OTHER_BUS}),
+        ("device", set()),
+    ],
+)
+def test_S1_a_reset_is_refused_while_another_device_that_it_affects_is_held(scope: str, affected: set[str]) -> None:
+    device = report_cards({"reset": scope})
+    assert {one.address for one in safety.find_affected_siblings(device, "reset")} == affected
+    for address in (SAME_CARD, SAME_BUS, OTHER_BUS):
+
+        def check(one: Device, held: str = address) -> safety.HolderCheckResult:
+            return hold(held) if one.address == held else safety.HolderCheckResult()
+
+        with safety.HOLDER_CHECKS.replaced("placement", check):
+            if address in affected:
+                with pytest.raises(RefusedError, match=f"cannot be affected by the reset of device {device.uuid}") as e:
+                    command_queue.order_device_command("reset", device.uuid, OLGA)
+                assert e.value.reason == RefusalReason.IN_USE and not Command.objects.exists()
+    command = command_queue.order_device_command("reset", device.uuid, OLGA)
+    assert busy_addresses() == {FIRST, *affected}
+    command_queue.store_answers([CommandAnswer(command.host_id, command.id, "succeeded")])
+    while command_endings.end_answered_commands():
+        pass
+    assert busy_addresses() == set(), "they can be bound again when the command has ended"
+
+
+def test_a_device_that_is_affected_by_a_running_command_takes_no_exclusive_command_of_its_own() -> None:
+    device = report_cards({"reset": "card"})
+    sibling = Device.objects.get(address=SAME_CARD)
+    command = command_queue.order_device_command("reset", device.uuid, OLGA)
+    with pytest.raises(RefusedError, match="is busy with reset"):
+        command_queue.order_device_command("reset", sibling.uuid, OLGA)
+    command_queue.store_answers([CommandAnswer(command.host_id, command.id, "succeeded")])
+    while command_endings.end_answered_commands():
+        pass
+    command_queue.order_device_command("reset", sibling.uuid, OLGA)
+    with pytest.raises(RefusedError, match="is busy with reset"):
+        command_queue.order_device_command("reset", device.uuid, OLGA)
+
+
+def test_acts_without_a_declaration_affect_the_device_alone_and_cost_no_statement(
+    django_assert_num_queries: DjangoAssertNumQueries,
+) -> None:
+    for seq, declaration in enumerate((None, {"reset": "host"}), 1):
+        device = report_cards(declaration, seq=seq)
+        with django_assert_num_queries(0):
+            assert safety.find_affected_siblings(device, "partition") == []
+
+
+def test_the_declaration_of_a_driver_is_stored_and_stays_when_an_older_agent_reports() -> None:
+    report_cards({"reset": "card"})
+    stored = Host.objects.get().drivers["test_driver"]["declares"]
+    assert stored == {"affects": {"reset": "card"}}
+    report_cards(None, seq=2)
+    assert Host.objects.get().drivers["test_driver"]["declares"] == stored
+    report_cards({}, seq=3)
+    assert siblings.get_scope(Host.objects.get().drivers["test_driver"], "reset") == "device"
+
+
+@pytest.mark.parametrize(
+    ("scope", "address", "prefix"),
+    [
+        ("device", FIRST, None),
+        ("card", FIRST, "0000:01:00."),
+        ("bus", "10000:e1:00.0", "10000:e1:"),
+        ("host", FIRST, ""),
+        ("card", None, ""),
+        ("", FIRST, ""),
+    ],
+)
+def test_the_scope_determines_how_affected_addresses_begin(scope: str, address: str | None, prefix: str | None) -> None:
+    assert siblings.get_affected_prefix(scope, address) == prefix

@@ -1,0 +1,296 @@
+"""Test that one physical function is in at most one request, whatever its key, driver or row (promises S1, L6, X1)."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from uuid import UUID, uuid4
+
+import pytest
+from django.db import IntegrityError, connection, transaction
+from msgspec.structs import replace
+
+from accelerators import conductor, safety
+from accelerators.devices import lifecycle
+from accelerators.domain.caller import Caller
+from accelerators.domain.errors import RefusalReason, RefusedError
+from accelerators.domain.provider_ids import compute_provider_uuid
+from accelerators.inventory import merge
+from accelerators.models import AcceleratorRequest, AttachHandle, Deployable, Device, DeviceProfile, Event, Host
+from accelerators.requests import binding, profiles
+from accelerators.requests.binding import BindSpec
+from drivers.inventory import Device as Card
+from tests.support.reports import apply_report, get_or_create_host, make_card, make_driver_report, make_report
+
+pytestmark = pytest.mark.django_db
+
+NOVA = Caller("nova", "u", frozenset({"admin"}), "p1", service=True)
+SERIAL, OTHER_SERIAL, ADDRESS = "serial:1af4:00a0:0", "serial:1af4:00b0:0", "pci:0000:01:00.0"
+PROVIDER = str(compute_provider_uuid("node_0000:01:00.0"))
+
+
+@pytest.fixture
+def host() -> Host:
+    profiles.clear_profile_cache()
+    with conductor.writing():
+        DeviceProfile.objects.create(name="p", groups=[{"resources:FPGA": "1"}])
+    return get_or_create_host()
+
+
+def report_cards(host: Host, *cards: Card, driver: str = "test_driver") -> None:
+    """Merge a report in which only this driver has devices."""
+    report_drivers(host, **{driver: cards})
+
+
+def report_drivers(host: Host, **cards_by_driver: tuple[Card, ...]) -> None:
+    host.refresh_from_db()
+    names = {"test_driver": (), "second_driver": ()} | cards_by_driver
+    reports = [make_driver_report(*cards, driver=name) for name, cards in names.items()]
+    apply_report(host, *reports, seq=host.applied_seq + 1)
+
+
+def offer_all() -> None:
+    """Make every device ready whose state allows it, as an operator would."""
+    for device in Device.objects.all():
+        with suppress(RefusedError):
+            lifecycle.enable_device(device.uuid, NOVA)
+
+
+def bind_request(provider: str = PROVIDER, host: str = "cmp1") -> AcceleratorRequest:
+    """Bind a new request and return it; it is BindFailed if the bind was refused."""
+    (uuid,) = binding.create_requests("p", NOVA)
+    try:
+        binding.bind_requests([BindSpec(uuid, host, provider, str(uuid4()))], NOVA)
+    except RefusedError as refused:
+        assert refused.reason in (RefusalReason.NONE_FREE, RefusalReason.NOT_FOUND)
+    return AcceleratorRequest.objects.get(uuid=uuid)
+
+
+def make_held_card(host: Host, key: str = SERIAL) -> Device:
+    """Report one card, offer it and bind its only handle."""
+    report_cards(host, make_card(1, key=key))
+    offer_all()
+    assert bind_request().state == "Bound"
+    return Device.objects.get()
+
+
+@pytest.mark.parametrize(("before", "after"), [(SERIAL, ADDRESS), (ADDRESS, SERIAL), ("test_driver:7", SERIAL)])
+def test_S1_a_new_key_at_a_known_address_is_the_same_device(host: Host, before: str, after: str) -> None:
+    report_cards(host, make_card(1, key=before))
+    offer_all()
+    report_cards(host, make_card(1, key=after))
+    device = Device.objects.get()
+    assert (device.key, device.state) == (SERIAL, "ready")
+    changes = [event.changes["key"] for event in Event.objects.filter(action="device.changed")]
+    assert changes == ([[before, SERIAL]] if before != SERIAL else [])
+    assert bind_request().state == "Bound" and bind_request().state == "BindFailed"
+
+
+@pytest.mark.parametrize(("before", "after"), [(SERIAL, ADDRESS), (ADDRESS, SERIAL)])
+def test_S1_a_held_device_whose_identity_changes_is_quarantined_with_the_reason(
+    host: Host, before: str, after: str
+) -> None:
+    make_held_card(host, before)
+    report_cards(host, make_card(1, key=after))
+    device = Device.objects.get()
+    assert (device.key, device.state) == (SERIAL, "quarantined")
+    assert f"its identity changed from {before} to {after}" in device.state_reason
+    assert Event.objects.get(action="device.quarantined").changes["state"] == ["ready", "quarantined"]
+    assert AcceleratorRequest.objects.get().state == "Bound"
+    assert bind_request().state == "BindFailed"
+
+
+def test_S1_a_card_with_another_serial_number_in_the_slot_of_a_held_one_is_not_offered(host: Host) -> None:
+    held = make_held_card(host)
+    report_cards(host, make_card(1, key=OTHER_SERIAL))
+    held.refresh_from_db()
+    assert (held.state, held.returns_to) == ("missing", "quarantined")
+    newcomer = Device.objects.get(key=OTHER_SERIAL)
+    assert newcomer.state == "quarantined" and str(held.uuid) in newcomer.state_reason
+    with conductor.writing():
+        Device.objects.filter(key=OTHER_SERIAL).update(state="ready")
+    failed = bind_request()
+    assert failed.state == "BindFailed" and "same PCI address" in failed.fault
+    with pytest.raises(RefusedError, match="held by request"):
+        safety.refuse_unless_free(newcomer, "reset")
+
+
+def test_a_card_with_another_serial_number_in_the_slot_of_a_free_one_is_a_new_device(host: Host) -> None:
+    report_cards(host, make_card(1, key=SERIAL))
+    offer_all()
+    report_cards(host, make_card(1, key=OTHER_SERIAL))
+    assert list(Device.objects.order_by("id").values_list("key", "state", "returns_to")) == [
+        (SERIAL, "missing", "ready"),
+        (OTHER_SERIAL, "inactive", None),
+    ]
+
+
+def test_S1_a_held_card_that_moves_to_another_address_is_quarantined(host: Host) -> None:
+    make_held_card(host)
+    report_cards(host, make_card(2, key=SERIAL))
+    device = Device.objects.get()
+    assert (device.address, device.state) == ("0000:02:00.0", "quarantined")
+    assert "its address changed from 0000:01:00.0 to 0000:02:00.0" in device.state_reason
+    report_cards(host, make_card(2, key=SERIAL), make_card(1, key=OTHER_SERIAL))
+    assert Device.objects.get(key=OTHER_SERIAL).state == "quarantined", "the request still has what is at 01:00.0"
+
+
+def test_S1_two_drivers_that_claim_one_address_do_not_both_get_it(host: Host) -> None:
+    report_cards(host, make_card(1, key=SERIAL))
+    offer_all()
+    report_drivers(host, second_driver=(make_card(1, key="other:1"),), test_driver=(make_card(1, key=SERIAL),))
+    assert [(one.driver, one.state) for one in Device.objects.all()] == [("test_driver", "ready")]
+    ((subject, reason),) = Host.objects.get().drivers["second_driver"]["faults"]
+    assert subject == "0000:01:00.0" and "already belongs to a device of test_driver" in reason
+    report_drivers(host, second_driver=(make_card(1, key="other:1"),))
+    assert [(one.driver, one.key, one.state) for one in Device.objects.all()] == [("second_driver", "other:1", "ready")]
+
+
+def test_L6_another_driver_does_not_get_the_address_of_a_device_whose_driver_fails(host: Host) -> None:
+    make_held_card(host)
+    failed = make_driver_report(driver="test_driver", error="it hung for 20 s")
+    apply_report(host, failed, make_driver_report(make_card(1, key="other:1"), driver="second_driver"), seq=9)
+    assert Device.objects.get().driver == "test_driver"
+    ((_, reason),) = Host.objects.get().drivers["second_driver"]["faults"]
+    assert "which does not answer" in reason
+
+
+def test_S1_a_virtual_function_that_is_a_device_of_its_own_is_not_given_beside_its_whole_card(host: Host) -> None:
+    card, part = make_card(1, key=SERIAL), make_card(2, key="pci:0000:02:00.0", physical_function="0000:01:00.0")
+    report_drivers(host, test_driver=(card,), second_driver=(part,))
+    offer_all()
+    assert bind_request().state == "Bound"
+    assert bind_request(str(compute_provider_uuid("node_0000:02:00.0"))).state == "BindFailed"
+    assert bind_request(str(compute_provider_uuid("node_0000:02:00.0"))).state == "BindFailed"
+    with pytest.raises(RefusedError, match="held by request"):
+        safety.refuse_unless_free(Device.objects.get(address="0000:01:00.0"), "reset")
+
+
+def hold(handle: AttachHandle) -> None:
+    """Write a request that holds this handle, without any check of ours."""
+    profile = DeviceProfile.objects.get()
+    AcceleratorRequest.objects.create(
+        project_id="p", profile=profile, group={}, state="Bound", attach_handle=handle, deployable=handle.deployable
+    )
+
+
+def make_handles(host: Host, address: str, *handles: tuple[str, str]) -> list[AttachHandle]:
+    """Store a device at the address with these handles: attach type, and function or mark."""
+    domain, bus, rest = address.split(":")
+    slot = rest.split(".")[0]
+    device = Device.objects.create(host=host, key=str(uuid4()), driver="d", type="GPU", address=address)
+    part = Deployable.objects.create(device=device, name=str(uuid4()), num_accelerators=1)
+    made = []
+    for kind, name in handles:
+        place = {"bus": bus, "device": slot, "domain": domain, "function": "0" if kind == "MDEV" else name}
+        info = str(place | ({"vgpu_mark": name} if kind == "MDEV" else {})).replace("'", '"')
+        made.append(AttachHandle.objects.create(deployable=part, attach_type=kind, attach_info=info))
+    return made
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "is_refused"),
+    [
+        (("0000:01:00.0", ("PCI", "0")), ("0000:01:00.0", ("PCI", "0")), True),
+        (("0000:01:00.0", ("PCI", "0")), ("0000:01:00.0", ("TEST_PCI", "0")), True),
+        (("0000:01:00.0", ("PCI", "0")), ("0000:02:00.0", ("PCI", "0")), False),
+        (("0000:01:00.0", ("PCI", "0")), ("10000:01:00.0", ("PCI", "0")), False),
+        (("0000:01:00.0", ("PCI", "0")), ("0000:01:00.0", ("PCI", "1")), True),  # the whole card, its virtual function
+        (("0000:01:00.0", ("PCI", "1")), ("0000:01:00.0", ("PCI", "0")), True),
+        (("0000:01:00.0", ("PCI", "1")), ("0000:01:00.0", ("PCI", "2")), False),
+        (("0000:01:00.0", ("PCI", "1")), ("0000:01:00.1", ("PCI", "1")), True),  # the same, as a device of its own
+        (("0000:01:00.0", ("MDEV", "a")), ("0000:01:00.0", ("MDEV", "a")), True),
+        (("0000:01:00.0", ("MDEV", "a")), ("0000:01:00.0", ("MDEV", "b")), False),
+        (("0000:01:00.0", ("MDEV", "a")), ("0000:01:00.0", ("PCI", "0")), True),
+        (("0000:01:00.1", ("MDEV", "a")), ("0000:01:00.0", ("PCI", "2")), False),
+    ],
+)
+def test_S1_the_database_refuses_a_second_request_for_the_same_hardware(
+    host: Host, first: tuple[str, tuple[str, str]], second: tuple[str, tuple[str, str]], is_refused: bool
+) -> None:
+    with conductor.writing():
+        (one,), (two,) = (make_handles(host, address, handle) for address, handle in (first, second))
+        (elsewhere,) = make_handles(get_or_create_host("cmp2"), second[0], second[1])
+        hold(one)
+        hold(elsewhere)
+        if is_refused:
+            with pytest.raises(IntegrityError, match="request_one_per_function"), transaction.atomic():
+                hold(two)
+        else:
+            hold(two)
+
+
+def test_handles_that_one_device_has_at_the_same_time_can_be_held_by_different_requests(host: Host) -> None:
+    with conductor.writing():
+        for handle in make_handles(host, "0000:01:00.0", ("PCI", "0"), ("PCI", "1"), ("PCI", "2")):
+            hold(handle)
+    assert AcceleratorRequest.objects.count() == 3
+
+
+def test_a_released_function_can_be_bound_through_another_device(host: Host) -> None:
+    with conductor.writing():
+        (one,), (two,) = (make_handles(host, "0000:01:00.0", ("PCI", "0")) for _ in range(2))
+        hold(one)
+        AcceleratorRequest.objects.update(state="Unbound", attach_handle=None)
+        hold(two)
+
+
+def test_a_bind_takes_handles_only_of_the_host_that_it_names(host: Host) -> None:
+    report_cards(host, make_card(1))
+    report_cards(other := get_or_create_host("cmp2"), make_card(1))
+    offer_all()
+    (uuid,) = binding.create_requests("p", NOVA)
+    with pytest.raises(RefusedError, match=f"not found with resource provider uuid={PROVIDER} on host cmp2") as refused:
+        binding.bind_requests([BindSpec(uuid, "cmp2", PROVIDER, str(uuid4()))], NOVA)
+    assert refused.value.reason == RefusalReason.NOT_FOUND
+    assert AcceleratorRequest.objects.get(uuid=uuid).state == "BindFailed"
+    own = bind_request(str(compute_provider_uuid("cmp2_0000:01:00.0")), "cmp2")
+    assert own.attach_handle is not None and own.attach_handle.deployable.device.host == other
+
+
+def test_L6_a_report_that_names_another_hosts_provider_costs_only_that_drivers_part(host: Host) -> None:
+    report_cards(host, make_card(1))
+    intruder = get_or_create_host("cmp2")
+    report_cards(intruder, make_card(3), driver="second_driver")
+    stolen, own = make_card(1), make_card(2)
+    own = replace(own, deployables=(replace(own.deployables[0], name="cmp2_0000:02:00.0"),))
+    with_stolen = make_driver_report(stolen, make_card(4), driver="second_driver")
+    merge.merge_reports({intruder.id: [make_report(make_driver_report(own), with_stolen, seq=7)]})
+    intruder.refresh_from_db()
+    assert set(intruder.devices.values_list("address", "state")) == {
+        ("0000:02:00.0", "inactive"),
+        ("0000:03:00.0", "inactive"),
+    }
+    entry = intruder.drivers["second_driver"]
+    assert "node_0000:01:00.0 belongs to host cmp1" in entry["error"]
+    assert [subject for subject, _ in entry["faults"]] == ["node_0000:01:00.0"]
+    assert intruder.drivers["test_driver"]["error"] == ""
+    assert Deployable.objects.get(name="node_0000:01:00.0").device.host == host
+
+
+def test_two_hosts_that_name_the_same_new_provider_in_one_batch_do_not_both_get_it(host: Host) -> None:
+    other = get_or_create_host("cmp2")
+    merge.merge_reports({one.id: [make_report(make_driver_report(make_card(1)))] for one in (host, other)})
+    assert Deployable.objects.get().device.host == host
+    other.refresh_from_db()
+    assert "belongs to host cmp1" in other.drivers["test_driver"]["error"]
+
+
+def test_the_database_refuses_a_second_owner_of_a_provider_and_of_a_node(host: Host) -> None:
+    report_cards(host, make_card(1))
+    report_cards(other := get_or_create_host("cmp2"), make_card(2))
+    part = Deployable.objects.get(device__host=other)
+    for values in ({"rp_uuid": UUID(PROVIDER)}, {"name": "node_0000:01:00.0"}):
+        with pytest.raises(IntegrityError, match="another host"), conductor.writing():
+            Deployable.objects.filter(pk=part.pk).update(**values)
+    with pytest.raises(IntegrityError, match="host_one_per_node"), conductor.writing():
+        Host.objects.filter(pk=other.pk).update(node="cmp1")
+    with pytest.raises(RefusedError, match="belongs to host cmp1"):
+        conductor.ensure_host("cmp3", "cmp1", "test")
+    assert not Host.objects.filter(name="cmp3").exists()
+
+
+@pytest.mark.parametrize("name", ["node_0000:01:00.0", "nöde_…", ""])
+def test_the_database_computes_the_same_provider_ids_as_the_product(name: str) -> None:
+    with connection.cursor() as cursor:
+        cursor.execute("SELECT accelerators_provider_of(%s)", [name])
+        assert cursor.fetchone() == (compute_provider_uuid(name),)

@@ -1,0 +1,81 @@
+"""Store rows that the migration `accelerators.0002_one_function_one_request` forbids, migrate, and check the result.
+
+`test_upgrade` runs `python -m tests.system.conflicting_rows` over an empty embedded database.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+from uuid import uuid4
+
+import django
+
+os.environ.setdefault("DJANGO_SETTINGS_MODULE", "cyborgweb.settings.base")
+django.setup()
+
+from django.db import connection, transaction  # noqa: E402  (what follows needs Django's registry)
+from django.db.migrations.executor import MigrationExecutor  # noqa: E402
+
+from accelerators.domain.provider_ids import compute_provider_uuid  # noqa: E402
+
+INFO = '{"bus": "01", "device": "00", "domain": "0000", "function": "0"}'
+MODELS = ("host", "deviceprofile", "device", "deployable", "attachhandle", "acceleratorrequest")
+BEFORE = ("accelerators", "0001_initial")
+
+
+def store_conflicts(models: Any) -> None:
+    """Store two hosts with one node and one provider, and two requests for one function of the first host."""
+    made = {name: models.get_model("accelerators", name).objects for name in MODELS}
+    old, new = (made["host"].create(name=name, node="n").pk for name in ("old", "new"))
+    profile = made["deviceprofile"].create(name="p", groups=[{}]).pk
+    keys = [(old, "serial:1", "ready"), (old, "pci:0000:01:00.0", "missing"), (new, "serial:2", "ready")]
+    for host, key, state in keys:
+        device = made["device"].create(
+            host_id=host, key=key, driver="d", type="GPU", address="0000:01:00.0", state=state
+        )
+        part = made["deployable"].create(
+            device_id=device.pk,
+            name="n_0000:01:00.0",
+            num_accelerators=1,
+            rp_uuid=compute_provider_uuid("n_0000:01:00.0"),
+        )
+        handle = made["attachhandle"].create(deployable_id=part.pk, attach_type="PCI", attach_info=INFO)
+        request = {"profile_id": profile, "deployable_id": part.pk, "attach_handle_id": handle.pk}
+        made["acceleratorrequest"].create(project_id="p", group={}, state="Bound", instance_uuid=uuid4(), **request)
+
+
+def fetch(query: str) -> list[tuple[Any, ...]]:
+    """Return the rows of a query."""
+    with connection.cursor() as cursor:
+        cursor.execute(query)
+        rows: list[tuple[Any, ...]] = cursor.fetchall()
+        return rows
+
+
+def main() -> None:
+    """Store, migrate and check. It ends with a traceback if the result is wrong."""
+    executor = MigrationExecutor(connection)
+    with transaction.atomic():
+        store_conflicts(executor.migrate([BEFORE]).apps)
+    executor = MigrationExecutor(connection)
+    executor.migrate(executor.loader.graph.leaf_nodes())
+    (old, new) = fetch("SELECT id, node FROM accelerators_host ORDER BY id")
+    assert old[1] == "n" and new[1] == f"n~{new[0]}"
+    devices = fetch("SELECT key, state, returns_to FROM accelerators_device ORDER BY id")
+    assert devices == [
+        ("serial:1", "quarantined", None),
+        ("pci:0000:01:00.0", "missing", "quarantined"),
+        ("serial:2", "quarantined", None),
+    ], devices
+    claims = fetch("SELECT claim IS NULL FROM accelerators_acceleratorrequest ORDER BY id")
+    assert claims == [(False,), (True,), (False,)], claims
+    providers = fetch("SELECT rp_uuid IS NULL FROM accelerators_deployable ORDER BY id")
+    assert providers == [(False,), (False,), (True,)], providers
+    assert fetch("SELECT host_id FROM accelerators_providerowner") == [(old[0],)]
+    events = fetch("SELECT action, subject_name FROM accelerators_event WHERE actor = 'upgrade' ORDER BY id")
+    assert [action for action, _ in events] == ["device.quarantined"] * 3 + ["host.changed"], events
+
+
+if __name__ == "__main__":
+    main()
