@@ -67,6 +67,12 @@ def test_a_partition_is_refused_while_a_request_holds_a_virtual_function(lab: Gu
     assert caught.value.code == 409 and request["uuid"] in (told := caught.value.read().decode()), told
     assert lab.virtual_functions() == vfs_bound_to_vfio(3)
     lab.call("DELETE", f"/v2/accelerator_requests?instance={instance}")
+
+    def all_units_are_free() -> bool:
+        units = lab.ask(f"attach_handles/?device={disk}&missing=false")["results"]
+        return not any(unit["holder"] or unit["not_offered"] for unit in units)
+
+    lab.product.until(all_units_are_free, START_S, "the host has not said that no guest uses the released unit")
     done = lab.run_command("partition", device=disk, layout={"vfs": "2"})
     assert done["state"] == "succeeded", done
     assert lab.virtual_functions() == vfs_bound_to_vfio(2) and lab.offered_handles().keys() == vf_addresses(2)
