@@ -81,7 +81,10 @@ def identify_devices(
             owner = f"{stored.reported_by[0]}, which does not answer"
             taken.update(dict.fromkeys([*places, _name_identity(stored.key)], owner))
     reported_keys = {device.key for _, device in reported}
-    unmatched = {stored.uuid: stored for stored in stored_devices if stored.key not in reported_keys}
+    unmatched: dict[str, list[StoredDevice]] = {}
+    for stored in stored_devices:
+        if stored.address and stored.key not in reported_keys:
+            unmatched.setdefault(stored.address, []).append(stored)
     accepted: list[IdentifiedDevice] = []
     faults: dict[str, list[Fault]] = {}
     reported.sort(key=lambda pair: _rank_claimant(pair[0], pair[1], stored_by_key.get(pair[1].key)))
@@ -92,10 +95,9 @@ def identify_devices(
             faults.setdefault(driver, []).append(Fault(device.address or device.key, problem))
             continue
         taken.update(dict.fromkeys(places, driver))
-        match = stored_by_key.get(device.key) or _find_at_address(driver, device, unmatched.values())
-        if match:
-            unmatched.pop(match.uuid, None)
-        accepted.append(IdentifiedDevice(driver, device, match))
+        same = stored_by_key.get(device.key)
+        same = same or _choose_same_device(driver, device, unmatched.get(device.address or "", ()))
+        accepted.append(IdentifiedDevice(driver, device, same))
     return _judge_held_devices(accepted, stored_devices, _leave_out_others(driver_reports, accepted, faults))
 
 
@@ -111,23 +113,19 @@ def _rank_claimant(driver: str, device: Device, stored: StoredDevice | None) -> 
     return 0 if stored.held_handles else 1
 
 
-def _find_at_address(driver: str, device: Device, candidates: Iterable[StoredDevice]) -> StoredDevice | None:
-    """Return the candidate that must be the same device as `device`, whose key is unknown, because the address is the
-    same.
+def _choose_same_device(driver: str, device: Device, at_address: Iterable[StoredDevice]) -> StoredDevice | None:
+    """Return which of the stored devices at its address the reported device, whose key is unknown, must be.
 
-    Candidates are left out if both keys have a serial number. Of several candidates, one that is not missing is
-    preferred, then a held one, then one that the same driver reported. Returns None if there is none, or if `device`
-    has no address.
+    Stored devices are left out if both keys have a serial number. Of several, one that is not missing is preferred,
+    then a held one, then one that the same driver reported. Returns None if the reported device is new.
     """
-    found = [
+    candidates = [
         stored
-        for stored in candidates
-        if device.address
-        and stored.address == device.address
-        and not (stored.key.startswith(SERIAL_PREFIX) and device.key.startswith(SERIAL_PREFIX))
+        for stored in at_address
+        if not (stored.key.startswith(SERIAL_PREFIX) and device.key.startswith(SERIAL_PREFIX))
     ]
     return min(
-        found,
+        candidates,
         key=lambda stored: (stored.state == "missing", not stored.held_handles, stored.reported_by[0] != driver),
         default=None,
     )

@@ -1,4 +1,4 @@
-"""Store rows that the migration `accelerators.0002_one_function_one_request` forbids, migrate, and check the result.
+"""Store rows that the migration `accelerators.0004_one_function_one_request` forbids, migrate, and check the result.
 
 `test_upgrade` runs `python -m tests.system.conflicting_rows` over an empty embedded database.
 """
