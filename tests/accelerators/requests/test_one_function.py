@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import suppress
+from datetime import UTC, datetime
 from uuid import UUID, uuid4
 
 import pytest
@@ -15,7 +16,16 @@ from accelerators.domain.caller import Caller
 from accelerators.domain.errors import RefusalReason, RefusedError
 from accelerators.domain.provider_ids import compute_provider_uuid
 from accelerators.inventory import merge
-from accelerators.models import AcceleratorRequest, AttachHandle, Deployable, Device, DeviceProfile, Event, Host
+from accelerators.models import (
+    AcceleratorRequest,
+    AttachHandle,
+    Deployable,
+    Device,
+    DeviceProfile,
+    Event,
+    Host,
+    ReleasedHandle,
+)
 from accelerators.requests import binding, profiles
 from accelerators.requests.binding import BindSpec
 from drivers.inventory import Device as Card
@@ -232,6 +242,20 @@ def test_a_released_function_can_be_bound_through_another_device(host: Host) -> 
         hold(one)
         AcceleratorRequest.objects.update(state="Unbound", attach_handle=None)
         hold(two)
+
+
+@pytest.mark.parametrize(("second", "is_refused"), [("0000:01:00.0", True), ("0000:02:00.0", False)])
+def test_S1_a_function_that_waits_for_its_host_is_not_given_through_another_device(
+    host: Host, second: str, is_refused: bool
+) -> None:
+    with conductor.writing():
+        (one,), (two,) = (make_handles(host, address, ("PCI", "0")) for address in ("0000:01:00.0", second))
+        ReleasedHandle.objects.create(handle=one, instance=uuid4(), ask_at=datetime.now(UTC))
+        if is_refused:
+            with pytest.raises(IntegrityError, match="its host has not confirmed"), transaction.atomic():
+                hold(two)
+        else:
+            hold(two)
 
 
 def test_a_bind_takes_handles_only_of_the_host_that_it_names(host: Host) -> None:
