@@ -243,7 +243,10 @@ class Machine:
                     if number and relevance[number]:
                         yield path, number
             except PermissionError:
-                unseen.add("the agent may not see what other processes have open: run it as root with CAP_SYS_PTRACE")
+                unseen.add(  # without the process id: a text that changes makes a new report
+                    "the agent may not see what some processes have open: run it as root with CAP_SYS_PTRACE in the "
+                    "host's user namespace; if it has that, look at AppArmor or SELinux"
+                )
 
     def _list_node_descriptors(self, folder: str) -> list[str]:
         """Return the descriptors of a process that lead below a /dev; none if the process has ended.

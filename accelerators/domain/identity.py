@@ -29,6 +29,8 @@ MAX_FAULTS = 256
 """Maximum number of faults of one driver, as in `drivers.inventory.DriverReport`."""
 REMEDY = "look at the hardware and at the servers that use it, then release the device"
 """The end of every reason for not offering a device: what the operator has to do."""
+SILENT_OWNER = ", which does not answer; when that driver answers again, this is decided anew"
+"""The end of the name of an owner whose driver or backend did not answer."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +80,7 @@ def identify_devices(
         report = driver_reports.get(str(stored.reported_by[0]))
         if report is not None and not report.is_complete_for(stored):
             places = _list_stored_places(stored) if stored.state != "missing" else []
-            owner = f"{stored.reported_by[0]}, which does not answer"
+            owner = f"{stored.reported_by[0]}{SILENT_OWNER}"
             taken.update(dict.fromkeys([*places, _name_identity(stored.key)], owner))
     reported_keys = {device.key for _, device in reported}
     unmatched: dict[str, list[StoredDevice]] = {}
@@ -91,7 +93,7 @@ def identify_devices(
     for driver, device in reported:
         places = [*_list_places(device), _name_identity(device.key)]
         if place := next((place for place in places if place in taken), ""):
-            problem = f"{place} already belongs to a device of {taken[place]}"
+            problem = f"{place} already belongs to a device of {taken[place]}{_advise_on_owner(taken[place], driver)}"
             faults.setdefault(driver, []).append(Fault(device.address or device.key, problem))
             continue
         taken.update(dict.fromkeys(places, driver))
@@ -99,6 +101,18 @@ def identify_devices(
         same = same or _choose_same_device(driver, device, unmatched.get(device.address or "", ()))
         accepted.append(IdentifiedDevice(driver, device, same))
     return _judge_held_devices(accepted, stored_devices, _leave_out_others(driver_reports, accepted, faults))
+
+
+def _advise_on_owner(owner: str, driver: str) -> str:
+    """Return the end of a fault of `driver` about something that already belongs to a device of `owner`.
+
+    It says what to do; '' if `owner` says it itself (SILENT_OWNER).
+    """
+    if owner.endswith(SILENT_OWNER):
+        return ""
+    if owner == driver:
+        return "; it is reported twice: remove it from the rules of one backend, or correct the driver"
+    return "; one device has one driver: remove it from the rules of one of the two"
 
 
 def _rank_claimant(driver: str, device: Device, stored: StoredDevice | None) -> int:

@@ -130,7 +130,8 @@ first steps:
 
 check looks at the kernel, IOMMU, VFIO, SR-IOV, the rights of this user, the state directory, what the host itself uses,
 and what each installed driver would offer. With a join token, or on a host that has joined, it asks the conductor for a
-challenge, and checks the route, the pinned certificate and the clocks. It writes nothing and joins nothing.
+challenge, and checks the route, the pinned certificate and the clocks. It writes nothing and joins nothing. As in the
+running agent, a driver opens the disks that its rules select exclusively for a moment, to see whether they are claimed.
 Exit status of check: 0 nothing failed, 1 something must be mended, 2 the command line or the configuration is unusable.
 
 environment (or a TOML file named by CYBORG_CONFIG):

@@ -399,8 +399,8 @@ def _discover_function(
     effective_use = _permit_beside_host(view, address, rule).in_use if rule.vfs else in_use
     unusable = _explain_unusable_parts(machine, address, parts, effective_use, passthrough)
     for part, reason in unusable.items():
-        can_be_permitted = bool(rule.vfs) and part == address and address in effective_use
-        yield Fault(part, reason + (sriov.explain_permission(part) if can_be_permitted else ""))
+        can_be_permitted = bool(rule.vfs) and part == address
+        yield Fault(part, reason + (sriov.explain_permission(part, reason) if can_be_permitted else ""))
     if address in unusable:
         return
     device_type = rule.type or get_class_type(function)

@@ -30,12 +30,13 @@ MAX_NVIDIA_CARD = 253
 
 
 def find_functions_used_by_host(
-    machine: Machine, candidates: Collection[str], *, shared: bool = False
+    machine: Machine, candidates: Collection[str], *, shared: bool = False, open_disks: bool = True
 ) -> dict[str, str]:
     """Return the PCI functions that the host uses: address → reason. Raises DriverError if a table is unreadable.
 
     `candidates` are the functions that the caller wants to offer or to change. Only their disks are opened, and only if
-    nothing else shows that they are used: a program that claims a disk at the same moment would find it busy. `shared`
+    nothing else shows that they are used: a program that claims a disk at the same moment would find it busy. Without
+    `open_disks` no disk is opened, so a claim that only the kernel knows (such as that of ZFS) is not found. `shared`
     leaves out displays and programs, for functions that stay bound to their kernel driver when they are handed out.
     The text of a reason changes only if the use changes; at most four reasons are joined for one address. The result
     includes the bridges above a device and the physical function of a virtual one.
@@ -54,7 +55,7 @@ def find_functions_used_by_host(
             add(path, f"{USED}{use}")
         for address, use in _find_program_uses(machine).items():
             reasons.setdefault(address, {f"{USED}{use}"})
-    for path, reason in _iterate_claimed_disks(machine, {*candidates} - reasons.keys()):
+    for path, reason in _iterate_claimed_disks(machine, {*candidates} - reasons.keys()) if open_disks else ():
         add(path, reason)
     for address in {*candidates} - reasons.keys():
         if unknown := _explain_unknown_use(machine, address, shared):

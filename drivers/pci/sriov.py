@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from drivers.errors import Busy, Invalid, Unsupported
 from drivers.machine import PCI_DEVICES, Machine
 from drivers.pci.binding import VFIO, HostUsage, read_bound_driver
+from drivers.pci.host_usage import USED
 from drivers.pci.iommu import list_virtual_functions
 from drivers.plan import Check, Step, Write
 
@@ -82,15 +83,20 @@ def plan_virtual_functions_restore(view: HostUsage, address: str, first: Mapping
     return steps
 
 
-def explain_permission(address: str) -> str:
-    """Return the end of a sentence that says how an operator allows virtual functions of a card that the host uses."""
-    return f'; to let it have virtual functions beside that, add vfs_beside_host = ["{address}"] to its rule'
+def explain_permission(address: str, reason: str) -> str:
+    """Return the end of a sentence that says how an operator allows virtual functions of a card that the host uses.
+
+    `reason` is the beginning of the sentence; if it says that the use is unknown, or something else, '' is returned.
+    """
+    if not reason.startswith(USED):
+        return ""
+    return f'; to let it have virtual functions beside that use, add vfs_beside_host = ["{address}"] to its rule'
 
 
 def _refuse_if_used(view: HostUsage, address: str, virtual_functions: list[str]) -> None:
     """Raise Busy if the host or a guest uses the card or one of its virtual functions; see `HostUsage`."""
     if reason := view.in_use.get(address):
-        raise Busy(f"{address} cannot be changed: {reason}{explain_permission(address)}")
+        raise Busy(f"{address} cannot be changed: {reason}{explain_permission(address, reason)}")
     view.refuse_if_used([address, *virtual_functions])
 
 

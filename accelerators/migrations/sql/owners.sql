@@ -82,5 +82,6 @@ WITH moved AS (
 INSERT INTO accelerators_event (source, actor, request_id, action, subject_type, subject, subject_name, host, changes,
   reason)
 SELECT 'system', 'upgrade', '', 'host.changed', 'host', m.uuid, m.name, m.name,
-  jsonb_build_object('node', jsonb_build_array(m.had_node, m.node)), 'an older host has the same node name'
+  jsonb_build_object('node', jsonb_build_array(m.had_node, m.node)),
+  'an older host has the same node name: set CYBORG_HOST_NODE on this host to a name of its own'
 FROM moved m;

@@ -14,6 +14,7 @@ from msgspec import Struct
 
 from agents.host.checking.facts import ConnectionProblem, DriverFacts, HostFacts
 from drivers.isolation.driver_main import Manifest, explain_old_kernel, parse_kernel_version
+from drivers.pci.host_usage import UNKNOWN
 
 Status = Literal["ok", "warning", "failed"]
 
@@ -98,7 +99,11 @@ def check_iommu(facts: HostFacts) -> CheckResult:
         return CheckResult("iommu", "ok", f"{_count(kernel.iommu_groups, 'IOMMU group')}")
     found, _, advice = kernel.missing_iommu.partition(": ")
     names = _list_drivers_lacking(facts, kernel.missing_iommu)
-    needed = f", which {' and '.join(names)} needs" if names else "; no enabled driver needs one"
+    needed = (
+        f", which {' and '.join(names)} need{'s' if len(names) == 1 else ''}"
+        if names
+        else "; no enabled driver needs one"
+    )
     return CheckResult("iommu", "failed" if names else "warning", found + needed, advice or "switch it on")
 
 
@@ -197,8 +202,11 @@ def check_host_name(facts: HostFacts) -> CheckResult:
 
 
 def check_host_usage(facts: HostFacts) -> CheckResult:
-    """Show the PCI functions that the host itself uses, which are never offered; `failed` if they cannot be found
-    out."""
+    """Show the PCI functions that the host itself uses, which are never offered.
+
+    `warning` if the use of a function cannot be found out, which is not offered either; `failed` if nothing can be
+    found out.
+    """
     if facts.usage_error:
         return CheckResult(
             "host-usage",
@@ -207,7 +215,11 @@ def check_host_usage(facts: HostFacts) -> CheckResult:
             "let the agent read the host's own /proc and /sys: until then no PCI function is offered",
         )
     details = tuple(f"{address}: {reason}" for address, reason in sorted(facts.host_usage.items()))
-    found = f"this host itself uses {_count(len(details), 'PCI function')}, which are never offered"
+    used = sum(not reason.startswith(UNKNOWN) for reason in facts.host_usage.values())
+    found = f"{_count(used, 'PCI function')} {'is' if used == 1 else 'are'} used by this host"
+    if unknown := len(details) - used:
+        advice = "see the lines above: what is unknown is not offered"
+        return CheckResult("host-usage", "warning", f"{found}; of {unknown} it cannot be found out", advice, details)
     return CheckResult("host-usage", "ok", found, details=details)
 
 

@@ -113,8 +113,8 @@ class HostFacts:
 
     `host` is the host's name (the compute provider in Placement), and `node` its node name. `known_host` is the host to
     which the state directory belongs, '' if it belongs to none yet. `drivers` are all installed drivers, enabled or
-    not. `host_usage` maps the address of each PCI function that the host itself uses to the reason. `usage_error` says
-    why these functions cannot be found out, '' if they can.
+    not. `host_usage` maps the address of each PCI function that the host itself uses, or of which this is unknown, to
+    the reason. `usage_error` says why nothing can be found out, '' if it can.
     """
 
     host: str

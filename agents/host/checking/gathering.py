@@ -80,10 +80,12 @@ def gather_rights(machine: Machine, state_dir: Path) -> RightsFacts:
 def gather_host_usage(machine: Machine) -> tuple[Mapping[str, str], str]:
     """Return two values: the PCI functions that the host itself uses (address → reason), and an error.
 
-    The error says why these functions cannot be found out; it is '' if they can. Raises no DriverError.
+    The functions include those of which the use cannot be found out. No disk is opened, because a program that mounts
+    it at that moment would find it busy. The error says why nothing can be found out; it is '' if it can. Raises no
+    DriverError.
     """
     try:
-        return find_functions_used_by_host(machine, machine.pci_functions()), ""
+        return find_functions_used_by_host(machine, machine.pci_functions(), open_disks=False), ""
     except DriverError as error:
         return {}, str(error)
 

@@ -150,7 +150,7 @@ def test_S1_two_drivers_that_claim_one_address_do_not_both_get_it(host: Host) ->
     report_drivers(host, second_driver=(make_card(1, key="other:1"),), test_driver=(make_card(1, key=SERIAL),))
     assert [(one.driver, one.state) for one in Device.objects.all()] == [("test_driver", "ready")]
     ((subject, reason),) = Host.objects.get().drivers["second_driver"]["faults"]
-    assert subject == "0000:01:00.0" and "already belongs to a device of test_driver" in reason
+    assert subject == "0000:01:00.0" and "already belongs to a device of test_driver; one device has one" in reason
     report_drivers(host, second_driver=(make_card(1, key="other:1"),))
     assert [(one.driver, one.key, one.state) for one in Device.objects.all()] == [("second_driver", "other:1", "ready")]
 
@@ -161,7 +161,7 @@ def test_L6_another_driver_does_not_get_the_address_of_a_device_whose_driver_fai
     apply_report(host, failed, make_driver_report(make_card(1, key="other:1"), driver="second_driver"), seq=9)
     assert Device.objects.get().driver == "test_driver"
     ((_, reason),) = Host.objects.get().drivers["second_driver"]["faults"]
-    assert "which does not answer" in reason
+    assert "which does not answer; when that driver answers again, this is decided anew" in reason
 
 
 def test_S1_a_virtual_function_that_is_a_device_of_its_own_is_not_given_beside_its_whole_card(host: Host) -> None:

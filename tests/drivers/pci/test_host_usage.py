@@ -231,6 +231,8 @@ def test_only_disks_of_candidates_are_opened(host: FakeHost) -> None:
     make_disk(host)
     host.tree_machine.claimed.add("/dev/nvme0n1")
     assert host_usage.find_functions_used_by_host(host.machine, [OTHER_ADDRESS]) == {}
+    assert host_usage.find_functions_used_by_host(host.machine, [DISK], open_disks=False) == {}
+    assert DISK in host_usage.find_functions_used_by_host(host.machine, [DISK])
 
 
 def make_gpu(host: FakeHost, address: str = DISK, driver: str = "amdgpu", **more: str) -> Path:

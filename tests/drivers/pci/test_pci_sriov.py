@@ -247,7 +247,7 @@ def test_a_card_that_the_host_uses_may_have_virtual_functions_if_its_rule_names_
 ) -> None:
     host.default_route(host.net("eth0", host.sys / "devices/pci0000:00" / CARD).name)
     refused = PciDriver().discover(host.machine, make_runner(host, vfs=2).settings)
-    assert f'add vfs_beside_host = ["{CARD}"]' in refused.faults[0].reason
+    assert f'beside that use, add vfs_beside_host = ["{CARD}"]' in refused.faults[0].reason
     with pytest.raises(Busy, match=r"eth0 carries the default route.*vfs_beside_host"):
         make_runner(host, vfs=2, vfs_beside_host=["eth1"]).run_act("install", ASK)
     work = make_runner(host, vfs=2, bind="vfio-pci", vfs_beside_host=[name])

@@ -20,6 +20,7 @@ from agents.host.checking.facts import (
 )
 from drivers.inventory import Backend, Deployable, Device, DriverDeclaration, DriverReport, Fault
 from drivers.isolation.driver_main import Manifest
+from drivers.pci.host_usage import UNKNOWN, USED
 
 NO_IOMMU = "no IOMMU: add intel_iommu=on to the kernel's command line"
 NOON = 1_700_000_000.0
@@ -31,7 +32,8 @@ RIGHTS = RightsFacts(0, frozenset(checks.NEEDED_CAPABILITIES), False, "/var/lib/
 CONDUCTOR = ConductorFacts("https://c:8443", "sha256:ab", "192.0.2.1", date=NOON_TEXT, before=NOON, after=NOON + 0.2)
 MANIFEST = Manifest("pci_driver", writes=("/sys/bus/pci/drivers_probe",), declares=DriverDeclaration(min_kernel="3.16"))
 DRIVER = DriverFacts(DriverReport("pci_driver", devices=(GPU,)), (), enabled=True, manifest=MANIFEST)
-GOOD = HostFacts("cmp1.example", "cmp1", "cmp1.example", KERNEL, RIGHTS, CONDUCTOR, (DRIVER,), {"0000:00:02.0": "disk"})
+HOST_USAGE = {"0000:00:02.0": f"{USED}sda is swap space"}
+GOOD = HostFacts("cmp1.example", "cmp1", "cmp1.example", KERNEL, RIGHTS, CONDUCTOR, (DRIVER,), HOST_USAGE)
 
 
 def find_result(facts: HostFacts, name: str) -> CheckResult:
@@ -96,6 +98,12 @@ PROBLEMS: list[tuple[HostFacts, str, Status, str]] = [
     (replace(GOOD, known_host="cmp2.example"), "state-directory", "failed", "belongs to the host cmp2.example"),
     (replace(GOOD, host="localhost", known_host=""), "host-name", "failed", "CYBORG_HOST_NAME"),
     (replace(GOOD, usage_error="/proc/net/route: denied"), "host-usage", "failed", "/proc/net/route: denied"),
+    (
+        replace(GOOD, host_usage=HOST_USAGE | {"0000:00:03.0": f"{UNKNOWN}why", "0000:00:04.0": f"{UNKNOWN}why"}),
+        "host-usage",
+        "warning",
+        "1 PCI function is used by this host; of 2 it cannot be found out",
+    ),
     (replace(GOOD, conductor=ConductorFacts()), "route", "warning", "manage.py join_token cmp1.example"),
     (with_problem("name"), "route", "failed", "DNS"),
     (with_problem("refused"), "route", "failed", "start the conductor"),
