@@ -10,8 +10,9 @@ import pytest
 
 from drivers.errors import Busy, Denied, DriverError, Failed, Gone, Invalid, Unsupported
 from drivers.inventory import AttachHandle, Device
-from drivers.pci import functions
+from drivers.pci import functions, sriov
 from drivers.pci.functions import PciDriver
+from drivers.pci.host_usage import UNKNOWN, USED
 from drivers.plan import Act, Ask
 from tests.drivers.plan_execution import PlanRunner
 from tests.support.modelmachine import ModelMachine
@@ -260,6 +261,11 @@ def test_a_card_that_the_host_uses_may_have_virtual_functions_if_its_rule_names_
     with pytest.raises(Busy, match="eth0 carries the default route"):
         make_runner(host, vfs=0, bind="vfio-pci", vfs_beside_host=[name]).run_act("install", ASK)
     assert host.driver_of(CARD) == "nvme"
+
+
+def test_the_permission_is_offered_only_for_a_known_use() -> None:
+    assert sriov.explain_permission(CARD, f"{UNKNOWN}why") == ""
+    assert CARD in sriov.explain_permission(CARD, f"{USED}why")
 
 
 def test_virtual_functions_beside_the_host_are_not_removed_while_one_of_them_is_used(host: ModelMachine) -> None:
