@@ -244,11 +244,14 @@ class Machine:
                         yield path, number
             except PermissionError:
                 unseen.add("the agent may not see what other processes have open: run it as root with CAP_SYS_PTRACE")
+            except OSError as error:
+                unseen.add(f"the open files of a process cannot be listed: {error.strerror}")
 
     def _list_node_descriptors(self, folder: str) -> list[str]:
         """Return the descriptors of a process that lead below a /dev; none if the process has ended.
 
-        Only their texts are read, which never waits: the status of a file on NFS may. Raises PermissionError.
+        Only their texts are read, which never waits: the status of a file on NFS may. Raises PermissionError and other
+        errors of the operating system if the descriptors cannot be listed.
         """
         paths = []
         try:
@@ -259,8 +262,10 @@ class Machine:
             try:
                 if "/dev/" in os.readlink(self._host_path(path)):
                     paths.append(path)
-            except (FileNotFoundError, ProcessLookupError):
-                continue  # it was closed meanwhile
+            except PermissionError:
+                raise
+            except OSError:
+                continue  # it was closed meanwhile, or its path is longer than the kernel can return
         return paths
 
     def _is_pci_node(self, number: str) -> bool:

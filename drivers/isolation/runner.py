@@ -23,7 +23,7 @@ from drivers.errors import KINDS, Denied, DriverError, Failed
 from drivers.inventory import DriverReport, Sample
 from drivers.isolation.driver_main import CallName, DriverAnswer, Manifest
 from drivers.isolation.pipe import ChildPipe, PipeError
-from drivers.machine import Machine
+from drivers.machine import Machine, OpenNodes
 from drivers.plan import Act, Ask, Load, Plan, Vitals, stray
 
 log = logging.getLogger("cyborg.driver")
@@ -208,7 +208,7 @@ class DriverProcess:
                 raise self._make_error(Failed, self._failure_reason)
             fields: dict[str, object] = {"ask": ask}
             if call != "health" and (not self.manifest.name or "pci" in self.manifest.subsystems):
-                fields["open_nodes"] = await asyncio.to_thread(self._machine.list_open_nodes)
+                fields["open_nodes"] = await self._list_open_nodes()
             try:
                 async with asyncio.timeout(self._deadline_s):
                     answer = await self._send_request(call, self._deadline_s, **fields)
@@ -223,6 +223,13 @@ class DriverProcess:
         if answer.error:
             raise self._make_error(KINDS.get(answer.kind, Failed), answer.error)
         return answer
+
+    async def _list_open_nodes(self) -> OpenNodes:
+        """Return which device nodes are open on the host. If that cannot be found out, `unseen` says why."""
+        try:
+            return await asyncio.to_thread(self._machine.list_open_nodes)
+        except OSError as error:
+            return OpenNodes(unseen=f"the processes of the host cannot be looked at: {error.strerror or error}")
 
     async def _send_request(self, call: CallName, deadline_s: float, **fields: object) -> DriverAnswer:
         """Send one request to the process, started if needed, and return its answer, which may report an error.

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import os
 import socket
 import sys
 from collections.abc import Awaitable, Callable
@@ -221,6 +223,22 @@ def test_the_agent_looks_at_the_hosts_processes_in_place_of_the_driver() -> None
 
     async def story() -> None:
         assert (await process.discover()).faults == (Fault("seen", "{'c226:0': ('Xorg',)}"),)
+
+    run_story(process, story)
+
+
+def test_an_error_of_the_look_at_the_hosts_processes_is_told_to_the_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = Machine("n")
+
+    def fail() -> OpenNodes:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(machine, "list_open_nodes", fail)
+    process = start_actor("Findings(faults=(Fault('seen', machine.list_open_nodes().unseen),))", machine=machine)
+
+    async def story() -> None:
+        report = await process.discover()
+        assert report.faults == (Fault("seen", "the processes of the host cannot be looked at: Input/output error"),)
 
     run_story(process, story)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from pathlib import Path
 
@@ -340,3 +341,21 @@ def test_a_network_card_whose_interface_is_in_another_namespace_is_never_free(ho
     assert find_use(host) == ""
     host.link(card / "driver", host.sys / "bus/pci/drivers/ice")
     assert "its network interface is not here: it may be in another network namespace" in find_use(host)
+
+
+def test_a_descriptor_whose_path_is_too_long_hides_no_other_descriptor(
+    host: FakeHost, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_disk(host)
+    host.opened(60, "editor", "long")
+    host.opened(60, "editor", "nvme0n1")
+    read_link = os.readlink
+
+    def refuse_long_path(path: str) -> str:
+        if str(path).endswith("/60/fd/0"):
+            raise OSError(errno.ENAMETOOLONG, os.strerror(errno.ENAMETOOLONG))
+        return read_link(path)
+
+    monkeypatch.setattr("drivers.machine.os.readlink", refuse_long_path)
+    found = host.machine.list_open_nodes()
+    assert [*found.users.values()] == [("editor",)] and not found.unseen
