@@ -8,9 +8,11 @@ other end of the pipe is `drivers.isolation.driver_main`.
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import logging
 import os
 import sys
+import threading
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -39,6 +41,8 @@ LD_PRELOAD and UMOCKDEV_DIR allow a simulated /sys.
 """
 SAMPLES_S = 2.0
 """The deadline of one round of samples, in seconds."""
+SCAN_S = 10.0
+"""How long the agent looks for open device nodes before a call, in seconds."""
 CATCH_UP_S = 4.0
 """How long a later call waits for the answer to a round of samples that timed out, in seconds."""
 RESULT_FIELDS: Mapping[str, str] = {"discover": "report", "probe": "reasons", "health": "vitals", "samples": "load"}
@@ -52,9 +56,10 @@ class DriverProcess:
 
     The process starts with the first call, keeps running between calls, and starts again after a failure.
     Calls are executed one at a time, in the order they were made; `samples` never waits for its turn. `deadline_s`
-    limits one call, including the start of the process, from the moment it has its turn. `max_answer` is the maximum
-    size of an answer in bytes. `state` is the driver's directory, to which `/state` leads. `command` replaces the
-    process's command line in tests, and `machine` the host whose processes are looked at for the driver.
+    limits one call, including the start of the process, from the moment it has its turn and the agent has looked for
+    open device nodes (SCAN_S). `max_answer` is the maximum size of an answer in bytes. `state` is the driver's
+    directory, to which `/state` leads. `command` replaces the process's command line in tests, and `machine` the host
+    whose processes are looked at for the driver.
     """
 
     def __init__(
@@ -78,6 +83,8 @@ class DriverProcess:
         self._max_answer = max_answer
         self._command = command or [sys.executable, "-I", "-m", "drivers.isolation.driver_main", name]
         self._call_lock = asyncio.Lock()
+        self._scan_thread: threading.Thread | None = None
+        """The last thread that looked for open device nodes; it may hang."""
         self._pipe: ChildPipe | None = None
         self._last_call_id = 0
         self._backoff_s = FIRST_BACKOFF_S
@@ -225,9 +232,31 @@ class DriverProcess:
         return answer
 
     async def _list_open_nodes(self) -> OpenNodes:
-        """Return which device nodes are open on the host. If that cannot be found out, `unseen` says why."""
+        """Return which device nodes are open on the host. If that is not known within SCAN_S, `unseen` says why.
+
+        It looks in a daemon thread, which may hang in the kernel and is never joined. No second one is started while
+        the first one hangs.
+        """
+        late = OpenNodes(unseen=f"looking at the processes of the host takes more than {SCAN_S:g} s")
+        if self._scan_thread and self._scan_thread.is_alive():
+            return late
+        future: concurrent.futures.Future[OpenNodes] = concurrent.futures.Future()
+        future.set_running_or_notify_cancel()  # from now on it cannot be cancelled, so the late thread may set it
+
+        def scan() -> None:
+            """Hand the result or the exception over to the event loop."""
+            try:
+                future.set_result(self._machine.list_open_nodes())
+            except Exception as error:  # noqa: BLE001 - raised again where the result is awaited
+                future.set_exception(error)
+
+        self._scan_thread = threading.Thread(target=scan, daemon=True)
+        self._scan_thread.start()
         try:
-            return await asyncio.to_thread(self._machine.list_open_nodes)
+            async with asyncio.timeout(SCAN_S):
+                return await asyncio.wrap_future(future)
+        except TimeoutError:
+            return late
         except OSError as error:
             return OpenNodes(unseen=f"the processes of the host cannot be looked at: {error.strerror or error}")
 

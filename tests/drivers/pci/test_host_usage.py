@@ -359,3 +359,26 @@ def test_a_descriptor_whose_path_is_too_long_hides_no_other_descriptor(
     monkeypatch.setattr("drivers.machine.os.readlink", refuse_long_path)
     found = host.machine.list_open_nodes()
     assert [*found.users.values()] == [("editor",)] and not found.unseen
+
+
+def test_only_descriptors_that_may_be_device_nodes_are_asked_for_their_status(
+    host: FakeHost, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_disk(host)
+    host.opened(60, "lsblk", "nvme0n1")
+    descriptors = host.proc / "60/fd"
+    for number, text in enumerate(
+        ("/mnt/nfs/dev/log", "/mnt/nfs/dev/a.py", "/mnt/nfs/a", "/dev/sdz", "/host/dev/nvme0n1")
+    ):
+        (descriptors / f"{number + 1}").symlink_to(text)
+    host.file(host.dev / "log", "")
+    asked: list[str] = []
+    read_number = host.machine.read_node_number
+
+    def record(path: str) -> str:
+        asked.append(path)
+        return read_number(path)
+
+    monkeypatch.setattr(host.machine, "read_node_number", record)
+    assert [*host.machine.list_open_nodes().users.values()] == [("lsblk",)]
+    assert {path for path in asked if path.startswith("/proc")} == {f"/proc/60/fd/{number}" for number in (0, 4, 5)}
