@@ -229,11 +229,18 @@ class Machine:
     def _iterate_open_nodes(self, unseen: set[str]) -> Iterator[tuple[str, str]]:
         """Yield (descriptor in /proc, number) for each open node of PCI hardware.
 
-        If a process may not be looked at, a sentence about it is added to `unseen`.
+        If a process may not be looked at, a sentence about it is added to `unseen`. The first process always exists, so
+        without it /proc hides the processes of others.
         """
         relevance: dict[str, bool] = {}
         own_pid = str(os.getpid())
-        for pid in self.names("/proc", "[0-9]*"):
+        pids = self.names("/proc", "[0-9]*")
+        if "1" not in pids:
+            unseen.add(
+                "the agent may not see all processes (hidepid= of /proc or ProtectProc=): run it as root with"
+                " CAP_SYS_PTRACE"
+            )
+        for pid in pids:
             if own_pid in (pid, self._read_parent_pid(pid)):
                 continue
             try:

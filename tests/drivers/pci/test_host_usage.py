@@ -228,6 +228,14 @@ def test_a_function_is_never_free_while_the_agent_cannot_see_all_processes(host:
     assert "the agent does not run in the host's process namespace" in used[DISK]
 
 
+def test_a_function_is_never_free_while_proc_hides_the_processes_of_others(host: FakeHost) -> None:
+    make_disk(host)
+    assert find_use(host) == ""
+    (host.proc / "1/fd").rmdir()
+    (host.proc / "1").rmdir()
+    assert "may not see all processes" in find_use(host)
+
+
 def test_only_disks_of_candidates_are_opened(host: FakeHost) -> None:
     make_disk(host)
     host.tree_machine.claimed.add("/dev/nvme0n1")
