@@ -205,16 +205,15 @@ class DriverProcess:
     async def _call_driver(self, call: CallName, ask: Ask | None = None) -> DriverAnswer:
         """Wait for the turn of this call, send the request and return the answer. Raises DriverError.
 
-        During back-off or quarantine it raises Failed without starting the process. Except for the health, the
-        agent first looks which device nodes are open, for a driver of PCI hardware. If the process breaks or does not
-        answer in time, it is killed, and back-off or quarantine begins. If the caller is cancelled, the process is only
-        killed.
+        During back-off or quarantine it raises Failed without starting the process. For a driver of PCI hardware, the
+        agent first looks which device nodes are open. If the process breaks or does not answer in time, it is killed,
+        and back-off or quarantine begins. If the caller is cancelled, the process is only killed.
         """
         async with self._call_lock:
             if time.monotonic() < self._next_start_at:
                 raise self._make_error(Failed, self._failure_reason)
             fields: dict[str, object] = {"ask": ask}
-            if call != "health" and (not self.manifest.name or "pci" in self.manifest.subsystems):
+            if not self.manifest.name or "pci" in self.manifest.subsystems:
                 fields["open_nodes"] = await self._list_open_nodes()
             try:
                 async with asyncio.timeout(self._deadline_s):

@@ -16,6 +16,7 @@ import pytest
 
 from drivers.errors import KINDS
 from drivers.inventory import Fault
+from drivers.isolation.driver_main import CallName, DriverAnswer
 from drivers.isolation.runner import DriverProcess
 from drivers.machine import Machine, OpenNodes
 from drivers.plan import Ask, Plan
@@ -225,6 +226,27 @@ def test_the_agent_looks_at_the_hosts_processes_in_place_of_the_driver() -> None
 
     async def story() -> None:
         assert (await process.discover()).faults == (Fault("seen", "{'c226:0': ('Xorg',)}"),)
+
+    run_story(process, story)
+
+
+def test_health_also_gets_the_open_nodes_because_the_driver_may_have_to_discover(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    machine = Machine("n")
+    machine.open_nodes = OpenNodes({"c226:0": ("Xorg",)})
+    process, sent = start_actor(machine=machine), []
+    send_request = process._send_request
+
+    async def record(call: CallName, deadline_s: float, **fields: object) -> DriverAnswer:
+        sent.append((call, fields.get("open_nodes")))
+        return await send_request(call, deadline_s, **fields)
+
+    monkeypatch.setattr(process, "_send_request", record)
+
+    async def story() -> None:
+        await process.health(Ask("k", layout={"do": "1"}))
+        assert sent == [("health", machine.open_nodes)]
 
     run_story(process, story)
 
