@@ -199,7 +199,8 @@ class Machine:
 
         This process and its children are left out, and so is a node that is closed again within `look_again_s`. It
         needs CAP_SYS_PTRACE and the host's process namespace (proc(5)); a driver's process has neither, so the agent
-        looks for it and sends the result (`open_nodes`).
+        looks for it and sends the result (`open_nodes`). It may wait for a file system that does not answer, so it
+        belongs in a thread with a time-out.
         """
         if self.open_nodes is not None:
             return self.open_nodes
@@ -228,11 +229,18 @@ class Machine:
     def _iterate_open_nodes(self, unseen: set[str]) -> Iterator[tuple[str, str]]:
         """Yield (descriptor in /proc, number) for each open node of PCI hardware.
 
-        If a process may not be looked at, a sentence about it is added to `unseen`.
+        If a process may not be looked at, a sentence about it is added to `unseen`. The first process always exists, so
+        without it /proc hides the processes of others.
         """
         relevance: dict[str, bool] = {}
         own_pid = str(os.getpid())
-        for pid in self.names("/proc", "[0-9]*"):
+        pids = self.names("/proc", "[0-9]*")
+        if "1" not in pids:
+            unseen.add(
+                "the agent may not see all processes (hidepid= of /proc or ProtectProc=): run it as root with"
+                " CAP_SYS_PTRACE"
+            )
+        for pid in pids:
             if own_pid in (pid, self._read_parent_pid(pid)):
                 continue
             try:
@@ -247,11 +255,14 @@ class Machine:
                     "the agent may not see what some processes have open: run it as root with CAP_SYS_PTRACE in the "
                     "host's user namespace; if it has that, look at AppArmor or SELinux"
                 )
+            except OSError as error:
+                unseen.add(f"the open files of a process cannot be listed: {error.strerror}")
 
     def _list_node_descriptors(self, folder: str) -> list[str]:
-        """Return the descriptors of a process that lead below a /dev; none if the process has ended.
+        """Return the descriptors of a process that may be device nodes; none if the process has ended.
 
-        Only their texts are read, which never waits: the status of a file on NFS may. Raises PermissionError.
+        Only their texts are read, which does not wait for a file system: the status of a file on NFS may. Raises
+        PermissionError and other errors of the operating system if the descriptors cannot be listed.
         """
         paths = []
         try:
@@ -260,11 +271,20 @@ class Machine:
             return []
         for path in (f"{folder}/{name}" for name in names):
             try:
-                if "/dev/" in os.readlink(self._host_path(path)):
+                if self._may_be_node(os.readlink(self._host_path(path))):
                     paths.append(path)
-            except (FileNotFoundError, ProcessLookupError):
-                continue  # it was closed meanwhile
+            except PermissionError:
+                raise
+            except OSError:
+                continue  # it was closed meanwhile, or its path is longer than the kernel can return
         return paths
+
+    def _may_be_node(self, text: str) -> bool:
+        """Return whether the file with this path may be a device node: it is below /dev, or below the /dev of another
+        root directory, such as `/host/dev/sda` in a container, and this host has a node of the same name.
+        """
+        top, folder, name = text.rpartition("/dev/")
+        return text.startswith("/dev/") or bool(folder and top and self.read_node_number(f"/dev/{name}"))
 
     def _is_pci_node(self, number: str) -> bool:
         """Return whether a node may belong to PCI hardware: every block device, NVIDIA's nodes, and the other character

@@ -16,7 +16,7 @@ import msgspec
 from msgspec import Struct
 
 from drivers.base import Driver, Findings, Settings, at_most
-from drivers.errors import DriverError, Failed, Gone
+from drivers.errors import Busy, DriverError, Failed, Gone
 from drivers.generic import settings as generic_settings
 from drivers.generic.backend import BackendBase
 from drivers.generic.backend_calls import BackendCaller
@@ -92,10 +92,10 @@ class GenericDriver(Driver):
     def stats(self, machine: Machine, settings: Settings, ask: Ask) -> tuple[Sample, ...]:
         """Return the load of the device as its backend reads it.
 
-        Raises Gone if no backend has the device, Invalid for unusable settings, Busy while another question to the
-        backend has not returned, Failed while the backend does not answer, and the errors of the backend.
+        Raises Busy if it is not known which backend has the device, or while another question to that backend has not
+        returned; Invalid for unusable settings, Failed while the backend does not answer, and the backend's errors.
         """
-        name, backend = self._find_backend(machine, settings, ask)
+        name, backend = self._find_backend(machine, settings, ask, may_discover=False)
         return self._get_caller(name).call_if_idle("stats", lambda: backend.stats(machine, ask), STATS_S)
 
     def release(self) -> None:
@@ -163,12 +163,15 @@ class GenericDriver(Driver):
         name, backend = self._find_backend(machine, settings, ask)
         return self._get_caller(name).call(act, lambda: backend.plan(act, machine, ask), deadline.take_share())
 
-    def _find_backend(self, machine: Machine, settings: Settings, ask: Ask) -> tuple[str, BackendBase]:
+    def _find_backend(
+        self, machine: Machine, settings: Settings, ask: Ask, *, may_discover: bool = True
+    ) -> tuple[str, BackendBase]:
         """Return the backend `ask.backend` with its name, or else the first one that found the device.
 
         If no backend has found the device yet, all backends are called (`discover`) once, in half of the time that the
         questions of a call have. Raises Invalid for unusable settings; Failed if a backend that may have the device
-        does not answer; Gone if all backends answer and none has it.
+        does not answer; Gone if all backends answer and none has it. Without `may_discover`, no backend is called
+        and Busy is raised instead: a round of samples has no time for it, and comes without the open device nodes.
         """
         backends = generic_settings.parse_backends(settings)
         if ask.backend in backends:
@@ -178,6 +181,8 @@ class GenericDriver(Driver):
             for name, backend in backends.items():
                 if ask.key in self._keys.get(name, ()):
                     return name, backend
+            if not may_discover:
+                raise Busy(f"it is not known which backend has {ask.key} until this host is scanned again")
             if first:
                 findings = self._discover_backends(machine, settings, QUESTION_SHARE / 2)
                 errors = "; ".join(f"backend {one.name}: {one.error}" for one in findings.backends if one.error)

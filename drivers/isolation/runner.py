@@ -8,9 +8,11 @@ other end of the pipe is `drivers.isolation.driver_main`.
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import logging
 import os
 import sys
+import threading
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -23,7 +25,7 @@ from drivers.errors import KINDS, Denied, DriverError, Failed
 from drivers.inventory import DriverReport, Sample
 from drivers.isolation.driver_main import CallName, DriverAnswer, Manifest
 from drivers.isolation.pipe import ChildPipe, PipeError
-from drivers.machine import Machine
+from drivers.machine import Machine, OpenNodes
 from drivers.plan import Act, Ask, Load, Plan, Vitals, stray
 
 log = logging.getLogger("cyborg.driver")
@@ -39,6 +41,8 @@ LD_PRELOAD and UMOCKDEV_DIR allow a simulated /sys.
 """
 SAMPLES_S = 2.0
 """The deadline of one round of samples, in seconds."""
+SCAN_S = 10.0
+"""How long the agent looks for open device nodes before a call, in seconds."""
 CATCH_UP_S = 4.0
 """How long a later call waits for the answer to a round of samples that timed out, in seconds."""
 RESULT_FIELDS: Mapping[str, str] = {"discover": "report", "probe": "reasons", "health": "vitals", "samples": "load"}
@@ -52,9 +56,10 @@ class DriverProcess:
 
     The process starts with the first call, keeps running between calls, and starts again after a failure.
     Calls are executed one at a time, in the order they were made; `samples` never waits for its turn. `deadline_s`
-    limits one call, including the start of the process, from the moment it has its turn. `max_answer` is the maximum
-    size of an answer in bytes. `state` is the driver's directory, to which `/state` leads. `command` replaces the
-    process's command line in tests, and `machine` the host whose processes are looked at for the driver.
+    limits one call, including the start of the process, from the moment it has its turn and the agent has looked for
+    open device nodes (SCAN_S). `max_answer` is the maximum size of an answer in bytes. `state` is the driver's
+    directory, to which `/state` leads. `command` replaces the process's command line in tests, and `machine` the host
+    whose processes are looked at for the driver.
     """
 
     def __init__(
@@ -78,6 +83,8 @@ class DriverProcess:
         self._max_answer = max_answer
         self._command = command or [sys.executable, "-I", "-m", "drivers.isolation.driver_main", name]
         self._call_lock = asyncio.Lock()
+        self._scan_thread: threading.Thread | None = None
+        """The last thread that looked for open device nodes; it may hang."""
         self._pipe: ChildPipe | None = None
         self._last_call_id = 0
         self._backoff_s = FIRST_BACKOFF_S
@@ -198,17 +205,16 @@ class DriverProcess:
     async def _call_driver(self, call: CallName, ask: Ask | None = None) -> DriverAnswer:
         """Wait for the turn of this call, send the request and return the answer. Raises DriverError.
 
-        During back-off or quarantine it raises Failed without starting the process. Except for the health, the
-        agent first looks which device nodes are open, for a driver of PCI hardware. If the process breaks or does not
-        answer in time, it is killed, and back-off or quarantine begins. If the caller is cancelled, the process is only
-        killed.
+        During back-off or quarantine it raises Failed without starting the process. For a driver of PCI hardware, the
+        agent first looks which device nodes are open. If the process breaks or does not answer in time, it is killed,
+        and back-off or quarantine begins. If the caller is cancelled, the process is only killed.
         """
         async with self._call_lock:
             if time.monotonic() < self._next_start_at:
                 raise self._make_error(Failed, self._failure_reason)
             fields: dict[str, object] = {"ask": ask}
-            if call != "health" and (not self.manifest.name or "pci" in self.manifest.subsystems):
-                fields["open_nodes"] = await asyncio.to_thread(self._machine.list_open_nodes)
+            if not self.manifest.name or "pci" in self.manifest.subsystems:
+                fields["open_nodes"] = await self._list_open_nodes()
             try:
                 async with asyncio.timeout(self._deadline_s):
                     answer = await self._send_request(call, self._deadline_s, **fields)
@@ -223,6 +229,35 @@ class DriverProcess:
         if answer.error:
             raise self._make_error(KINDS.get(answer.kind, Failed), answer.error)
         return answer
+
+    async def _list_open_nodes(self) -> OpenNodes:
+        """Return which device nodes are open on the host. If that is not known within SCAN_S, `unseen` says why.
+
+        It looks in a daemon thread, which may hang in the kernel and is never joined. No second one is started while
+        the first one hangs.
+        """
+        late = OpenNodes(unseen=f"looking at the processes of the host takes more than {SCAN_S:g} s")
+        if self._scan_thread and self._scan_thread.is_alive():
+            return late
+        future: concurrent.futures.Future[OpenNodes] = concurrent.futures.Future()
+        future.set_running_or_notify_cancel()  # from now on it cannot be cancelled, so the late thread may set it
+
+        def scan() -> None:
+            """Hand the result or the exception over to the event loop."""
+            try:
+                future.set_result(self._machine.list_open_nodes())
+            except Exception as error:  # noqa: BLE001 - raised again where the result is awaited
+                future.set_exception(error)
+
+        self._scan_thread = threading.Thread(target=scan, daemon=True)
+        self._scan_thread.start()
+        try:
+            async with asyncio.timeout(SCAN_S):
+                return await asyncio.wrap_future(future)
+        except TimeoutError:
+            return late
+        except OSError as error:
+            return OpenNodes(unseen=f"the processes of the host cannot be looked at: {error.strerror or error}")
 
     async def _send_request(self, call: CallName, deadline_s: float, **fields: object) -> DriverAnswer:
         """Send one request to the process, started if needed, and return its answer, which may report an error.

@@ -44,6 +44,7 @@ class FakeHost:
         self.sys, self.proc, self.dev = root / "sys", root / "proc", root / "dev"
         (self.sys / "bus/pci/devices").mkdir(parents=True)
         self.file(self.proc / "self/mountinfo", "")
+        (self.proc / "1/fd").mkdir(parents=True)
         (self.proc / "self/ns").mkdir()
         (self.proc / "self/ns/pid").symlink_to(FIRST_PID_NAMESPACE)
         roots = {"sys_root": self.sys, "proc_root": self.proc, "dev_root": self.dev}

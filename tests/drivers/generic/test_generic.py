@@ -438,6 +438,15 @@ def test_an_act_is_planned_by_the_backend_that_the_ask_names(host: ModelMachine)
         work.plan("partition", Ask(key, layout={"vfs": "3"}, backend="few"))
 
 
+def test_the_load_of_a_device_of_a_renamed_backend_is_unread_until_the_next_scan(host: ModelMachine) -> None:
+    work = make_runner(host, near=REMOTE)
+    ask = Ask("remote:far", backend="old")
+    with pytest.raises(Busy, match="until this host is scanned again"):
+        work.driver.stats(host.machine, work.settings, ask)
+    only_device(work)
+    assert work.driver.stats(host.machine, work.settings, ask) == ()
+
+
 def test_a_fresh_process_finds_the_backend_of_a_device(host: ModelMachine) -> None:
     key = only_device(make_runner(host, vgpus=MDEV)).key
     assert make_runner(host, disks=PCI, vgpus=MDEV).driver.health(host.machine, {"backends": {"v": MDEV}}, Ask(key))

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import os
 import socket
 import sys
+import threading
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from drivers.errors import KINDS
 from drivers.inventory import Fault
+from drivers.isolation.driver_main import CallName, DriverAnswer
 from drivers.isolation.runner import DriverProcess
 from drivers.machine import Machine, OpenNodes
 from drivers.plan import Ask, Plan
@@ -223,6 +228,71 @@ def test_the_agent_looks_at_the_hosts_processes_in_place_of_the_driver() -> None
         assert (await process.discover()).faults == (Fault("seen", "{'c226:0': ('Xorg',)}"),)
 
     run_story(process, story)
+
+
+def test_health_also_gets_the_open_nodes_because_the_driver_may_have_to_discover(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    machine = Machine("n")
+    machine.open_nodes = OpenNodes({"c226:0": ("Xorg",)})
+    process, sent = start_actor(machine=machine), []
+    send_request = process._send_request
+
+    async def record(call: CallName, deadline_s: float, **fields: object) -> DriverAnswer:
+        sent.append((call, fields.get("open_nodes")))
+        return await send_request(call, deadline_s, **fields)
+
+    monkeypatch.setattr(process, "_send_request", record)
+
+    async def story() -> None:
+        await process.health(Ask("k", layout={"do": "1"}))
+        assert sent == [("health", machine.open_nodes)]
+
+    run_story(process, story)
+
+
+def test_an_error_of_the_look_at_the_hosts_processes_is_told_to_the_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = Machine("n")
+
+    def fail() -> OpenNodes:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(machine, "list_open_nodes", fail)
+    process = start_actor("Findings(faults=(Fault('seen', machine.list_open_nodes().unseen),))", machine=machine)
+
+    async def story() -> None:
+        report = await process.discover()
+        assert report.faults == (Fault("seen", "the processes of the host cannot be looked at: Input/output error"),)
+
+    run_story(process, story)
+
+
+def test_a_look_at_the_hosts_processes_that_hangs_delays_a_call_only_briefly(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine, end, starts = Machine("n"), threading.Event(), []
+
+    def hang() -> OpenNodes:
+        starts.append(threading.current_thread())
+        end.wait()
+        return OpenNodes({"c226:0": ("Xorg",)})
+
+    monkeypatch.setattr(machine, "list_open_nodes", hang)
+    monkeypatch.setattr("drivers.isolation.runner.SCAN_S", 0.2)
+    process = start_actor("Findings(faults=(Fault('seen', repr(machine.list_open_nodes())),))", machine=machine)
+
+    async def story() -> None:
+        for _ in range(2):
+            report = await process.discover()
+            assert "takes more than 0.2 s" in report.faults[0].reason
+            process.manifest = msgspec.structs.replace(process.manifest, subsystems=("pci",))
+        assert len(starts) == 1 and starts[0].daemon, "one thread hangs, and nothing waits for it"
+        end.set()
+        await asyncio.to_thread(starts[0].join, 5)
+        assert "Xorg" in (await process.discover()).faults[0].reason
+
+    guard = threading.Timer(20, end.set)  # without a time-out the test fails instead of hanging
+    guard.start()
+    run_story(process, story)
+    guard.cancel()
 
 
 def test_a_call_that_the_driver_lacks_raises_unsupported() -> None:

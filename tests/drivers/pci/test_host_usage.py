@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from pathlib import Path
 
@@ -227,6 +228,14 @@ def test_a_function_is_never_free_while_the_agent_cannot_see_all_processes(host:
     assert "the agent does not run in the host's process namespace" in used[DISK]
 
 
+def test_a_function_is_never_free_while_proc_hides_the_processes_of_others(host: FakeHost) -> None:
+    make_disk(host)
+    assert find_use(host) == ""
+    (host.proc / "1/fd").rmdir()
+    (host.proc / "1").rmdir()
+    assert "may not see all processes" in find_use(host)
+
+
 def test_only_disks_of_candidates_are_opened(host: FakeHost) -> None:
     make_disk(host)
     host.tree_machine.claimed.add("/dev/nvme0n1")
@@ -342,3 +351,44 @@ def test_a_network_card_whose_interface_is_in_another_namespace_is_never_free(ho
     assert find_use(host) == ""
     host.link(card / "driver", host.sys / "bus/pci/drivers/ice")
     assert "its network interface is not here: it may be in another network namespace" in find_use(host)
+
+
+def test_a_descriptor_whose_path_is_too_long_hides_no_other_descriptor(
+    host: FakeHost, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_disk(host)
+    host.opened(60, "editor", "long")
+    host.opened(60, "editor", "nvme0n1")
+    read_link = os.readlink
+
+    def refuse_long_path(path: str) -> str:
+        if str(path).endswith("/60/fd/0"):
+            raise OSError(errno.ENAMETOOLONG, os.strerror(errno.ENAMETOOLONG))
+        return read_link(path)
+
+    monkeypatch.setattr("drivers.machine.os.readlink", refuse_long_path)
+    found = host.machine.list_open_nodes()
+    assert [*found.users.values()] == [("editor",)] and not found.unseen
+
+
+def test_only_descriptors_that_may_be_device_nodes_are_asked_for_their_status(
+    host: FakeHost, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_disk(host)
+    host.opened(60, "lsblk", "nvme0n1")
+    descriptors = host.proc / "60/fd"
+    for number, text in enumerate(
+        ("/mnt/nfs/dev/log", "/mnt/nfs/dev/a.py", "/mnt/nfs/a", "/dev/sdz", "/host/dev/nvme0n1")
+    ):
+        (descriptors / f"{number + 1}").symlink_to(text)
+    host.file(host.dev / "log", "")
+    asked: list[str] = []
+    read_number = host.machine.read_node_number
+
+    def record(path: str) -> str:
+        asked.append(path)
+        return read_number(path)
+
+    monkeypatch.setattr(host.machine, "read_node_number", record)
+    assert [*host.machine.list_open_nodes().users.values()] == [("lsblk",)]
+    assert {path for path in asked if path.startswith("/proc")} == {f"/proc/60/fd/{number}" for number in (0, 4, 5)}
