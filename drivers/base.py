@@ -137,7 +137,11 @@ class Driver:
         return Plan()
 
     def detach(self, machine: Machine, settings: Settings, ask: Ask) -> Plan:
-        """Plan how to remove what `attach` created; no steps if it no longer exists. The default has no steps."""
+        """Plan how to remove what `attach` created; no steps if it no longer exists. The default has no steps.
+
+        The detach of a `PCI` handle also asks whether a guest still uses its function. The agent finds that out itself
+        after this method, for every driver.
+        """
         return Plan()
 
     def program(self, machine: Machine, settings: Settings, ask: Ask) -> Plan:

@@ -149,6 +149,7 @@ class PlanRun:
         try:
             for act in acts:
                 summaries.append(await self._run_act(act))
+                await self._check_detached(act)
         finally:
             if not self._writer.stuck:
                 await self._writer.close()
@@ -178,6 +179,13 @@ class PlanRun:
         except sqlite3.OperationalError as error:
             raise await self._undo_steps(f"the agent cannot write to its journal ({error})") from None
         raise AssertionError("unreachable")
+
+    async def _check_detached(self, act: Act) -> None:
+        """Raise PlanFailedError if a guest still uses the function of a PCI handle, or if that is not known."""
+        try:
+            await run_in_thread(lambda: preflight.check_detached(self._machine, act, self._ask))
+        except DriverError as error:
+            raise await self._undo_steps(str(error)) from None
 
     def _check_affected_devices(self, act: Act) -> None:
         """Raise Busy when the act affects another device with an attached handle, as the driver declares it.

@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 from drivers.errors import Busy, Denied
 from drivers.machine import PCI_ADDRESS, PCI_DEVICES, Machine, get_sys_path
+from drivers.pci.functions import confirm_no_guest_uses
 from drivers.pci.guest_usage import refuse_if_guest_uses
 from drivers.pci.iommu import list_card_functions
 from drivers.plan import DESTRUCTIVE, MDEV_DEFINITIONS, Act, Ask, Plan, Write, get_affected_prefix, stray
@@ -77,6 +78,17 @@ def check_attachments(act: Act, ask: Ask, attachments: Mapping[str, str]) -> Non
         raise Busy(f"its handle {uuid} is attached to {consumer}: detach it first")
     if act in ("attach", "detach") and ask.uuid in others and ask.consumer:
         raise Busy(f"the handle {ask.uuid} is attached to {others[ask.uuid]}: detach it first")
+
+
+def check_detached(machine: Machine, act: Act, ask: Ask) -> None:
+    """Raise a DriverError unless no guest uses the function of a PCI handle whose `detach` the driver has answered.
+
+    The conductor gives the handle to others when the detach has succeeded. The kernel is asked as well as the driver,
+    because a driver that does not override `detach` answers that nothing is to be done. Other acts and handles of other
+    types are not checked.
+    """
+    if act == "detach" and ask.handle is not None and ask.handle.attach_type == "PCI":
+        confirm_no_guest_uses(machine, ask.handle)
 
 
 def refuse_if_guest_is_harmed(machine: Machine, act: Act, write: Write, key: str, address: str | None) -> None:

@@ -213,8 +213,9 @@ def test_a_driver_without_its_own_acts_list_is_limited_by_the_list_for_all_drive
 def test_the_question_whether_a_function_is_unused_is_answered_whatever_acts_are_allowed(tmp_path: Path) -> None:
     async def story() -> None:
         driver = ScriptedDriver({"detach": lambda ask: Busy("a guest still uses it")})
+        function = AttachHandle("PCI", '{"bus": "01", "device": "00", "domain": "0000", "function": "0"}')
         async with run_host(tmp_path, driver, rules={"drv": frozenset({"install"})}) as host:
-            question = make_command(1, "detach", handle=AttachHandle("PCI", '{"bus": "01"}'), uuid="u", consumer="c")
+            question = make_command(1, "detach", handle=function, uuid="u", consumer="c")
             result = await host.run_commands(question)
             assert (result.outcome, result.text) == ("refused", "a guest still uses it")
             driver.plans["detach"] = lambda ask: Plan(said="no guest uses it")
