@@ -117,8 +117,9 @@ class Driver:
         """Plan how to make the device ready to be offered, as the settings describe it; `ask.layout` overrides them.
 
         A plan can use only what exists now. Steps that depend on the result of other steps belong into the next plan:
-        after the steps of `install` or `partition` are executed, the method is called again, until its plan has no
-        steps. At most four plans with steps are executed; if more are needed, the act fails. The default has no steps.
+        after the steps of `install`, `uninstall` or `partition` are executed, the method is called again, until its
+        plan has no steps. At most four plans with steps are executed; if more are needed, the act fails. The default
+        has no steps.
         """
         return Plan()
 

@@ -26,7 +26,7 @@ from drivers.plan import DEVICE_SCOPE, Act, Ask, Check, Image, Lifetime, Plan, S
 
 log = logging.getLogger("cyborg.executor")
 
-REPEATED_ACTS: frozenset[Act] = frozenset({"install", "partition"})
+REPEATED_ACTS: frozenset[Act] = frozenset({"install", "uninstall", "partition"})
 """Acts that are planned and run again until the plan is empty; every other act has one round."""
 MAX_ROUNDS = 4
 """Rounds of plan and steps that a repeated act gets: what one round makes (virtual functions), the next one uses."""

@@ -107,14 +107,17 @@ def test_a_step_is_not_started_when_its_expected_value_differs(
     asyncio.run(story())
 
 
-def test_install_is_planned_again_until_no_step_is_left_but_at_most_four_times(tmp_path: Path) -> None:
+@pytest.mark.parametrize("op", ["install", "uninstall", "partition"])
+def test_an_act_of_many_steps_is_planned_again_until_no_step_is_left_but_at_most_four_times(
+    tmp_path: Path, op: str
+) -> None:
     async def story() -> None:
         plans = [Plan((write_step("numvfs", "1"),)), Plan((write_step("mode", "2"),)), Plan(said="ready"), Plan()]
-        driver = ScriptedDriver({"install": lambda _: plans.pop(0)})
+        driver = ScriptedDriver({op: lambda _: plans.pop(0)})
         async with run_host(tmp_path, driver) as host:
-            assert (await host.run_commands(make_command(1, "install"))).text == "ready"
-            driver.plans["install"] = plan_always(write_step("mode", "3", undo="0"))
-            result = await host.run_commands(make_command(2, "install"))
+            assert (await host.run_commands(make_command(1, op))).text == "ready"
+            driver.plans[op] = plan_always(write_step("mode", "3", undo="0"))
+            result = await host.run_commands(make_command(2, op))
             assert result.outcome == "failed"
             assert "after 4 rounds of steps this is still to be done: set mode to 3. Undone" in result.text
             assert (host.file_content("numvfs"), host.file_content("mode")) == ("1", "0")
