@@ -237,16 +237,17 @@ class PlanRun:
         write was done is added to the steps that `_undo_steps` undoes, also if its effect is not seen.
         """
         await self._check_preconditions(step)
+        image = self._ask.image
+        if step.image and image is None:
+            raise Gone(f"{step.does}: the command has no image")
         path, loop = step.write.path, asyncio.get_running_loop()
         if path.startswith("/sys/") and path not in self._first_values and not step.image:
             await self._record_first_value(path)
         deadline = loop.time() + step.timeout_s
         self._has_begun_writing = True
         try:
-            if step.image:
-                if self._ask.image is None:
-                    raise Gone(f"{step.does}: the command has no image")
-                await self._writer.upload(path, step.image, self._ask.image, step.timeout_s, progress)
+            if step.image and image is not None:
+                await self._writer.upload(path, step.image, image, step.timeout_s, progress)
             else:
                 await self._writer.write(path, step.write.value, step.timeout_s)
         except Timeout:

@@ -15,7 +15,7 @@ from agents import wire
 from agents.host.execution import command_semantics
 from drivers.errors import Busy, Failed, Invalid
 from drivers.inventory import AttachHandle, Device, DriverReport, Health
-from drivers.plan import Ask, Check, Plan, Step, Vitals
+from drivers.plan import Ask, Check, Plan, Step, Vitals, Write
 from tests.agents.host.execution.executor_host import (
     CARD_PATH,
     HANDLE,
@@ -121,6 +121,16 @@ def test_an_act_of_many_steps_is_planned_again_until_no_step_is_left_but_at_most
             assert result.outcome == "failed"
             assert "after 4 rounds of steps this is still to be done: set mode to 3. Undone" in result.text
             assert (host.file_content("numvfs"), host.file_content("mode")) == ("1", "0")
+
+    asyncio.run(story())
+
+
+def test_an_act_that_needs_an_image_is_refused_untouched_when_the_command_has_none(tmp_path: Path) -> None:
+    async def story() -> None:
+        step = Step("copy it", Write("/state/image", ""), image="copy")
+        async with run_host(tmp_path, ScriptedDriver({"program": plan_once(step)})) as host:
+            result = await host.run_commands(make_command(1, "program"))
+            assert (result.outcome, result.text) == ("refused", "copy it: the command has no image")
 
     asyncio.run(story())
 
