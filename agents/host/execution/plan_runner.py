@@ -282,7 +282,8 @@ class PlanRun:
     async def _refuse_if_guest_is_harmed(self, write: Write) -> None:
         """Raise Busy or Denied as `preflight.refuse_if_guest_is_harmed`, for the act and the device of this run."""
         act, key, address = self._act, self._ask.key, self._address
-        await run_in_thread(lambda: preflight.refuse_if_guest_is_harmed(self._machine, act, write, key, address))
+        scope = self._planner.manifest.declares.affects.get(act, DEVICE_SCOPE)
+        await run_in_thread(lambda: preflight.refuse_if_guest_is_harmed(self._machine, act, write, key, address, scope))
 
     async def _find_mismatch(self, checks: tuple[Check, ...]) -> str:
         """Return the reason of the first check that does not hold, '' if all hold.

@@ -455,6 +455,26 @@ def test_S1_an_act_is_refused_while_a_handle_of_another_device_that_it_affects_i
     asyncio.run(story())
 
 
+@pytest.mark.parametrize(("scope", "refused"), [("device", False), ("card", False), ("bus", True), ("host", True)])
+def test_S3_an_act_is_refused_while_a_guest_has_a_function_of_another_device_that_it_affects(
+    tmp_path: Path, scope: str, refused: bool
+) -> None:
+    async def story() -> None:
+        model = make_model_with_guest_functions(tmp_path)
+        model.pci("0000:01:02.0", "0x1234", "0x0001", "0x120000", group=9)
+        path = "/sys/bus/pci/devices/0000:01:02.0/reset"
+        manifest = Manifest("drv", writes=WRITABLE_PATHS, declares=DriverDeclaration(affects={"reset": scope}))
+        plans = {"reset": plan_once(Step("reset it", Write(path, "1")))}
+        driver = ScriptedDriver(plans, {"card": "0000:01:02.0"}, manifest=manifest)  # type: ignore[arg-type]
+        async with run_host(tmp_path, driver, hand=lambda _: model.hand(), machine=model.machine) as host:
+            with model.holding(VF_GROUP):
+                result = await host.run_commands(make_command(1, "reset"))
+            assert (result.outcome, bool(model.writes)) == (("refused", False) if refused else ("succeeded", True))
+            assert ("0000:01:00.1 cannot be changed: a guest uses it" in result.text) is refused
+
+    asyncio.run(story())
+
+
 def test_an_attached_device_whose_address_is_not_known_counts_as_affected() -> None:
     check_affected_attachments("reset", "device", CARD, [("other", None)])
     check_affected_attachments("reset", "card", CARD, [])
