@@ -117,8 +117,9 @@ class Driver:
         """Plan how to make the device ready to be offered, as the settings describe it; `ask.layout` overrides them.
 
         A plan can use only what exists now. Steps that depend on the result of other steps belong into the next plan:
-        after the steps of `install` or `partition` are executed, the method is called again, until its plan has no
-        steps. At most four plans with steps are executed; if more are needed, the act fails. The default has no steps.
+        after the steps of `install`, `uninstall` or `partition` are executed, the method is called again, until its
+        plan has no steps. At most four plans with steps are executed; if more are needed, the act fails. The default
+        has no steps.
         """
         return Plan()
 
@@ -137,7 +138,11 @@ class Driver:
         return Plan()
 
     def detach(self, machine: Machine, settings: Settings, ask: Ask) -> Plan:
-        """Plan how to remove what `attach` created; no steps if it no longer exists. The default has no steps."""
+        """Plan how to remove what `attach` created; no steps if it no longer exists. The default has no steps.
+
+        The detach of a `PCI` handle also asks whether a guest still uses its function. The agent finds that out itself
+        after this method, for every driver.
+        """
         return Plan()
 
     def program(self, machine: Machine, settings: Settings, ask: Ask) -> Plan:

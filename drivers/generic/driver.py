@@ -21,7 +21,8 @@ from drivers.generic import settings as generic_settings
 from drivers.generic.backend import BackendBase
 from drivers.generic.backend_calls import BackendCaller
 from drivers.inventory import Backend, Deployable, Device, Fault, HandleType, Sample, Service
-from drivers.machine import Machine
+from drivers.machine import PCI_DEVICES, Machine
+from drivers.pci import functions
 from drivers.plan import Act, Ask, Plan, Vitals
 
 QUESTION_SHARE = 0.6
@@ -127,8 +128,12 @@ class GenericDriver(Driver):
     def detach(self, machine: Machine, settings: Settings, ask: Ask) -> Plan:
         """Plan how to remove what `attach` created; only the kind `mdev` has steps.
 
-        Raises the errors of `_plan_act`.
+        A PCI function that does not exist any more is used by nobody, whichever backend had it. Raises the errors of
+        `_plan_act`, and Invalid for an unusable `PCI` handle.
         """
+        is_function = ask.handle is not None and ask.handle.attach_type == "PCI"
+        if is_function and not machine.exists(f"{PCI_DEVICES}/{functions.parse_handle(ask.handle)}"):
+            return Plan(said=functions.confirm_no_guest_uses(machine, ask.handle))
         return self._plan_act("detach", machine, settings, ask)
 
     def program(self, machine: Machine, settings: Settings, ask: Ask) -> Plan:

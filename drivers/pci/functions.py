@@ -200,22 +200,14 @@ class PciDriver(Driver):
         function.
 
         Raises Busy while a guest uses it, Failed if that cannot be found out, and Invalid or Gone for an unknown handle
-        or device. A function that does not exist any more is used by nobody, because the kernel removes a function only
-        when its guest has ended (drivers/vfio/vfio_main.c, `vfio_unregister_group_dev`).
+        or device.
         """
-        address = _parse_handle(ask.handle)
-        if not machine.exists(f"{PCI_DEVICES}/{address}"):
-            return Plan(said=f"{address} does not exist any more")
-        card = find_address(machine, ask.key, ask.address)
-        if address != card and machine.link(f"{PCI_DEVICES}/{address}/physfn") != card:
-            raise Invalid(f"{address} is not a function of {ask.key}")
-        folder = f"{PCI_DEVICES}/{address}"
-        use = guest_usage.find_guest_uses(machine, [folder])[folder]
-        if use.state == "used":
-            raise Busy(f"a guest still uses {address} ({use.reason}): detach it from the guest, or end the guest")
-        if use.state == "unknown":
-            raise Failed(f"it is not known whether a guest uses {address}, because {use.reason}")
-        return Plan(said=f"no guest uses {address}")
+        address = parse_handle(ask.handle)
+        if machine.exists(f"{PCI_DEVICES}/{address}"):
+            card = find_address(machine, ask.key, ask.address)
+            if address != card and machine.link(f"{PCI_DEVICES}/{address}/physfn") != card:
+                raise Invalid(f"{address} is not a function of {ask.key}")
+        return Plan(said=confirm_no_guest_uses(machine, ask.handle))
 
     def reset(self, machine: Machine, settings: dict[str, object], ask: Ask) -> Plan:
         """Plan a reset of the function by the kernel's own method; its virtual functions are reset with it.
@@ -580,7 +572,26 @@ def _make_handle(machine: Machine, address: str) -> AttachHandle:
     return AttachHandle("PCI", info, "unknown" if is_bound else "")
 
 
-def _parse_handle(handle: AttachHandle | None) -> str:
+def confirm_no_guest_uses(machine: Machine, handle: AttachHandle | None) -> str:
+    """Return a sentence which says that no guest uses the function of a `PCI` handle.
+
+    Raises Busy while a guest uses it, Failed if that cannot be found out, and Invalid for any other handle. A function
+    that does not exist any more is used by nobody, because the kernel removes a function only when its guest has ended
+    (drivers/vfio/vfio_main.c, `vfio_unregister_group_dev`).
+    """
+    address = parse_handle(handle)
+    folder = f"{PCI_DEVICES}/{address}"
+    if not machine.exists(folder):
+        return f"{address} does not exist any more"
+    use = guest_usage.find_guest_uses(machine, [folder])[folder]
+    if use.state == "used":
+        raise Busy(f"a guest still uses {address} ({use.reason}): detach it from the guest, or end the guest")
+    if use.state == "unknown":
+        raise Failed(f"it is not known whether a guest uses {address}, because {use.reason}")
+    return f"no guest uses {address}"
+
+
+def parse_handle(handle: AttachHandle | None) -> str:
     """Return the PCI address of a `PCI` handle. Raises Invalid for any other handle."""
     try:
         fields = json.loads(handle.info) if handle and handle.attach_type == "PCI" else {}

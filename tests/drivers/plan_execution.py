@@ -34,7 +34,7 @@ class PlanRunner:
             if not plan.steps:
                 return count
             self._steps(plan)
-            if act in ("uninstall", "reset"):
+            if act == "reset":
                 return count + 1
         assert not self.plan(act, ask).steps
         return MAX_ROUNDS

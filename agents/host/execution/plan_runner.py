@@ -26,7 +26,7 @@ from drivers.plan import DEVICE_SCOPE, Act, Ask, Check, Image, Lifetime, Plan, S
 
 log = logging.getLogger("cyborg.executor")
 
-REPEATED_ACTS: frozenset[Act] = frozenset({"install", "partition"})
+REPEATED_ACTS: frozenset[Act] = frozenset({"install", "uninstall", "partition"})
 """Acts that are planned and run again until the plan is empty; every other act has one round."""
 MAX_ROUNDS = 4
 """Rounds of plan and steps that a repeated act gets: what one round makes (virtual functions), the next one uses."""
@@ -149,6 +149,7 @@ class PlanRun:
         try:
             for act in acts:
                 summaries.append(await self._run_act(act))
+                await self._check_detached(act)
         finally:
             if not self._writer.stuck:
                 await self._writer.close()
@@ -178,6 +179,13 @@ class PlanRun:
         except sqlite3.OperationalError as error:
             raise await self._undo_steps(f"the agent cannot write to its journal ({error})") from None
         raise AssertionError("unreachable")
+
+    async def _check_detached(self, act: Act) -> None:
+        """Raise PlanFailedError if a guest still uses the function of a PCI handle, or if that is not known."""
+        try:
+            await run_in_thread(lambda: preflight.check_detached(self._machine, act, self._ask))
+        except DriverError as error:
+            raise await self._undo_steps(str(error)) from None
 
     def _check_affected_devices(self, act: Act) -> None:
         """Raise Busy when the act affects another device with an attached handle, as the driver declares it.
@@ -229,16 +237,17 @@ class PlanRun:
         write was done is added to the steps that `_undo_steps` undoes, also if its effect is not seen.
         """
         await self._check_preconditions(step)
+        image = self._ask.image
+        if step.image and image is None:
+            raise Gone(f"{step.does}: the command has no image")
         path, loop = step.write.path, asyncio.get_running_loop()
         if path.startswith("/sys/") and path not in self._first_values and not step.image:
             await self._record_first_value(path)
         deadline = loop.time() + step.timeout_s
         self._has_begun_writing = True
         try:
-            if step.image:
-                if self._ask.image is None:
-                    raise Gone(f"{step.does}: the command has no image")
-                await self._writer.upload(path, step.image, self._ask.image, step.timeout_s, progress)
+            if step.image and image is not None:
+                await self._writer.upload(path, step.image, image, step.timeout_s, progress)
             else:
                 await self._writer.write(path, step.write.value, step.timeout_s)
         except Timeout:
@@ -273,7 +282,8 @@ class PlanRun:
     async def _refuse_if_guest_is_harmed(self, write: Write) -> None:
         """Raise Busy or Denied as `preflight.refuse_if_guest_is_harmed`, for the act and the device of this run."""
         act, key, address = self._act, self._ask.key, self._address
-        await run_in_thread(lambda: preflight.refuse_if_guest_is_harmed(self._machine, act, write, key, address))
+        scope = self._planner.manifest.declares.affects.get(act, DEVICE_SCOPE)
+        await run_in_thread(lambda: preflight.refuse_if_guest_is_harmed(self._machine, act, write, key, address, scope))
 
     async def _find_mismatch(self, checks: tuple[Check, ...]) -> str:
         """Return the reason of the first check that does not hold, '' if all hold.

@@ -9,9 +9,10 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 from drivers.errors import Busy, Denied
 from drivers.machine import PCI_ADDRESS, PCI_DEVICES, Machine, get_sys_path
+from drivers.pci.functions import confirm_no_guest_uses
 from drivers.pci.guest_usage import refuse_if_guest_uses
 from drivers.pci.iommu import list_card_functions
-from drivers.plan import DESTRUCTIVE, MDEV_DEFINITIONS, Act, Ask, Plan, Write, get_affected_prefix, stray
+from drivers.plan import DESTRUCTIVE, DEVICE_SCOPE, MDEV_DEFINITIONS, Act, Ask, Plan, Write, get_affected_prefix, stray
 
 FILES_TAKING_ADDRESS = frozenset({"bind", "unbind", "drivers_probe", "new_id", "remove_id"})
 """Files below /sys/bus/pci that act on the device whose address is written into them."""
@@ -79,16 +80,33 @@ def check_attachments(act: Act, ask: Ask, attachments: Mapping[str, str]) -> Non
         raise Busy(f"the handle {ask.uuid} is attached to {others[ask.uuid]}: detach it first")
 
 
-def refuse_if_guest_is_harmed(machine: Machine, act: Act, write: Write, key: str, address: str | None) -> None:
+def check_detached(machine: Machine, act: Act, ask: Ask) -> None:
+    """Raise a DriverError unless no guest uses the function of a PCI handle whose `detach` the driver has answered.
+
+    The conductor gives the handle to others when the detach has succeeded. The kernel is asked as well as the driver,
+    because a driver that does not override `detach` answers that nothing is to be done. Other acts and handles of other
+    types are not checked.
+    """
+    if act == "detach" and ask.handle is not None and ask.handle.attach_type == "PCI":
+        confirm_no_guest_uses(machine, ask.handle)
+
+
+def refuse_if_guest_is_harmed(
+    machine: Machine, act: Act, write: Write, key: str, address: str | None, scope: str = DEVICE_SCOPE
+) -> None:
     """Raise Busy if a guest uses what the write may take away, and Denied if it is not known whether one does.
 
-    `key` and `address` are those of the device. A destructive act is refused while a guest uses the device; in any
-    other act, only the writes to FILES_TAKING_AWAY are checked. Whether a guest uses a function is asked of the kernel,
-    whichever driver planned the write and whichever kernel driver the function is bound to (`drivers.pci.guest_usage`).
+    `key` and `address` are those of the device, and `scope` is what the driver declares for the act. A destructive act
+    is refused while a guest uses the device or another function that the act affects; in any other act, only the writes
+    to FILES_TAKING_AWAY are checked. Whether a guest uses a function is asked of the kernel, whichever driver planned
+    the write and whichever kernel driver the function is bound to (`drivers.pci.guest_usage`).
     """
     folders = _list_devices_taken_away(machine, write)
     if act in DESTRUCTIVE:
-        folders += (f"{PCI_DEVICES}/{one}" for one in sorted(find_device_addresses(machine, address)))
+        addresses = find_device_addresses(machine, address)
+        if (prefix := get_affected_prefix(scope, address)) is not None:
+            addresses |= {one for one in machine.pci_functions() if one.startswith(prefix)}
+        folders += (f"{PCI_DEVICES}/{one}" for one in sorted(addresses))
     if (sys_path := get_sys_path(key)) and (act in DESTRUCTIVE or folders):
         folders.append(sys_path)
     refuse_if_guest_uses(machine, dict.fromkeys(folders))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import sqlite3
 
 from agents import wire
+from agents.host.execution import preflight
 from agents.host.execution.command_semantics import (
     ACTS,
     ExecutionResult,
@@ -18,7 +19,7 @@ from agents.host.execution.command_semantics import (
     record_effects,
 )
 from agents.host.execution.images import ImageCache
-from agents.host.execution.plan_runner import HostContext, PlanFailedError, PlanRun
+from agents.host.execution.plan_runner import HostContext, PlanFailedError, PlanRun, run_in_thread
 from agents.host.journal.command_log import AppliedEffect
 from drivers.errors import DriverError
 from drivers.plan import Act, Lifetime
@@ -42,6 +43,7 @@ async def determine_interrupted_result(
         return ExecutionResult("unknown", unknown_text)
     driver, summaries = command.driver, []
     lifetime: Lifetime = "volatile"
+    machine = context.machine_for(driver)
     ask = build_ask(command, images.to_driver_image(command.image) if command.image else None, context)
     try:
         for act in list_acts(command):
@@ -50,6 +52,7 @@ async def determine_interrupted_result(
                 return ExecutionResult(
                     "unknown", f"{unknown_text}: still to be done: {plan.steps[0].does}", rescan_driver=driver
                 )
+            await run_in_thread(lambda act=act: preflight.check_detached(machine, act, ask))  # type: ignore[misc]
             summaries.append(plan.said)
             if act == "program":
                 lifetime = plan.lifetime

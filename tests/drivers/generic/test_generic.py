@@ -202,6 +202,19 @@ def test_mediated_devices_made_by_others_reduce_the_handles_and_are_not_offered(
         work.plan("attach", attach_ask(work, 1))
 
 
+def test_a_function_of_a_pulled_card_is_used_by_nobody_also_for_a_driver_that_was_started_later(
+    host: ModelMachine,
+) -> None:
+    work = make_runner(host, disks=PCI)
+    device = only_device(work)
+    ask = Ask(device.key, handle=device.deployables[0].handles[0], uuid=UUIDS[0])
+    assert work.plan("detach", ask).said == f"no guest uses {DISK}"
+    host.unplug(DISK)
+    for runner in (work, make_runner(host, disks=PCI)):
+        plan = runner.plan("detach", ask)
+        assert (plan.steps, plan.said) == ((), f"{DISK} does not exist any more")
+
+
 def test_detach_is_refused_while_a_guest_has_the_mediated_device_open(host: ModelMachine) -> None:
     work = make_runner(host, vgpus=MDEV)
     work.run_act("attach", attach_ask(work, 0))

@@ -15,7 +15,7 @@ from agents import wire
 from agents.host.execution import command_semantics
 from drivers.errors import Busy, Failed, Invalid
 from drivers.inventory import AttachHandle, Device, DriverReport, Health
-from drivers.plan import Ask, Check, Plan, Step, Vitals
+from drivers.plan import Ask, Check, Plan, Step, Vitals, Write
 from tests.agents.host.execution.executor_host import (
     CARD_PATH,
     HANDLE,
@@ -107,17 +107,30 @@ def test_a_step_is_not_started_when_its_expected_value_differs(
     asyncio.run(story())
 
 
-def test_install_is_planned_again_until_no_step_is_left_but_at_most_four_times(tmp_path: Path) -> None:
+@pytest.mark.parametrize("op", ["install", "uninstall", "partition"])
+def test_an_act_of_many_steps_is_planned_again_until_no_step_is_left_but_at_most_four_times(
+    tmp_path: Path, op: str
+) -> None:
     async def story() -> None:
         plans = [Plan((write_step("numvfs", "1"),)), Plan((write_step("mode", "2"),)), Plan(said="ready"), Plan()]
-        driver = ScriptedDriver({"install": lambda _: plans.pop(0)})
+        driver = ScriptedDriver({op: lambda _: plans.pop(0)})
         async with run_host(tmp_path, driver) as host:
-            assert (await host.run_commands(make_command(1, "install"))).text == "ready"
-            driver.plans["install"] = plan_always(write_step("mode", "3", undo="0"))
-            result = await host.run_commands(make_command(2, "install"))
+            assert (await host.run_commands(make_command(1, op))).text == "ready"
+            driver.plans[op] = plan_always(write_step("mode", "3", undo="0"))
+            result = await host.run_commands(make_command(2, op))
             assert result.outcome == "failed"
             assert "after 4 rounds of steps this is still to be done: set mode to 3. Undone" in result.text
             assert (host.file_content("numvfs"), host.file_content("mode")) == ("1", "0")
+
+    asyncio.run(story())
+
+
+def test_an_act_that_needs_an_image_is_refused_untouched_when_the_command_has_none(tmp_path: Path) -> None:
+    async def story() -> None:
+        step = Step("copy it", Write("/state/image", ""), image="copy")
+        async with run_host(tmp_path, ScriptedDriver({"program": plan_once(step)})) as host:
+            result = await host.run_commands(make_command(1, "program"))
+            assert (result.outcome, result.text) == ("refused", "copy it: the command has no image")
 
     asyncio.run(story())
 
@@ -213,8 +226,9 @@ def test_a_driver_without_its_own_acts_list_is_limited_by_the_list_for_all_drive
 def test_the_question_whether_a_function_is_unused_is_answered_whatever_acts_are_allowed(tmp_path: Path) -> None:
     async def story() -> None:
         driver = ScriptedDriver({"detach": lambda ask: Busy("a guest still uses it")})
+        function = AttachHandle("PCI", '{"bus": "01", "device": "00", "domain": "0000", "function": "0"}')
         async with run_host(tmp_path, driver, rules={"drv": frozenset({"install"})}) as host:
-            question = make_command(1, "detach", handle=AttachHandle("PCI", '{"bus": "01"}'), uuid="u", consumer="c")
+            question = make_command(1, "detach", handle=function, uuid="u", consumer="c")
             result = await host.run_commands(question)
             assert (result.outcome, result.text) == ("refused", "a guest still uses it")
             driver.plans["detach"] = lambda ask: Plan(said="no guest uses it")

@@ -14,7 +14,7 @@ from agents.host.execution.preflight import check_affected_attachments, check_at
 from agents.host.settings import extract_allowed_acts
 from drivers.configuration import ConfigurationError
 from drivers.errors import Busy, Denied
-from drivers.inventory import DriverDeclaration
+from drivers.inventory import AttachHandle, DriverDeclaration
 from drivers.isolation.driver_main import Manifest
 from drivers.isolation.host_writer import HostWriter
 from drivers.plan import Ask, Plan, Step, Write
@@ -275,6 +275,42 @@ def make_model_with_guest_functions(root: Path, driver: str = "mlx5_vfio_pci") -
     return model
 
 
+VF_HANDLE = AttachHandle("PCI", '{"bus": "01", "device": "00", "domain": "0000", "function": "1"}')
+
+
+@pytest.mark.parametrize("is_interrupted", [False, True])
+def test_S1_a_detach_does_not_succeed_while_a_guest_has_the_function_although_the_driver_does_not_look(
+    tmp_path: Path, is_interrupted: bool
+) -> None:
+    async def story() -> None:
+        model = make_model_with_guest_functions(tmp_path)
+        command = make_command(1, "detach", handle=VF_HANDLE, uuid="u", consumer="c")
+        async with run_host(tmp_path, ScriptedDriver(), machine=model.machine) as host:
+            if is_interrupted:
+                host.journal.command_log.store_command(command)
+                host.journal.command_log.mark_started(command, "boot1")
+            else:
+                with model.holding(VF_GROUP):
+                    result = await host.run_commands(command)
+                assert (result.outcome, result.text[:36]) == ("refused", "a guest still uses 0000:01:00.1 (/de")
+                no_function = AttachHandle("PCI", "{}")
+                result = await host.run_commands(msgspec.structs.replace(command, number=2, id="2", handle=no_function))
+                assert "is not the handle of a PCI function" in result.text
+                (model.dev / VF_GROUP.removeprefix("/dev/")).unlink()
+                result = await host.run_commands(msgspec.structs.replace(command, number=3, id="3"))
+                assert "it is not known whether a guest uses 0000:01:00.1" in result.text
+                model.file(model.dev / VF_GROUP.removeprefix("/dev/"), "")
+                result = await host.run_commands(msgspec.structs.replace(command, number=4, id="4"))
+                assert result.outcome == "succeeded"
+        if is_interrupted:
+            with model.holding(VF_GROUP):
+                async with run_host(tmp_path, ScriptedDriver(), machine=model.machine) as host:
+                    result = await host.wait_for_result(1)
+                    assert result.outcome == "unknown" and "a guest still uses 0000:01:00.1" in result.text
+
+    asyncio.run(story())
+
+
 @pytest.mark.parametrize("can_see", [True, False])
 @pytest.mark.parametrize(
     ("op", "write"),
@@ -415,6 +451,26 @@ def test_S1_an_act_is_refused_while_a_handle_of_another_device_that_it_affects_i
                 assert "reset would also affect the device other, which has an attached handle" in result.text
             await host.run_commands(make_command(3, "detach", key="other", uuid="u", handle=HANDLE, consumer="vm1"))
             assert (await host.run_commands(make_command(4, "reset"))).outcome == "succeeded"
+
+    asyncio.run(story())
+
+
+@pytest.mark.parametrize(("scope", "refused"), [("device", False), ("card", False), ("bus", True), ("host", True)])
+def test_S3_an_act_is_refused_while_a_guest_has_a_function_of_another_device_that_it_affects(
+    tmp_path: Path, scope: str, refused: bool
+) -> None:
+    async def story() -> None:
+        model = make_model_with_guest_functions(tmp_path)
+        model.pci("0000:01:02.0", "0x1234", "0x0001", "0x120000", group=9)
+        path = "/sys/bus/pci/devices/0000:01:02.0/reset"
+        manifest = Manifest("drv", writes=WRITABLE_PATHS, declares=DriverDeclaration(affects={"reset": scope}))
+        plans = {"reset": plan_once(Step("reset it", Write(path, "1")))}
+        driver = ScriptedDriver(plans, {"card": "0000:01:02.0"}, manifest=manifest)  # type: ignore[arg-type]
+        async with run_host(tmp_path, driver, hand=lambda _: model.hand(), machine=model.machine) as host:
+            with model.holding(VF_GROUP):
+                result = await host.run_commands(make_command(1, "reset"))
+            assert (result.outcome, bool(model.writes)) == (("refused", False) if refused else ("succeeded", True))
+            assert ("0000:01:00.1 cannot be changed: a guest uses it" in result.text) is refused
 
     asyncio.run(story())
 
