@@ -321,7 +321,7 @@ def _list_missing_requirements(machine: Machine, rules: list[PciRule]) -> Iterat
         fields = line.split()
         if fields[4:5] == ["/sys"] and "ro" in fields[5].split(","):
             yield "/sys is mounted read-only for the agent (a container without write access?)"
-    if not machine.names("/sys/kernel/iommu_groups"):
+    if not iommu.has_iommu(machine):
         yield f"no guest gets a PCI function: {iommu.describe_missing_iommu(machine)}"
     if unseen := machine.list_open_nodes().unseen:
         yield f"what programs of the host use is not known, so such devices are not offered: {unseen}"
