@@ -66,11 +66,6 @@ def read_bound_driver(machine: Machine, address: str) -> str:
     return machine.link(f"{PCI_DEVICES}/{address}/driver")
 
 
-def read_iommu_group(machine: Machine, address: str) -> str:
-    """Return the function's IOMMU group; '' without an IOMMU."""
-    return machine.link(f"{PCI_DEVICES}/{address}/iommu_group")
-
-
 def is_bound(machine: Machine, address: str, wanted: str) -> bool:
     """Return whether the function is bound to the wanted driver.
 
