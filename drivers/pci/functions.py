@@ -49,6 +49,10 @@ MAX_STEPS, MAX_LISTED_STEPS = 240, 20
 CAP_DAC_OVERRIDE = 1 << 1
 BLOCKED_PREFIX = "cannot be done: "
 
+_last_serial_numbers: dict[str, str] = {}
+"""The last serial number that was read of each function in this process: directory in sysfs → number, '' if it has
+none."""
+
 MatchT = TypeVar("MatchT", bound="PciMatch")
 VfCount = Annotated[int, Meta(ge=0, le=1024)]
 KernelDriverName = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_-]*$", max_length=64)]
@@ -603,12 +607,23 @@ def _make_device_key(machine: Machine, function: PciFunction) -> str:
 def _read_serial_number(machine: Machine, path: str) -> str:
     """Return the Device Serial Number (capability of PCIe 7.9.3) in hex, '' if there is none or it cannot be read.
 
-    Only root can read more than the first 64 bytes of `config`, so other users always get ''.
+    Only root can read more than the first 64 bytes of `config`, so other users always get ''. While the function is
+    powered off (D3cold), the result is the last one of this process, because reading would power the function on. Only
+    the first read does: without the serial number, a device would get another identity once a guest uses it.
     """
+    place = machine.resolve(path)
     try:
+        if place in _last_serial_numbers and pci_health.is_powered_off(machine, path):
+            return _last_serial_numbers[place]
         config = machine.read_bytes(f"{path}/config", 4096)
     except DriverError:
         return ""
+    _last_serial_numbers[place] = serial = _parse_serial_number(config)
+    return serial
+
+
+def _parse_serial_number(config: bytes) -> str:
+    """Return the Device Serial Number in a function's configuration space in hex, '' if it has none."""
     offset, hops = 0x100, 0
     while 0x100 <= offset <= len(config) - 12 and hops < 64:
         header = int.from_bytes(config[offset : offset + 4], "little")
