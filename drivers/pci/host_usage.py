@@ -21,7 +21,9 @@ IPV4_LINK_LOCAL = "FEA9"
 """The end of 169.254.0.0 in /proc/net/route, which has the bytes of an address in reverse order."""
 IPV6_UNROUTED = ("fe8", "fe9", "fea", "feb", "ff")
 """How link-local and multicast destinations begin; every interface that is up has such routes."""
-ETHERNET_CLASS = "0x0200"
+ETHERNET_CLASS, FABRIC_CLASSES = "0x0200", ("0x0207", "0x0208")
+"""PCI classes of network cards: Ethernet; InfiniBand and other fabrics. A fabric card has a network interface only if
+its kernel driver made an RDMA device of it."""
 IDLE_DRIVERS = frozenset({"", "pci-stub", "pci-pf-stub"})
 """Kernel drivers that create no network interface and no device node, so no program of the host uses the function."""
 NVIDIA_CARDS = "/proc/driver/nvidia/gpus"
@@ -81,11 +83,14 @@ def _explain_unknown_use(machine: Machine, address: str, shared: bool) -> str:
     driver = machine.link(f"{path}/driver")
     if driver in IDLE_DRIVERS or is_bound_to_vfio(machine, path):
         return ""
-    is_network_card = machine.text(f"{path}/class").startswith(ETHERNET_CLASS)
+    pci_class = machine.text(f"{path}/class")
+    is_network_card = pci_class.startswith(ETHERNET_CLASS) or (
+        pci_class.startswith(FABRIC_CLASSES) and machine.exists(f"{path}/infiniband")
+    )
     if is_network_card and not list_interfaces(machine, address):
         return (
             f"it is bound to {driver}, but its network interface is not here: it may be in another network namespace, "
-            "of a container or of the agent itself"
+            "of a container or of the agent itself, or a user-space driver has it"
         )
     return "" if shared else machine.list_open_nodes().unseen
 

@@ -335,6 +335,19 @@ def test_a_card_with_any_route_is_used_but_not_one_with_link_local_addresses_onl
     assert find_use(host) == "the host uses it: eth0 carries the default route"
 
 
+@pytest.mark.parametrize("pci_class", ["0x020700", "0x020800"])
+def test_an_infiniband_card_whose_interface_is_in_another_namespace_is_never_free(
+    host: FakeHost, pci_class: str
+) -> None:
+    card = host.pci(DISK, "0x15b3", "0x101b", pci_class)
+    host.link(card / "driver", host.sys / "bus/pci/drivers/mlx5_core")
+    assert find_use(host) == ""
+    (card / "infiniband/mlx5_0").mkdir(parents=True)
+    assert "its network interface is not here" in find_use(host)
+    host.net("ib0", card)
+    assert find_use(host) == ""
+
+
 def test_a_network_card_whose_interface_is_in_another_namespace_is_never_free(host: FakeHost) -> None:
     card = host.pci(DISK, "0x8086", "0x1572", "0x020000")
     assert find_use(host) == ""
