@@ -101,8 +101,8 @@ class Driver:
     def stats(self, machine: Machine, settings: Settings, ask: Ask) -> tuple[Sample, ...]:
         """Return the present load of the device `ask.key`; the default is no samples.
 
-        It is called once a minute for each device, and every second while somebody watches. In `ask` only `key` and
-        `backend` are set. All devices together have about one second: a device that is not read in that time has no
+        It is called once a minute for each device, and every second while somebody watches. In `ask` only `key`,
+        `backend` and `address` are set. All devices together have about one second: a device that is not read in that time has no
         samples in this round. Values that are NaN or infinite are dropped.
         """
         return ()

@@ -98,6 +98,17 @@ class Machine:
         except OSError as error:
             raise from_os(error, path) from None
 
+    def iterate_lines(self, path: str) -> Iterator[str]:
+        """Yield the lines of a text file of any length; only a part of the file is in memory at a time.
+
+        Raises Gone, Denied … as `errors.from_os` converts an OSError.
+        """
+        try:
+            with open(self._host_path(path), encoding="utf-8", errors="replace") as file:
+                yield from file
+        except OSError as error:
+            raise from_os(error, path) from None
+
     def read(self, path: str, limit: int = MAX_READ) -> str:
         """Return the text of a file without surrounding white space. Raises the same errors as `read_bytes`."""
         return self.read_bytes(path, limit).decode(errors="replace").strip()

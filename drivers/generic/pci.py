@@ -55,12 +55,11 @@ class PciBackend(PciFunctionBackend, frozen=True, kw_only=True, forbid_unknown_f
     def list_services(self, machine: Machine, devices: tuple[Device, ...]) -> tuple[Service, ...]:
         """Return passthrough, sriov, reset, program, firmware, health and stats; some may be unavailable."""
         paths = [f"{PCI_DEVICES}/{device.address}" for device in devices]
-        groups = machine.names(iommu.GROUPS_FOLDER)
         total = sum(machine.read_int(f"{path}/sriov_totalvfs", 0) for path in paths)
         methods = {word for path in paths for word in machine.text(f"{path}/reset_method").split()}
         resets = methods or any(machine.exists(f"{path}/reset") for path in paths)
         return (
-            make_service("passthrough", "" if groups else iommu.describe_missing_iommu(machine)),
+            make_service("passthrough", "" if iommu.has_iommu(machine) else iommu.describe_missing_iommu(machine)),
             make_service(
                 "sriov", "" if total else "none of its devices can have virtual functions", {"total_vfs": str(total)}
             ),

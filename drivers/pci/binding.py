@@ -66,18 +66,15 @@ def read_bound_driver(machine: Machine, address: str) -> str:
     return machine.link(f"{PCI_DEVICES}/{address}/driver")
 
 
-def read_iommu_group(machine: Machine, address: str) -> str:
-    """Return the function's IOMMU group; '' without an IOMMU."""
-    return machine.link(f"{PCI_DEVICES}/{address}/iommu_group")
-
-
 def is_bound(machine: Machine, address: str, wanted: str) -> bool:
     """Return whether the function is bound to the wanted driver.
 
-    If no driver is wanted (''), vfio-pci is accepted too, because libvirt binds functions to it when it attaches them.
+    If vfio-pci or no driver ('') is wanted, every driver of the VFIO family is accepted, because libvirt binds
+    functions to vfio-pci or to the variant for their hardware, such as mlx5_vfio_pci, when it attaches them. A variant
+    that is wanted by its name is the only one accepted.
     """
     driver = read_bound_driver(machine, address)
-    return driver in ("", VFIO) if wanted == "" else driver == wanted
+    return driver == wanted or (wanted in ("", VFIO) and iommu.is_vfio_driver(driver))
 
 
 def refuse_unless_bindable(machine: Machine, address: str, wanted: str) -> None:

@@ -49,6 +49,10 @@ MAX_STEPS, MAX_LISTED_STEPS = 240, 20
 CAP_DAC_OVERRIDE = 1 << 1
 BLOCKED_PREFIX = "cannot be done: "
 
+_last_serial_numbers: dict[str, str] = {}
+"""The last serial number that was read of each function in this process: directory in sysfs → number, '' if it has
+none."""
+
 MatchT = TypeVar("MatchT", bound="PciMatch")
 VfCount = Annotated[int, Meta(ge=0, le=1024)]
 KernelDriverName = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_-]*$", max_length=64)]
@@ -313,7 +317,7 @@ def _list_missing_requirements(machine: Machine, rules: list[PciRule]) -> Iterat
         fields = line.split()
         if fields[4:5] == ["/sys"] and "ro" in fields[5].split(","):
             yield "/sys is mounted read-only for the agent (a container without write access?)"
-    if not machine.names("/sys/kernel/iommu_groups"):
+    if not iommu.has_iommu(machine):
         yield f"no guest gets a PCI function: {iommu.describe_missing_iommu(machine)}"
     if unseen := machine.list_open_nodes().unseen:
         yield f"what programs of the host use is not known, so such devices are not offered: {unseen}"
@@ -614,12 +618,23 @@ def _make_device_key(machine: Machine, function: PciFunction) -> str:
 def _read_serial_number(machine: Machine, path: str) -> str:
     """Return the Device Serial Number (capability of PCIe 7.9.3) in hex, '' if there is none or it cannot be read.
 
-    Only root can read more than the first 64 bytes of `config`, so other users always get ''.
+    Only root can read more than the first 64 bytes of `config`, so other users always get ''. While the function is
+    powered off (D3cold), the result is the last one of this process, because reading would power the function on. Only
+    the first read does: without the serial number, a device would get another identity once a guest uses it.
     """
+    place = machine.resolve(path)
     try:
+        if place in _last_serial_numbers and pci_health.is_powered_off(machine, path):
+            return _last_serial_numbers[place]
         config = machine.read_bytes(f"{path}/config", 4096)
     except DriverError:
         return ""
+    _last_serial_numbers[place] = serial = _parse_serial_number(config)
+    return serial
+
+
+def _parse_serial_number(config: bytes) -> str:
+    """Return the Device Serial Number in a function's configuration space in hex, '' if it has none."""
     offset, hops = 0x100, 0
     while 0x100 <= offset <= len(config) - 12 and hops < 64:
         header = int.from_bytes(config[offset : offset + 4], "little")

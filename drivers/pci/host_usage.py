@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterator
+from itertools import islice
 
 from drivers.errors import DriverError
 from drivers.machine import MAX_TABLE, NVIDIA_MAJOR, PCI_ADDRESS, PCI_DEVICES, Machine
@@ -21,7 +22,9 @@ IPV4_LINK_LOCAL = "FEA9"
 """The end of 169.254.0.0 in /proc/net/route, which has the bytes of an address in reverse order."""
 IPV6_UNROUTED = ("fe8", "fe9", "fea", "feb", "ff")
 """How link-local and multicast destinations begin; every interface that is up has such routes."""
-ETHERNET_CLASS = "0x0200"
+ETHERNET_CLASS, FABRIC_CLASSES = "0x0200", ("0x0207", "0x0208")
+"""PCI classes of network cards: Ethernet; InfiniBand and other fabrics. A fabric card has a network interface only if
+its kernel driver made an RDMA device of it."""
 IDLE_DRIVERS = frozenset({"", "pci-stub", "pci-pf-stub"})
 """Kernel drivers that create no network interface and no device node, so no program of the host uses the function."""
 NVIDIA_CARDS = "/proc/driver/nvidia/gpus"
@@ -82,11 +85,14 @@ def _explain_unknown_use(machine: Machine, address: str, shared: bool) -> str:
     driver = machine.link(f"{path}/driver")
     if driver in IDLE_DRIVERS or is_bound_to_vfio(machine, path):
         return ""
-    is_network_card = machine.text(f"{path}/class").startswith(ETHERNET_CLASS)
+    pci_class = machine.text(f"{path}/class")
+    is_network_card = pci_class.startswith(ETHERNET_CLASS) or (
+        pci_class.startswith(FABRIC_CLASSES) and machine.exists(f"{path}/infiniband")
+    )
     if is_network_card and not list_interfaces(machine, address):
         return (
             f"it is bound to {driver}, but its network interface is not here: it may be in another network namespace, "
-            "of a container or of the agent itself"
+            "of a container or of the agent itself, or a user-space driver has it"
         )
     return "" if shared else machine.list_open_nodes().unseen
 
@@ -140,7 +146,8 @@ def _read_swap_devices(machine: Machine) -> list[str]:
 
     Raises DriverError if the list of swap spaces cannot be read.
     """
-    return [_get_device_name(machine, row[0]) for row in _read_table(machine, "/proc/swaps")[1:] if row]
+    rows = islice(_iterate_table_rows(machine, "/proc/swaps"), 1, None)
+    return [_get_device_name(machine, row[0]) for row in rows if row]
 
 
 def _list_btrfs_disks(machine: Machine) -> list[str]:
@@ -285,47 +292,47 @@ def _iterate_network_uses(machine: Machine) -> Iterator[tuple[str, str]]:
     """
     lower = _map_lower_interfaces(machine)
     uses = {port: f"{port} is part of {upper}" for upper in sorted(lower, reverse=True) for port in lower[upper]}
-    for carried, interfaces in (
-        ("a route", {*_iterate_ipv4_routes(machine, False), *_iterate_ipv6_routes(machine, False)}),
-        ("the default route", {*_iterate_ipv4_routes(machine, True), *_iterate_ipv6_routes(machine, True)}),
-    ):
-        for interface in sorted(interfaces, reverse=True):
+    routes = {*_iterate_ipv4_routes(machine), *_iterate_ipv6_routes(machine)}
+    for carried, is_default in (("a route", False), ("the default route", True)):
+        for interface in sorted(
+            (name for name, is_its_default in routes if is_its_default is is_default), reverse=True
+        ):
             for port in _walk_lower_interfaces(lower, interface, set()):
                 uses[port] = f"{port} carries {carried}" + ("" if port == interface else f" of {interface}")
     for port, use in uses.items():
         yield f"/sys/class/net/{port}", use
 
 
-def _iterate_ipv4_routes(machine: Machine, is_default: bool) -> Iterator[str]:
-    """Yield the interface of each usable IPv4 route, either the default routes or all others.
+def _iterate_ipv4_routes(machine: Machine) -> Iterator[tuple[str, bool]]:
+    """Yield the interface of each usable IPv4 route, and whether it is a default route.
 
     Link-local routes are left out. Raises DriverError if the route table cannot be read.
     """
-    for row in _read_table(machine, "/proc/net/route")[1:]:
+    for row in islice(_iterate_table_rows(machine, "/proc/net/route"), 1, None):
         if len(row) < 8 or not _is_usable_route(row[3]) or row[1].endswith(IPV4_LINK_LOCAL):
             continue
-        if (int(row[1], 16) == int(row[7], 16) == 0) is is_default:
-            yield row[0]
+        yield row[0], int(row[1], 16) == int(row[7], 16) == 0
 
 
-def _iterate_ipv6_routes(machine: Machine, is_default: bool) -> Iterator[str]:
-    """Yield the interface, unless it is lo, of each usable IPv6 route, either the default routes or all others.
+def _iterate_ipv6_routes(machine: Machine) -> Iterator[tuple[str, bool]]:
+    """Yield the interface, unless it is lo, of each usable IPv6 route, and whether it is a default route.
 
     Link-local and multicast routes are left out. Raises DriverError if the route table cannot be read.
     """
-    for row in _read_table(machine, "/proc/net/ipv6_route"):
+    for row in _iterate_table_rows(machine, "/proc/net/ipv6_route"):
         if len(row) != 10 or row[9] == "lo" or not _is_usable_route(row[8]) or row[0].startswith(IPV6_UNROUTED):
             continue
-        if (int(row[0], 16) == int(row[1], 16) == 0) is is_default:
-            yield row[9]
+        yield row[9], int(row[0], 16) == int(row[1], 16) == 0
 
 
-def _read_table(machine: Machine, path: str) -> list[list[str]]:
-    """Return a table of /proc as rows of words; no rows if the file does not exist (a host without IPv6 or swap).
+def _iterate_table_rows(machine: Machine, path: str) -> Iterator[list[str]]:
+    """Yield the rows of a table of /proc as words; no rows if the file does not exist (a host without IPv6 or swap).
 
-    The limit is MAX_TABLE because a full routing table is long. Raises DriverError if the file cannot be read.
+    The table may have any length, because a routing table may have a million rows. Raises DriverError if the file
+    cannot be read.
     """
-    return [line.split() for line in machine.read(path, MAX_TABLE).splitlines()] if machine.exists(path) else []
+    if machine.exists(path):
+        yield from map(str.split, machine.iterate_lines(path))
 
 
 def _is_usable_route(flags: str) -> bool:

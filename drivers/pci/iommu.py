@@ -42,6 +42,11 @@ def find_group(machine: Machine, address: str) -> str:
     return "" if group and machine.text(f"{GROUPS_FOLDER}/{group}/name") == NOIOMMU_GROUP else group
 
 
+def has_iommu(machine: Machine) -> bool:
+    """Return whether the host has an IOMMU: one of its groups isolates the functions in it."""
+    return any(machine.text(f"{GROUPS_FOLDER}/{group}/name") != NOIOMMU_GROUP for group in machine.names(GROUPS_FOLDER))
+
+
 def describe_missing_iommu(machine: Machine) -> str:
     """Return why functions have no IOMMU and what the operator has to change.
 
@@ -53,7 +58,7 @@ def describe_missing_iommu(machine: Machine) -> str:
     processor = _read_processor(machine)
     vendor, is_virtual = processor.get("vendor_id", ""), "hypervisor" in processor.get("flags", "").split()
     switched_off = sorted({"intel_iommu=off", "amd_iommu=off", "iommu=off"} & {*words})
-    if any(machine.text(f"{GROUPS_FOLDER}/{group}/name") != NOIOMMU_GROUP for group in machine.names(GROUPS_FOLDER)):
+    if has_iommu(machine):
         remedy = "the IOMMU does not cover it: update the firmware, or move the card to another slot"
     elif switched_off:
         remedy = f"remove {' and '.join(switched_off)} from the kernel's command line"

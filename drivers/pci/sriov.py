@@ -11,9 +11,9 @@ from collections.abc import Mapping
 
 from drivers.errors import Busy, Invalid, Unsupported
 from drivers.machine import PCI_DEVICES, Machine
-from drivers.pci.binding import VFIO, HostUsage, read_bound_driver
+from drivers.pci.binding import HostUsage, read_bound_driver
 from drivers.pci.host_usage import USED
-from drivers.pci.iommu import list_virtual_functions
+from drivers.pci.iommu import is_vfio_driver, list_virtual_functions
 from drivers.plan import Check, Step, Write
 
 CREATE_S, PER_FUNCTION_S = 10.0, 1.0
@@ -101,9 +101,10 @@ def _refuse_if_used(view: HostUsage, address: str, virtual_functions: list[str])
 
 
 def _refuse_without_driver(machine: Machine, address: str) -> None:
-    """Raise Unsupported if the card is bound to no driver or to vfio-pci: neither can create virtual functions."""
+    """Raise Unsupported if the card is bound to no driver or to one of VFIO, because neither creates virtual
+    functions."""
     driver = read_bound_driver(machine, address)
-    if driver in ("", VFIO):
+    if driver == "" or is_vfio_driver(driver):
         raise Unsupported(
             f"{address} is bound to {driver or 'no kernel driver'}, which cannot create virtual functions: bind its "
             "own driver to it, or pci-pf-stub"

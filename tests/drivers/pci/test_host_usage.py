@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from drivers.errors import DriverError
-from drivers.machine import Machine
+from drivers.machine import MAX_TABLE, Machine
 from drivers.pci import host_usage
 from tests.drivers.tree import FakeHost
 
@@ -344,6 +344,28 @@ def test_a_card_with_any_route_is_used_but_not_one_with_link_local_addresses_onl
     assert find_use(host) == "the host uses it: eth0 carries a route"
     host.default_route("eth0")
     assert find_use(host) == "the host uses it: eth0 carries the default route"
+
+
+def test_a_routing_table_of_any_length_is_read(host: FakeHost) -> None:
+    make_port(host)
+    host.default_route("eth0")
+    with (host.proc / "net/route").open("a") as file:
+        file.write(f"{'eth1 0000000A 00000000 0001 0 0 0 00FFFFFF 0 0 0':127}\n" * (MAX_TABLE // 128 + 1))
+    assert (host.proc / "net/route").stat().st_size > MAX_TABLE
+    assert find_use(host) == "the host uses it: eth0 carries the default route"
+
+
+@pytest.mark.parametrize("pci_class", ["0x020700", "0x020800"])
+def test_an_infiniband_card_whose_interface_is_in_another_namespace_is_never_free(
+    host: FakeHost, pci_class: str
+) -> None:
+    card = host.pci(DISK, "0x15b3", "0x101b", pci_class)
+    host.link(card / "driver", host.sys / "bus/pci/drivers/mlx5_core")
+    assert find_use(host) == ""
+    (card / "infiniband/mlx5_0").mkdir(parents=True)
+    assert "its network interface is not here" in find_use(host)
+    host.net("ib0", card)
+    assert find_use(host) == ""
 
 
 def test_a_network_card_whose_interface_is_in_another_namespace_is_never_free(host: FakeHost) -> None:

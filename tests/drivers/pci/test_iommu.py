@@ -9,7 +9,8 @@ import pytest
 from drivers.base import Findings
 from drivers.errors import Busy, Unsupported
 from drivers.generic import GenericDriver
-from drivers.pci.functions import PciDriver
+from drivers.generic.pci import PciBackend
+from drivers.pci.functions import PciDriver, PciMatch
 from drivers.plan import Ask
 from tests.drivers.plan_execution import PlanRunner
 from tests.support import modelkinds
@@ -216,7 +217,12 @@ def test_a_function_that_the_iommu_does_not_cover_is_a_fault_too(host: ModelMach
 def test_a_group_that_vfio_made_up_without_an_iommu_does_not_count(host: ModelMachine) -> None:
     plug_gpu(host)
     host.file(host.sys / "kernel/iommu_groups/7/name", "vfio-noiommu\n")
-    assert discover(make_runner(host)).devices == ()
+    work = make_runner(host)
+    assert discover(work).devices == ()
+    assert any("no IOMMU" in lack for lack in work.driver.probe(host.machine, work.settings))
+    backend = PciBackend(match=[PciMatch(vendor="10de")])
+    (passthrough, *_) = backend.list_services(host.machine, ())
+    assert (passthrough.name, passthrough.reason.partition(":")[0]) == ("passthrough", "no IOMMU")
 
 
 @pytest.mark.parametrize("kind", ["mdev", "accel-class", "firmware"])

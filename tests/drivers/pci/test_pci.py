@@ -11,7 +11,8 @@ import pytest
 from drivers.base import Findings
 from drivers.errors import Busy, Gone, Invalid
 from drivers.inventory import Attribute, Device, Fault
-from drivers.machine import Machine
+from drivers.machine import MAX_READ, Machine
+from drivers.pci import functions
 from drivers.pci.functions import PciDriver
 from drivers.pci.host_usage import find_functions_used_by_host
 from drivers.pci.iommu import find_main_function
@@ -358,6 +359,33 @@ def test_an_act_is_done_to_the_reported_function_although_another_has_its_serial
     host.file(card / "config", make_config_space(b"otherone"))
     with pytest.raises(Gone, match="is not serial:10de:000a1b2c3d4e5f60:0 any more"):
         driver.health(host.machine, {}, Ask(key, address=T4))
+
+
+def test_a_card_that_is_powered_off_is_not_woken_again_for_its_serial_number(
+    host: FakeHost, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(functions, "_last_serial_numbers", {})
+    path = host.pci(T4, "0x10de", "0x1eb8", "0x030200", power_state="D3cold")
+    host.file(path / "config", make_config_space(bytes.fromhex("000a1b2c3d4e5f60")))
+    host.file(path / "power/runtime_status", "suspended\n")
+    reads: list[str] = []
+    read_bytes = Machine.read_bytes
+
+    def record_read(machine: Machine, name: str, limit: int = MAX_READ) -> bytes:
+        reads.extend([name] * name.endswith("/config"))
+        return read_bytes(machine, name, limit)
+
+    monkeypatch.setattr(Machine, "read_bytes", record_read)
+    key = only_device(discover(host, {"vendor": "10de"})).key
+    assert (key, len(reads)) == ("serial:10de:000a1b2c3d4e5f60:0", 1), "its identity is known before a guest wakes it"
+    for ask in (Ask(key, address=T4), Ask(key)):
+        assert PciDriver().health(host.machine, {}, ask).status == "unknown"
+        PciDriver().stats(host.machine, {}, ask)
+    assert only_device(discover(host, {"vendor": "10de"})).key == key
+    assert len(reads) == 1
+    host.file(path / "power_state", "D0\n")
+    host.file(path / "config", make_config_space(b"otherone"))
+    assert only_device(discover(host, {"vendor": "10de"})).key != key
 
 
 def test_the_probe_names_what_the_host_lacks_and_the_remedy(host: FakeHost) -> None:

@@ -210,6 +210,25 @@ def test_an_act_is_refused_while_a_guest_uses_a_function_of_a_variant_driver(hos
     assert again.done_steps == []
 
 
+@pytest.mark.parametrize("bind", ["vfio-pci", ""])
+def test_a_function_that_libvirt_bound_to_a_variant_driver_needs_no_install(host: ModelMachine, bind: str) -> None:
+    host.load("mlx5_vfio_pci", vfio="group")
+    make_runner(host, vfs=2, bind="mlx5_vfio_pci").run_act("install", ASK)
+    work = make_runner(host, vfs=2, bind=bind)
+    assert discover_card(work).to_install == ""
+    node = f"/dev/vfio/{host.machine.link(f'/sys/bus/pci/devices/{SECOND_VF}/iommu_group')}"
+    with host.holding(node):
+        assert work.run_act("install", ASK) == 0
+    assert host.driver_of(SECOND_VF) == "mlx5_vfio_pci"
+
+
+def test_a_variant_driver_that_a_rule_names_is_bound_in_place_of_vfio_pci(host: ModelMachine) -> None:
+    host.load("mlx5_vfio_pci", vfio="group")
+    make_runner(host, bind="vfio-pci").run_act("install", ASK)
+    make_runner(host, bind="mlx5_vfio_pci").run_act("install", ASK)
+    assert host.driver_of(CARD) == "mlx5_vfio_pci"
+
+
 @pytest.mark.parametrize("act", ["install", "reset"])
 def test_an_act_is_refused_while_the_host_uses_a_virtual_function(host: ModelMachine, act: Act) -> None:
     host.write(f"{CARD_PATH}/sriov_numvfs", "2")
@@ -286,7 +305,8 @@ def test_virtual_functions_beside_the_host_are_not_removed_while_one_of_them_is_
     [
         ({"vfs": 9}, "", Invalid, "at most 4 virtual functions, not 9"),
         ({"vfs": 2}, "unbound", Unsupported, "bound to no kernel driver.*pci-pf-stub"),
-        ({"vfs": 2}, "vfio", Unsupported, "bound to vfio-pci"),
+        ({"vfs": 2}, "vfio-pci", Unsupported, "bound to vfio-pci"),
+        ({"vfs": 2}, "mlx5_vfio_pci", Unsupported, "bound to mlx5_vfio_pci"),
         ({"vfs": 2}, "plain", Unsupported, "cannot have virtual functions"),
         ({"bind": "xocl"}, "", Unsupported, "modprobe xocl"),
         ({"bind": "vfio-pci"}, "neighbour", Busy, "as 0000:02:00.0, which is bound to the host's driver snd"),
@@ -306,8 +326,9 @@ def test_an_impossible_install_is_refused_with_the_reason_before_any_write(
         host.pci("0000:00:1c.0", "0x1b36", "0x0001", "0x060400", group=7)
     if change == "unbound":
         host.write("/sys/bus/pci/drivers/nvme/unbind", CARD)
-    if change == "vfio":
-        make_runner(host, bind="vfio-pci").run_act("install", ASK)
+    if change.endswith("pci"):
+        host.load("mlx5_vfio_pci", vfio="group")
+        make_runner(host, bind=change).run_act("install", ASK)
     host.writes.clear()
     work = make_runner(host, product="0010", **rule)
     with pytest.raises(kind, match=says):
