@@ -78,7 +78,12 @@ def store_answers(answers: Sequence[tuple[Command, str]]) -> None:
                     device.host.name,
                     host=device.host,
                     subject=(device.uuid, str(device)),
-                    changes={f"release of handle {release.handle.attach_info}": [str(release.instance) if release.instance else None, None]},
+                    changes={
+                        f"release of handle {release.handle.attach_info}": [
+                            str(release.instance) if release.instance else None,
+                            None,
+                        ]
+                    },
                     reason="its host has confirmed that no guest uses it",
                 )
                 for release, device in devices

@@ -327,6 +327,8 @@ class AgentGateway:
                     continue
                 data = _decode_frame(data)
                 message = wire.decode_from_agent(data)
+                if type(message) is wire.Hello:
+                    session.agent_version = message.agent_version
                 if peer_offers_newer and (unknown_fields := wire.count_unknown_fields(data, message)):
                     self._note_unknown(session, "unknown_fields", unknown_fields)
             except wire.MalformedMessageError as error:
@@ -391,8 +393,9 @@ class AgentGateway:
         if not session.has_sent_unknown:
             session.has_sent_unknown = True
             sentence = (
-                f"the agent stays connected, but a part of its messages ({kind.replace('_', ' ')}) was ignored: its"
-                " release may be newer than the conductor's, then upgrade the conductor"
+                "not refused: the agent stays connected, but a part of its messages was ignored"
+                f" ({kind.replace('_', ' ')}). If its release ({session.agent_version or 'not known yet'}) is newer than"
+                " the conductor's, upgrade the conductor."
             )
             self.refusals.add(session.identity.host, "unknown", sentence, is_disconnected=False)
 
