@@ -74,9 +74,14 @@ WHERE p.missing_since IS NULL AND t.missing_since IS NULL AND {IS_OFFERED_SQL} A
   AND NOT EXISTS (SELECT FROM accelerators_releasedhandle w WHERE w.handle_id = t.id)
 """
 """FROM and WHERE clauses: the handles `t` that a request can get now, with their deployables `p` and devices `d`."""
-OFFERED_COUNT = "least({free}, greatest(p.num_accelerators - {held}, 0))"
-"""Expression: how many handles of the deployable `p` requests can still get. It is limited by the deployable's total,
-because Placement never allocates more than that, even if more handles are free."""
+_RELEASED_HANDLES = "accelerators_releasedhandle w JOIN accelerators_attachhandle u ON u.id = w.handle_id"
+OFFERED_COUNT = f"""least({{free}}, greatest(p.num_accelerators - {{held}}
+  - CASE WHEN p.id IN (SELECT u.deployable_id FROM {_RELEASED_HANDLES})
+    THEN (SELECT count(*) FROM {_RELEASED_HANDLES} WHERE u.deployable_id = p.id) ELSE 0 END, 0))"""
+"""Expression: how many handles of the deployable `p` requests can still get. It is limited by what Placement still
+allocates: the deployable's total without the `held` handles and without the released ones, which are reserved there.
+More handles than that may be free. The CASE lets the database read the few released handles once, and count only where
+there are any."""
 _IS_ON_HOST = "d.host_id = (SELECT id FROM accelerators_host WHERE name = %(host)s::text)"
 """Condition: the device `d` is on the host that the bind names."""
 _FROM_FREE_HANDLES_OF_PROVIDER = f"""{FROM_FREE_HANDLES} AND p.rp_uuid = %(rp)s::uuid AND {_IS_ON_HOST}

@@ -372,6 +372,8 @@ def test_a_released_handle_counts_against_the_total_as_it_does_in_placement() ->
         AttachHandle.objects.update(attach_type="MDEV")
     assert AttachHandle.objects.filter(missing_since=None, request=None, release=None).count() == 1
     assert candidates.find_candidates(get_or_create_host()) == []
+    ((group,),) = capacity.query_groups([capacity.CapacityQuery(["host"])])
+    assert (group.total, group.held, group.free, group.reserved) == (1, 0, 0, 1)
 
 
 @pytest.mark.parametrize(("outcome", "waits"), [("unknown", True), ("failed", True), ("refused", False)])
