@@ -84,16 +84,17 @@ More handles than that may be free. The CASE lets the database read the few rele
 there are any."""
 _IS_ON_HOST = "d.host_id = (SELECT id FROM accelerators_host WHERE name = %(host)s::text)"
 """Condition: the device `d` is on the host that the bind names."""
-_FROM_FREE_HANDLES_OF_PROVIDER = f"""{FROM_FREE_HANDLES} AND p.rp_uuid = %(rp)s::uuid AND {_IS_ON_HOST}
+_FROM_UNHELD_HANDLES_OF_PROVIDER = f"{FROM_FREE_HANDLES} AND p.rp_uuid = %(rp)s::uuid AND {_IS_ON_HOST}"
+"""Like FROM_FREE_HANDLES, for one provider of one host."""
+_FROM_FREE_HANDLES_OF_PROVIDER = f"""{_FROM_UNHELD_HANDLES_OF_PROVIDER}
   AND (NOT %(check_claims)s::bool OR NOT EXISTS (
     SELECT FROM accelerators_acceleratorrequest r WHERE r.claim && accelerators_claim_of_handle(t.id)
     UNION ALL SELECT FROM accelerators_releasedhandle w WHERE w.claim && accelerators_claim_of_handle(t.id)))"""
-"""Like FROM_FREE_HANDLES, for one provider of one host.
+"""Like _FROM_UNHELD_HANDLES_OF_PROVIDER, but `check_claims` also leaves out handles whose PCI function a request holds
+through another handle, or that was released through another handle and is not confirmed as unused.
 
-`check_claims` also leaves out handles whose PCI function a request holds through another handle, or that was released
-through another handle and is not confirmed as unused. The database refuses to give those anyway
-(`request_one_per_function`), so the check, which costs up to 0.1 ms a handle, is needed only to find another handle
-after such a refusal."""
+The database refuses to give those anyway (`request_one_per_function`), so the check, which costs up to 0.1 ms a handle,
+is needed only to find another handle after such a refusal."""
 
 _LOCK_FREE_HANDLES = f"""
 SELECT t.id, t.attach_type, p.id, p.bitstream_id::text, d.id {_FROM_FREE_HANDLES_OF_PROVIDER} ORDER BY t.id LIMIT
@@ -111,7 +112,11 @@ SELECT p.id, d.state, d.busy_with IS NOT NULL, (SELECT count(*) {_FROM_FREE_HAND
   EXISTS (SELECT FROM accelerators_attachhandle t WHERE t.deployable_id = p.id AND t.attach_type = 'DEV'),
   {_IS_ON_HOST}, d.status,
   (SELECT count(*) FROM accelerators_releasedhandle w JOIN accelerators_attachhandle t ON t.id = w.handle_id
-    WHERE t.deployable_id = p.id)
+    WHERE t.deployable_id = p.id),
+  %(check_claims)s::bool AND EXISTS (SELECT {_FROM_UNHELD_HANDLES_OF_PROVIDER} AND EXISTS (
+    SELECT FROM accelerators_acceleratorrequest r WHERE r.claim && accelerators_claim_of_handle(t.id))),
+  %(check_claims)s::bool AND EXISTS (SELECT {_FROM_UNHELD_HANDLES_OF_PROVIDER} AND EXISTS (
+    SELECT FROM accelerators_releasedhandle w WHERE w.claim && accelerators_claim_of_handle(t.id)))
 FROM accelerators_deployable p
 JOIN accelerators_device d ON d.id = p.device_id
 WHERE p.rp_uuid = %(rp)s::uuid ORDER BY 6 DESC NULLS LAST, p.missing_since NULLS FIRST, d.state <> 'ready'
@@ -119,8 +124,10 @@ WHERE p.rp_uuid = %(rp)s::uuid ORDER BY 6 DESC NULLS LAST, p.missing_since NULLS
 """
 """Find out why RESERVE_HANDLES returned too few handles of a provider. Returns the deployable's id, the state of its
 device, whether a command uses the device alone, the number of free handles, whether it has device nodes, whether it is
-on the host that the bind names (NULL if there is no such host), the device's health, and the number of released handles
-that wait for their host; no row if there is no such provider."""
+on the host that the bind names (NULL if there is no such host), the device's health, the number of released handles
+that wait for their host, and, if `check_claims`, whether a request holds the function of one of its handles through
+another device, and whether such a function was released through another device and waits for its host. No row if there
+is no such provider."""
 
 MOVE_REQUESTS = f"""
 WITH x AS (SELECT x.*, (SELECT hostname FROM accelerators_acceleratorrequest r WHERE r.id = x.id) AS had_hostname
