@@ -34,6 +34,8 @@ REVIEWED_STEPS: dict[str, str] = {
     f"{_ONE_FUNCTION}: RunSQL": "triggers fill the new column and table; what they refuse, it retries or answers as an "
     "error: a bind of a held function, an agent with another host's node, a report with another host's provider",
     f"{_ONE_FUNCTION}: AddConstraint accelerators.host": "it answers 503 to an agent with another host's node",
+    "accelerators 0005_index_hosts_without_applied_report: AddIndex accelerators.host": "its writes of hosts wait "
+    "for a few milliseconds: the table has one row for each host",
     "accelerators 0002_released_handles: RunSQL": "a trigger that rejects a bind of a released handle, as the unique "
     "index rejects one of a held handle: the former release retries and answers that the handles are taken",
 }

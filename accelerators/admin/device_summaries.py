@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from typing import Any
 
 from django.db.models import BooleanField, Case, Count, ExpressionWrapper, F, Q, QuerySet, Value, When, Window
 from django.db.models.functions import RowNumber
@@ -11,7 +12,7 @@ from django.db.models.functions import RowNumber
 from accelerators.admin.topology_svg import MAX_CELLS, DeviceCard, HandleCell, HandleState
 from accelerators.domain.choices import Tone
 from accelerators.domain.states import DeviceState, Health
-from accelerators.models import AttachHandle, Device
+from accelerators.models import AttachHandle, Device, ReleasedHandle
 from accelerators.models.devices import build_offered_condition
 from accelerators.ui import badges
 
@@ -24,8 +25,9 @@ HANDLE_STATE = Case(
     When(IS_MISSING, then=Value(HandleState.MISSING.value)),
     When(request__state="BindStarted", then=Value(HandleState.BEING_BOUND.value)),
     When(IS_HELD, then=Value(HandleState.HELD.value)),
+    When(release__isnull=False, then=Value(HandleState.RELEASED.value)),
     When(
-        build_offered_condition("deployable__device") & Q(deployable__device__busy_with=None, release__isnull=True),
+        build_offered_condition("deployable__device") & Q(deployable__device__busy_with=None),
         then=Value(HandleState.FREE.value),
     ),
     default=Value(HandleState.RESERVED.value),
@@ -88,17 +90,22 @@ CELL_COLUMNS = (
     "request__profile__name",
     "request__instance_uuid",
     "request__project_id",
+    "release__id",
+    "release__instance",
+    "release__answer",
 )
 
 
-def _build_cell(url: str, info: str, state: str, deployable_id: int, attach_type: str, *holder: object) -> HandleCell:
+def _build_cell(url: str, info: str, state: str, deployable_id: int, attach_type: str, *others: Any) -> HandleCell:
     """Build the cell of one handle.
 
-    `holder` has the values of the last four CELL_COLUMNS; they are None if no request holds the handle.
+    `others` has the values of the last seven CELL_COLUMNS: four of the request that holds the handle, and three of its
+    release. They are None if there is none.
     """
-    return HandleCell(
-        badges.describe_handle(info), state, url, deployable_id, attach_type, info, *(str(one or "") for one in holder)
-    )
+    *holder, release, instance, answer = others
+    reason = ReleasedHandle(instance=instance, answer=answer).description if release else ""
+    texts = (*(str(one or "") for one in holder), reason)
+    return HandleCell(badges.describe_handle(info), state, url, deployable_id, attach_type, info, *texts)
 
 
 def _page_url_template(model: str) -> str:

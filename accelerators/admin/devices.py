@@ -232,7 +232,7 @@ def _build_deployable_rows(device: Device, card: topology_svg.DeviceCard) -> lis
             "units": [
                 {
                     "unit": cell,
-                    "state": topology_svg.render_handle_state(cell.state),
+                    "state": topology_svg.render_handle_state(cell),
                     "instance_url": request_list_url(cell.instance),
                 }
                 for cell in card.cells
@@ -309,19 +309,22 @@ class DeployableAdmin(ReadOnlyModelAdmin):
 
 
 class HandleUseListFilter(admin.SimpleListFilter):
-    """Filter by whether a request holds the handle."""
+    """Filter by whether a request holds the handle, or it waits for its host after its request has ended."""
 
     title, parameter_name = "use", "use"
 
     def lookups(self, request: HttpRequest, model_admin: Any) -> list[tuple[str, str]]:
-        """Return the two choices: held and free."""
-        return [("held", "held"), ("free", "free")]
+        """Return the three choices: held, free and released."""
+        return [("held", "held"), ("free", "free"), ("released", "released")]
 
     def queryset(self, request: HttpRequest, queryset: QuerySet[AttachHandle]) -> QuerySet[AttachHandle]:
-        """Return the handles that a request holds, those that are free or, if nothing is chosen, all.
+        """Return the handles that a request holds, those that are free, those that are released or, if nothing is
+        chosen, all.
 
-        A released handle that a guest may still use is not free.
+        A released handle, which a guest may still use, is not free.
         """
+        if self.value() == "released":
+            return queryset.filter(request__isnull=True, release__isnull=False)
         if self.value() == "free":
             return queryset.filter(request__isnull=True, release__isnull=True)
         return queryset.filter(request__isnull=False) if self.value() else queryset

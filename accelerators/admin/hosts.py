@@ -242,6 +242,6 @@ def _build_device_row(device: Device, card: topology_svg.DeviceCard) -> dict[str
         "since": badges.render_relative_time(device.state_since),
         "held": card.held_count,
         "handles": card.handle_counts.total(),
-        "units": [(unit, topology_svg.render_handle_state(unit.state)) for unit in card.cells],
+        "units": [(unit, topology_svg.render_handle_state(unit)) for unit in card.cells],
         "hidden": card.hidden_counts.total(),
     }

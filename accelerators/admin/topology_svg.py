@@ -25,21 +25,22 @@ from accelerators.ui.badges import GLYPHS
 class HandleState(Choice):
     """The state of an attach handle in a picture.
 
-    RESERVED is a term of Placement: nobody holds the handle, but its device is not ready or is busy with a command, or
-    a guest may still use it although its request is gone.
+    RELEASED: its request is gone, but its host has not confirmed yet that no guest uses it. RESERVED is a term of
+    Placement: nobody holds the handle, but its device is not ready or is busy with a command.
     """
 
     FREE = "free"
     HELD = "held", "good"
     BEING_BOUND = "being bound", "busy"
+    RELEASED = "released", "warn"
     RESERVED = "reserved"
     MISSING = "missing", "warn"
     MISSING_AND_HELD = "missing and held", "bad"
 
     @property
     def glyph(self) -> str:
-        """Return the glyph in the handle's cell: that of its tone; `reserved` has its own, to differ from `free`."""
-        return "–" if self is HandleState.RESERVED else GLYPHS[self.tone]
+        """Return the glyph in the handle's cell: that of its tone, or its own if another state has the same tone."""
+        return {HandleState.RESERVED: "–", HandleState.RELEASED: "?"}.get(self, GLYPHS[self.tone])
 
 
 HELD_STATES = (HandleState.HELD, HandleState.BEING_BOUND, HandleState.MISSING_AND_HELD)
@@ -81,7 +82,7 @@ class HandleCell:
     """An attach handle and its holder.
 
     `state` is a value of `HandleState`, `deployable_id` the id of its deployable. `request`, `profile`, `instance` and
-    `project` are '' if no request holds the handle.
+    `project` are '' if no request holds the handle. `reason` is why a released handle still waits, else ''.
     """
 
     name: str
@@ -94,12 +95,13 @@ class HandleCell:
     profile: str = ""
     instance: str = ""
     project: str = ""
+    reason: str = ""
 
     @property
     def tooltip(self) -> str:
-        """Return the text that is shown on hover and that screen readers read: name, state and holder."""
+        """Return the text that is shown on hover and that screen readers read: name, state, and holder or reason."""
         if not self.request:
-            return f"{self.name}: {self.state}"
+            return f"{self.name}: {self.state}{', ' if self.reason else ''}{self.reason}"
         holder = f"request {self.request[:8]} of {self.profile}, project {self.project}"
         return f"{self.name}: {self.state}, instance {self.instance or 'none yet'}, {holder}"
 
@@ -302,9 +304,9 @@ def build_legend(cards: Iterable[DeviceCard]) -> Iterator[tuple[SafeString, str,
             yield SafeString(cell_svg), state, counts[state]
 
 
-def render_handle_state(state: str) -> SafeString:
-    """Render the state of an attach handle as a badge, as in the lists."""
-    return badges.render_choice(HandleState(state))
+def render_handle_state(cell: HandleCell) -> SafeString:
+    """Render the state of an attach handle as a badge, as in the lists, with the reason on hover if there is one."""
+    return badges.render_choice(HandleState(cell.state), cell.reason)
 
 
 def _wrap_in_svg(width: int, height: int, name: str, description: str, content: str) -> SafeString:

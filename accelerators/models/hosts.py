@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from django.db import models
+from django.db.models import Q
 
 from accelerators.models import fields
 
@@ -41,6 +42,10 @@ class Host(fields.Row):
     class Meta:
         ordering = ["name"]
         constraints = [models.UniqueConstraint(fields=["node"], name="host_one_per_node")]
+        indexes = [
+            # Each gateway looks for these hosts every few seconds.
+            models.Index(fields=["id"], condition=Q(applied_hash=""), name="host_without_applied_report")
+        ]
 
     def __str__(self) -> str:
         return self.name

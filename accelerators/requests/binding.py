@@ -444,7 +444,7 @@ def _raise_shortage_error(selection: Mapping[str, Any], count: int) -> None:
     if not rows:
         text = f"Deployable not found with resource provider uuid={selection['rp']}"
         raise RefusedError(RefusalReason.NOT_FOUND, text)
-    ((deployable, state, busy, free, has_device_nodes, is_on_host, health, released),) = rows
+    ((deployable, state, busy, free, has_device_nodes, is_on_host, health, released, *elsewhere),) = rows
     if not is_on_host:
         text = f"Deployable not found with resource provider uuid={selection['rp']} on host {selection['host']}"
         raise RefusedError(RefusalReason.NOT_FOUND, text)
@@ -457,11 +457,15 @@ def _raise_shortage_error(selection: Mapping[str, Any], count: int) -> None:
     elif withheld := offer.describe_withheld_health(health):
         why = withheld
     else:
-        why = "all are held"
-        if selection["check_claims"]:
-            why += ", some of them by requests for another device at the same PCI address"
+        is_held_elsewhere, is_released_elsewhere = elsewhere
+        reasons = ["all are held"]
+        if is_held_elsewhere:
+            reasons.append("held by requests for another device at the same PCI address")
         if released:
-            why += f", or released and not confirmed by the host as unused ({released})"
+            reasons.append(f"released and not confirmed by the host as unused ({released})")
+        if is_released_elsewhere:
+            reasons.append("released through another device at the same PCI address and not confirmed as unused")
+        why = ", or ".join(reasons)
     raise _build_none_free_error(deployable, "its device is busy with a command" if busy else why)
 
 

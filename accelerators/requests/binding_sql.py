@@ -74,21 +74,27 @@ WHERE p.missing_since IS NULL AND t.missing_since IS NULL AND {IS_OFFERED_SQL} A
   AND NOT EXISTS (SELECT FROM accelerators_releasedhandle w WHERE w.handle_id = t.id)
 """
 """FROM and WHERE clauses: the handles `t` that a request can get now, with their deployables `p` and devices `d`."""
-OFFERED_COUNT = "least({free}, greatest(p.num_accelerators - {held}, 0))"
-"""Expression: how many handles of the deployable `p` requests can still get. It is limited by the deployable's total,
-because Placement never allocates more than that, even if more handles are free."""
+_RELEASED_HANDLES = "accelerators_releasedhandle w JOIN accelerators_attachhandle u ON u.id = w.handle_id"
+OFFERED_COUNT = f"""least({{free}}, greatest(p.num_accelerators - {{held}}
+  - CASE WHEN p.id IN (SELECT u.deployable_id FROM {_RELEASED_HANDLES})
+    THEN (SELECT count(*) FROM {_RELEASED_HANDLES} WHERE u.deployable_id = p.id) ELSE 0 END, 0))"""
+"""Expression: how many handles of the deployable `p` requests can still get. It is limited by what Placement still
+allocates: the deployable's total without the `held` handles and without the released ones, which are reserved there.
+More handles than that may be free. The CASE lets the database read the few released handles once, and count only where
+there are any."""
 _IS_ON_HOST = "d.host_id = (SELECT id FROM accelerators_host WHERE name = %(host)s::text)"
 """Condition: the device `d` is on the host that the bind names."""
-_FROM_FREE_HANDLES_OF_PROVIDER = f"""{FROM_FREE_HANDLES} AND p.rp_uuid = %(rp)s::uuid AND {_IS_ON_HOST}
+_FROM_UNHELD_HANDLES_OF_PROVIDER = f"{FROM_FREE_HANDLES} AND p.rp_uuid = %(rp)s::uuid AND {_IS_ON_HOST}"
+"""Like FROM_FREE_HANDLES, for one provider of one host."""
+_FROM_FREE_HANDLES_OF_PROVIDER = f"""{_FROM_UNHELD_HANDLES_OF_PROVIDER}
   AND (NOT %(check_claims)s::bool OR NOT EXISTS (
     SELECT FROM accelerators_acceleratorrequest r WHERE r.claim && accelerators_claim_of_handle(t.id)
     UNION ALL SELECT FROM accelerators_releasedhandle w WHERE w.claim && accelerators_claim_of_handle(t.id)))"""
-"""Like FROM_FREE_HANDLES, for one provider of one host.
+"""Like _FROM_UNHELD_HANDLES_OF_PROVIDER, but `check_claims` also leaves out handles whose PCI function a request holds
+through another handle, or that was released through another handle and is not confirmed as unused.
 
-`check_claims` also leaves out handles whose PCI function a request holds through another handle, or that was released
-through another handle and is not confirmed as unused. The database refuses to give those anyway
-(`request_one_per_function`), so the check, which costs up to 0.1 ms a handle, is needed only to find another handle
-after such a refusal."""
+The database refuses to give those anyway (`request_one_per_function`), so the check, which costs up to 0.1 ms a handle,
+is needed only to find another handle after such a refusal."""
 
 _LOCK_FREE_HANDLES = f"""
 SELECT t.id, t.attach_type, p.id, p.bitstream_id::text, d.id {_FROM_FREE_HANDLES_OF_PROVIDER} ORDER BY t.id LIMIT
@@ -106,7 +112,11 @@ SELECT p.id, d.state, d.busy_with IS NOT NULL, (SELECT count(*) {_FROM_FREE_HAND
   EXISTS (SELECT FROM accelerators_attachhandle t WHERE t.deployable_id = p.id AND t.attach_type = 'DEV'),
   {_IS_ON_HOST}, d.status,
   (SELECT count(*) FROM accelerators_releasedhandle w JOIN accelerators_attachhandle t ON t.id = w.handle_id
-    WHERE t.deployable_id = p.id)
+    WHERE t.deployable_id = p.id),
+  %(check_claims)s::bool AND EXISTS (SELECT {_FROM_UNHELD_HANDLES_OF_PROVIDER} AND EXISTS (
+    SELECT FROM accelerators_acceleratorrequest r WHERE r.claim && accelerators_claim_of_handle(t.id))),
+  %(check_claims)s::bool AND EXISTS (SELECT {_FROM_UNHELD_HANDLES_OF_PROVIDER} AND EXISTS (
+    SELECT FROM accelerators_releasedhandle w WHERE w.claim && accelerators_claim_of_handle(t.id)))
 FROM accelerators_deployable p
 JOIN accelerators_device d ON d.id = p.device_id
 WHERE p.rp_uuid = %(rp)s::uuid ORDER BY 6 DESC NULLS LAST, p.missing_since NULLS FIRST, d.state <> 'ready'
@@ -114,8 +124,10 @@ WHERE p.rp_uuid = %(rp)s::uuid ORDER BY 6 DESC NULLS LAST, p.missing_since NULLS
 """
 """Find out why RESERVE_HANDLES returned too few handles of a provider. Returns the deployable's id, the state of its
 device, whether a command uses the device alone, the number of free handles, whether it has device nodes, whether it is
-on the host that the bind names (NULL if there is no such host), the device's health, and the number of released handles
-that wait for their host; no row if there is no such provider."""
+on the host that the bind names (NULL if there is no such host), the device's health, the number of released handles
+that wait for their host, and, if `check_claims`, whether a request holds the function of one of its handles through
+another device, and whether such a function was released through another device and waits for its host. No row if there
+is no such provider."""
 
 MOVE_REQUESTS = f"""
 WITH x AS (SELECT x.*, (SELECT hostname FROM accelerators_acceleratorrequest r WHERE r.id = x.id) AS had_hostname

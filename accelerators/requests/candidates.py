@@ -20,11 +20,7 @@ from accelerators.models import Host
 from accelerators.requests.binding_sql import FROM_FREE_HANDLES, OFFERED_COUNT
 
 _HELD_COUNT = """(SELECT count(*) FROM accelerators_acceleratorrequest q
-    WHERE q.deployable_id = p.id AND q.attach_handle_id IS NOT NULL)
-  - (SELECT count(*) FROM accelerators_releasedhandle w JOIN accelerators_attachhandle u ON u.id = w.handle_id
-    WHERE u.deployable_id = p.id)"""
-"""What is subtracted from the total: the held handles and, after the minus sign, the released ones, which Placement has
-reserved."""
+    WHERE q.deployable_id = p.id AND q.attach_handle_id IS NOT NULL)"""
 SELECT_CANDIDATES = f"""
 SELECT d.host_id, p.rp_uuid::text,
   coalesce((SELECT a.value FROM accelerators_attribute a WHERE a.deployable_id = p.id AND a.key = 'rc'), ''),

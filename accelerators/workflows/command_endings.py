@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 from django.db import transaction
@@ -77,6 +77,8 @@ class _Consequences:
     """Changes to write because a batch of commands has ended."""
 
     state_changes: list[DeviceStateChange] = field(default_factory=list)
+    events: list[dict[str, Any]] = field(default_factory=list)
+    """Events that belong to no other change; the devices keep their states and reasons."""
     bind_outcomes: list[BindOutcome] = field(default_factory=list)
     attach_orders: list[command_queue.CommandOrder] = field(default_factory=list)
     detach_numbers: list[int] = field(default_factory=list)
@@ -282,12 +284,26 @@ def _collect_device_consequences(ended: EndedCommand, device: Device, consequenc
     elif command.op == "detach":
         consequences.answers_about_releases.append((command, "" if ended.succeeded else ended.text or ended.state))
         if not ended.succeeded and not release_checks.is_repeated_question(command):
-            why = f"a handle could not be detached: {ended.text}"
-            consequences.state_changes.append(
-                DeviceStateChange(device, state_now, state_now, command.host.name, why, name="not_detached")
-            )
+            consequences.events.append(_build_not_detached_event(ended, device))
     elif command.exclusive:
         _fail_device_if_outcome_unknown(ended, device, consequences)
+
+
+def _build_not_detached_event(ended: EndedCommand, device: Device) -> dict[str, Any]:
+    """Build the event about the first `detach` of a mediated device that has failed.
+
+    The device keeps its state and reason: only the one unit is kept back, until a later `detach` succeeds.
+    """
+    host = ended.command.host
+    return conductor.build_event(
+        "device.not_detached",
+        EventSource.AGENT,
+        host.name,
+        host=host,
+        subject=(device.uuid, str(device)),
+        reason=f"a mediated device could not be removed yet: {ended.text}; it is ordered again until it succeeds, and"
+        " its unit is reserved meanwhile",
+    )
 
 
 def _apply_program_result(ended: EndedCommand, device: Device, consequences: _Consequences) -> None:
@@ -341,12 +357,9 @@ def _add_state_change(
 
 def _write_consequences(consequences: _Consequences) -> None:
     """Write the collected consequences. Inside `conductor.writing()`, with the devices locked."""
-    # One step per device: a step that changes its state replaces one that only writes an event.
-    change_by_device = {
-        change.device.id: change
-        for change in sorted(consequences.state_changes, key=lambda step: step.before != step.after)
-    }
-    store_state_changes([*change_by_device.values()], EventSource.AGENT)
+    store_state_changes(consequences.state_changes, EventSource.AGENT)
+    if consequences.events:
+        conductor.record_events(consequences.events)
     for device, name, reason, also_in_flash in consequences.ended_programs:
         programming.end_programs(device, name, reason, also_in_flash=also_in_flash)
     if consequences.bind_outcomes:

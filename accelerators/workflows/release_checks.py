@@ -78,7 +78,12 @@ def store_answers(answers: Sequence[tuple[Command, str]]) -> None:
                     device.host.name,
                     host=device.host,
                     subject=(device.uuid, str(device)),
-                    changes={f"release of handle {release.handle.attach_info}": [str(release.instance), None]},
+                    changes={
+                        f"release of handle {release.handle.attach_info}": [
+                            str(release.instance) if release.instance else None,
+                            None,
+                        ]
+                    },
                     reason="its host has confirmed that no guest uses it",
                 )
                 for release, device in devices
@@ -143,7 +148,7 @@ def _build_quarantine(release: ReleasedHandle, device: Device) -> DeviceStateCha
         return None
     name = badges.describe_handle(release.handle.attach_info)
     reason = (
-        f"{name}: {release.description}. End the guest or detach the function from it; the host is asked until it "
-        "confirms that. Then release the device."
+        f"{name}: {release.description}. Start the host's agent if it is down; end the guest, or detach the function"
+        " from it. The host is asked until it confirms that no guest uses the function; then release the device."
     )
     return DeviceStateChange(device, before, after, JOB, reason, changed_by=JOB)

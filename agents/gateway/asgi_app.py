@@ -44,7 +44,10 @@ CLOSE_TIMEOUT_S = 1.0
 PROGRESS_INTERVAL_S = 0.2
 """Minimum seconds between two writes of one agent's command progress. The newest progress is always written."""
 REPORT_REQUEST_INTERVAL_S = 10.0
-"""Minimum seconds between two requests for the report of one connection."""
+"""Minimum seconds until a connection is asked for its report for the second time. Every further time it is twice as
+long as before, because an agent of an older release ignores the request until it connects again."""
+MAX_REPORT_REQUEST_INTERVAL_S = 600.0
+"""The longest of these times, in seconds."""
 MANY_HOSTS = "(many)"
 """Host name under which refusals of many hosts are counted together. An outage or a connection storm then makes one
 event a minute instead of one per host."""
@@ -298,13 +301,16 @@ class AgentGateway:
     def _request_reports(self, host_ids: list[int]) -> None:
         """Forget which report is applied for these hosts, and ask those that are connected here for their reports.
 
-        A connection is asked at most once in REPORT_REQUEST_INTERVAL_S, because its report may be on its way.
+        The first time that a connection is asked again is after REPORT_REQUEST_INTERVAL_S, because its report may be on
+        its way. Until it sends a report, the interval doubles after each request, up to MAX_REPORT_REQUEST_INTERVAL_S.
         """
         now = asyncio.get_running_loop().time()
         for session in filter(None, map(self.sessions.by_host.get, host_ids)):
             session.applied_hash = ""
-            if now - session.report_requested_at >= REPORT_REQUEST_INTERVAL_S:
+            interval = REPORT_REQUEST_INTERVAL_S * 2 ** min(session.unanswered_report_requests, 16)
+            if now - session.report_requested_at >= min(interval, MAX_REPORT_REQUEST_INTERVAL_S):
                 session.report_requested_at = now
+                session.unanswered_report_requests += 1
                 self.sessions.request_report(session, self._build_welcome(session, ""))
 
     async def _receive_messages(self, session: AgentSession, receive: Any) -> None:
@@ -327,6 +333,8 @@ class AgentGateway:
                     continue
                 data = _decode_frame(data)
                 message = wire.decode_from_agent(data)
+                if type(message) is wire.Hello:
+                    session.agent_version = message.agent_version
                 if peer_offers_newer and (unknown_fields := wire.count_unknown_fields(data, message)):
                     self._note_unknown(session, "unknown_fields", unknown_fields)
             except wire.MalformedMessageError as error:
@@ -390,9 +398,11 @@ class AgentGateway:
         metrics.event_counts[kind] += count
         if not session.has_sent_unknown:
             session.has_sent_unknown = True
+            release = session.agent_version or "not known yet"
             sentence = (
-                f"the agent stays connected, but a part of its messages ({kind.replace('_', ' ')}) was ignored: its"
-                " release may be newer than the conductor's, then upgrade the conductor"
+                "not refused: the agent stays connected, but a part of its messages was ignored"
+                f" ({kind.replace('_', ' ')}). If its release ({release}) is newer than the conductor's, upgrade the"
+                " conductor."
             )
             self.refusals.add(session.identity.host, "unknown", sentence, is_disconnected=False)
 
@@ -524,6 +534,7 @@ class AgentGateway:
                 "epoch", f"epoch {epoch_seq[0]} is out of range: the agent's journal may be damaged"
             )
         self.leases.note_heartbeat(host_id, epoch_seq[0])
+        session.unanswered_report_requests = 0
         if epoch_seq > session.last_acknowledged and session.applied_hash != content_hash:
             if "\\u0000" in text:
                 raise SessionClosedError("malformed", "a text with a NUL character cannot be stored")

@@ -49,11 +49,13 @@ class AgentSession:
     `applied_hash` is the hash of the report known to be applied for its host, '' if unknown. `last_acknowledged` is the
     newest (epoch, seq) of the reports acknowledged on this connection; that report is stored durably, or its content
     was applied already. `report_requested_at` is when the agent was last told that no report of its host is applied, in
-    seconds of the event loop's clock; infinity before its Welcome.
+    seconds of the event loop's clock; infinity before its Welcome. `unanswered_report_requests` is how often it was
+    asked for its report since its last one. `agent_version` and `boot_id` are those of its Hello, '' before.
     """
 
     __slots__ = (
         "address",
+        "agent_version",
         "applied_hash",
         "awaits_new_key",
         "boot_id",
@@ -77,6 +79,7 @@ class AgentSession:
         "report_requested_at",
         "send",
         "task",
+        "unanswered_report_requests",
         "version",
     )
 
@@ -97,8 +100,9 @@ class AgentSession:
         self.applied_hash = identity.applied_hash
         self.last_acknowledged = (0, 0)
         self.report_requested_at = math.inf
+        self.unanswered_report_requests = 0
         self.highest_epoch = highest_allowed_epoch(identity.epoch)
-        self.boot_id = self.next_public_key = ""
+        self.agent_version = self.boot_id = self.next_public_key = ""
         self.awaits_new_key = self.is_contested = self.has_sent_hello = self.has_sent_unknown = False
         self.outbox: list[str] = []
         self.pending_progress: dict[int, wire.Progress] = {}

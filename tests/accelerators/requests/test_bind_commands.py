@@ -144,10 +144,16 @@ def test_bind_orders_an_attach_and_unbind_orders_the_matching_detach(handle: Att
     detach = get_open_command("detach")
     assert detach.arguments == attach.arguments
     assert Device.objects.get().busy_with is None
+    reason_before = Device.objects.get().state_reason
     answer_command(detach, "failed", "the mdev is busy")
     device = Device.objects.get()
-    assert (device.state, device.state_reason) == ("ready", "a handle could not be detached: the mdev is busy")
-    assert Event.objects.filter(action="device.not_detached", subject=device.uuid).count() == 1
+    assert (device.state, device.state_reason) == ("ready", reason_before), "only the unit is kept back"
+    event = Event.objects.get(action="device.not_detached", subject=device.uuid)
+    assert (event.source, event.actor, event.host, event.changes) == ("agent", "cmp1", "cmp1", {})
+    assert event.reason == (
+        "a mediated device could not be removed yet: the mdev is busy; it is ordered again until it succeeds, and its"
+        " unit is reserved meanwhile"
+    )
 
 
 @pytest.mark.parametrize(("profile", "seconds"), [("plain", 60), ("adder", 240)])

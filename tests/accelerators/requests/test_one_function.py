@@ -258,6 +258,25 @@ def test_S1_a_function_that_waits_for_its_host_is_not_given_through_another_devi
             hold(two)
 
 
+@pytest.mark.parametrize("is_released", [False, True])
+def test_the_refusal_says_whether_the_function_is_held_or_released_through_another_device(
+    host: Host, is_released: bool
+) -> None:
+    make_held_card(host)
+    held = AcceleratorRequest.objects.get()
+    report_cards(host, make_card(1, key=OTHER_SERIAL))
+    with conductor.writing():
+        Device.objects.filter(key=OTHER_SERIAL).update(state="ready")
+        if is_released:
+            handle = held.attach_handle
+            AcceleratorRequest.objects.update(state="Unbound", attach_handle=None)
+            ReleasedHandle.objects.create(handle=handle, instance=uuid4(), ask_at=datetime.now(UTC))
+    held_text = "held by requests for another device at the same PCI address"
+    released_text = "released through another device at the same PCI address and not confirmed"
+    fault = bind_request().fault
+    assert (held_text in fault, released_text in fault) == (not is_released, is_released), fault
+
+
 def test_a_bind_takes_handles_only_of_the_host_that_it_names(host: Host) -> None:
     report_cards(host, make_card(1))
     report_cards(other := get_or_create_host("cmp2"), make_card(1))

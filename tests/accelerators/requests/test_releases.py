@@ -170,7 +170,11 @@ def test_S1_a_handle_that_waits_too_long_quarantines_its_device_and_is_never_fre
     let_time_pass(ask_until=past)
     device = Device.objects.get()
     assert (device.state, device.state_by) == ("quarantined", "releases")
-    assert "0000:01:00.0: instance" in device.state_reason and "there is no answer yet" in device.state_reason
+    assert device.state_reason == (
+        f"0000:01:00.0: instance {request.instance_uuid} had it, and its host has not confirmed that no guest uses it"
+        " (there is no answer yet). Start the host's agent if it is down; end the guest, or detach the function from"
+        " it. The host is asked until it confirms that no guest uses the function; then release the device."
+    )
     lifecycle.apply_action_to_device(Action.RELEASE, device.uuid, NOVA)
     lifecycle.apply_action_to_device(Action.ENABLE, device.uuid, NOVA)
     other = bind()
@@ -213,6 +217,15 @@ def test_a_host_is_asked_one_question_at_a_time_with_growing_pauses() -> None:
     pause_s = (release.ask_at - datetime.now(UTC)).total_seconds()
     assert 25 < pause_s < 31, "half the age"
     assert Command.objects.count() == 2
+
+
+def test_the_event_about_a_freed_handle_names_no_instance_if_none_is_known() -> None:
+    offer_card()
+    unbind(bind())
+    with conductor.writing():
+        ReleasedHandle.objects.update(instance=None)
+    answer()
+    assert [*Event.objects.get(action="device.handle_freed").changes.values()] == [[None, None]]
 
 
 def test_an_answer_to_a_question_from_before_the_release_frees_nothing() -> None:
@@ -359,6 +372,8 @@ def test_a_released_handle_counts_against_the_total_as_it_does_in_placement() ->
         AttachHandle.objects.update(attach_type="MDEV")
     assert AttachHandle.objects.filter(missing_since=None, request=None, release=None).count() == 1
     assert candidates.find_candidates(get_or_create_host()) == []
+    ((group,),) = capacity.query_groups([capacity.CapacityQuery(["host"])])
+    assert (group.total, group.held, group.free, group.reserved) == (1, 0, 0, 1)
 
 
 @pytest.mark.parametrize(("outcome", "waits"), [("unknown", True), ("failed", True), ("refused", False)])

@@ -7,7 +7,9 @@ writes providers to Placement.
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -171,3 +173,23 @@ def test_an_agent_is_not_asked_for_its_report_while_that_is_waiting_to_be_merged
             socket.recv(timeout=1)
         agent_tasks.merge()
         assert Host.objects.get().applied_hash == make_report(make_card(1)).hash
+
+
+def test_an_agent_that_ignores_the_requests_for_its_report_is_asked_less_and_less_often(
+    agent: WireAgent, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("agents.gateway.writer.CHANGES_POLL_S", 0.05)
+    monkeypatch.setattr("agents.gateway.asgi_app.REPORT_REQUEST_INTERVAL_S", 0.2)
+    with agent.connect() as socket:
+        report_and_merge(socket, 1)
+        with conductor.writing():
+            Host.objects.update(applied_hash="")
+        times = []
+        for _ in range(4):
+            receive_report_request(socket)
+            times.append(time.monotonic())
+        pauses = [later - earlier for earlier, later in pairwise(times)]
+        assert pauses[0] > 0.3 and pauses[1] > 0.7 and pauses[2] > 1.5
+        monkeypatch.setattr("agents.gateway.asgi_app.MAX_REPORT_REQUEST_INTERVAL_S", 0.2)
+        receive_report_request(socket)
+        assert time.monotonic() - times[-1] < 1.5, "there is a longest interval"

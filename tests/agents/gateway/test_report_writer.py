@@ -8,14 +8,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
-from django.db import IntegrityError
+from django.db import IntegrityError, connection
 
 from accelerators import conductor
 from accelerators.models import Host
 from agents import authentication, credentials
 from agents.authentication import ConnectionRejectedError
 from agents.gateway.asgi_app import AgentGateway
-from agents.gateway.writer import AdmitJob, SpoolJob, WriterJob
+from agents.gateway.writer import SELECT_HOSTS_WITHOUT_APPLIED_REPORT, AdmitJob, SpoolJob, WriterJob
 from agents.models import Agent, Spooled
 from cyborgweb.settings.keys import Keys
 from tests.support.reports import get_or_create_host
@@ -114,3 +114,10 @@ def test_a_report_whose_connection_has_ended_is_not_stored(writer: WriterByHand,
     writer.process_batch()
     assert list(Spooled.objects.values_list("host", flat=True)) == [other.id]
     assert writer.admit_and_get_applied_hash(agent) == R0
+
+
+def test_the_search_for_hosts_without_applied_report_can_use_its_index() -> None:
+    with connection.cursor() as cursor:
+        cursor.execute("SET LOCAL enable_seqscan = off")
+        cursor.execute(f"EXPLAIN {SELECT_HOSTS_WITHOUT_APPLIED_REPORT}")
+        assert "host_without_applied_report" in str(cursor.fetchall())

@@ -48,6 +48,12 @@ def test_alerts_are_sorted_worst_first_with_pending_decisions_last() -> None:
     assert found[-1].startswith("calm new: 2 devices waiting for a decision")
 
 
+def test_quarantined_devices_raise_a_warning() -> None:
+    assert list_alert_lines({"quarantined": 2}) == [
+        "warn quarantined: 2 devices quarantined: read the reason, then release or retire."
+    ]
+
+
 def test_a_late_intent_is_shown_with_its_error_and_a_stuck_one_takes_precedence() -> None:
     late = backlog.IntentBacklog(3, 0, NOW - timedelta(minutes=4), "503 from Placement")
     # Without a configured cloud nothing processes these intents.
@@ -99,6 +105,7 @@ def test_the_overview_lists_alerts_whose_links_open_lists_with_rows(operator: Cl
     fill(30)
     with conductor.writing():
         Device.objects.filter(address="0000:02:00.0").update(state="failed")
+        Device.objects.filter(address="0000:03:00.0").update(state="quarantined")
         Device.objects.filter(address="0000:00:00.0").update(state="missing", status="failed")
         Intent.objects.update(attempts=10, last_error="503")
         AcceleratorRequest.objects.filter(state="Bound").update(state="BindStarted", deadline=NOW)
@@ -106,7 +113,15 @@ def test_the_overview_lists_alerts_whose_links_open_lists_with_rows(operator: Cl
         page = operator.get("/admin/")
     assert len(captured) <= 10
     needs = {need.label: need for _, need in page.context["needs"]}
-    assert {"missing", "failed", "broken", "failing", "stuck", "new"} <= needs.keys() and not page.context["calm"]
+    assert {
+        "missing",
+        "failed",
+        "broken",
+        "quarantined",
+        "failing",
+        "stuck",
+        "new",
+    } <= needs.keys() and not page.context["calm"]
     for need in needs.values():
         if need.url.startswith("/"):
             assert operator.get(need.url).status_code == 200, need.url

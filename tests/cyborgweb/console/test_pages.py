@@ -27,6 +27,7 @@ from accelerators.models import (
     DeviceProfile,
     Host,
     Intent,
+    ReleasedHandle,
 )
 from accelerators.requests import binding
 from accelerators.ui import badges
@@ -294,3 +295,18 @@ def test_P3_the_request_page_costs_at_most_ten_statements(operator: Client) -> N
 @pytest.mark.parametrize("key", ["0", "999999999999999999999", "x'y", "00000000-0000-4000-8000-000000000000", "%00"])
 def test_pages_of_unknown_rows_cause_no_server_error(operator: Client, model: str, key: str) -> None:
     assert operator.get(f"/admin/accelerators/{model}/{key}/change/").status_code in (302, 400, 404)
+
+
+def test_a_handle_that_waits_for_its_host_is_shown_as_released_with_the_reason(operator: Client) -> None:
+    apply_report(get_or_create_host(), make_driver_report(make_card(1, handles=2)))
+    handle = AttachHandle.objects.order_by("id").first()
+    assert handle
+    with conductor.writing():
+        ReleasedHandle.objects.create(
+            handle=handle, instance=uuid4(), ask_at=datetime.now(UTC), answer="a guest has it"
+        )
+    page = get_page(operator, Device.objects.get())
+    assert 'class="cell released"' in page
+    assert '<span class="mark warn" title="instance ' in page and "(a guest has it)" in page
+    found = operator.get("/admin/accelerators/attachhandle/?use=released").context["cl"].result_list
+    assert [one.pk for one in found] == [handle.pk]
