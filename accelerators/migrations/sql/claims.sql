@@ -148,7 +148,8 @@ CREATE TRIGGER release_claim BEFORE INSERT ON accelerators_releasedhandle
   FOR EACH ROW EXECUTE FUNCTION accelerators_release_claim();
 
 CREATE OR REPLACE FUNCTION accelerators_refuse_released_handle() RETURNS trigger LANGUAGE plpgsql AS $$
--- It runs after accelerators_request_claim, because triggers run in the order of their names.
+-- It runs after the row is written: the exclusion constraint has then waited for the transaction that releases the
+-- function, and this statement, with its new snapshot, sees what that transaction has committed.
 BEGIN
   IF EXISTS (SELECT FROM accelerators_releasedhandle
       WHERE handle_id = NEW.attach_handle_id OR claim && NEW.claim) THEN

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from contextlib import suppress
 from datetime import UTC, datetime
 from uuid import UUID, uuid4
@@ -318,3 +320,45 @@ def test_the_database_computes_the_same_provider_ids_as_the_product(name: str) -
     with connection.cursor() as cursor:
         cursor.execute("SELECT accelerators_provider_of(%s)", [name])
         assert cursor.fetchone() == (compute_provider_uuid(name),)
+
+
+@pytest.mark.django_db(transaction=True)
+@pytest.mark.parametrize("same_handle", [True, False])
+def test_S1_a_bind_that_waited_for_the_release_of_its_function_is_refused(host: Host, same_handle: bool) -> None:
+    with conductor.writing():
+        (one,), (two,) = (make_handles(host, "0000:01:00.0", ("PCI", "0")) for _ in range(2))
+        hold(one)
+    refusals: list[str] = []
+
+    def bind_again() -> None:
+        try:
+            with conductor.writing():
+                hold(one if same_handle else two)
+        except IntegrityError as error:
+            refusals.append(str(error))
+        finally:
+            connection.close()
+
+    thread = threading.Thread(target=bind_again, daemon=True)
+    with conductor.writing():
+        AcceleratorRequest.objects.update(state="Unbound", attach_handle=None)
+        ReleasedHandle.objects.create(handle=one, instance=uuid4(), ask_at=datetime.now(UTC))
+        thread.start()
+        wait_for_a_waiting_lock()
+    thread.join(10)
+    assert len(refusals) == 1 and "its host has not confirmed" in refusals[0]
+
+
+def wait_for_a_waiting_lock() -> None:
+    """Return when another connection to this database waits for a lock."""
+    end = time.monotonic() + 10
+    with connection.cursor() as cursor:
+        while time.monotonic() < end:
+            cursor.execute(
+                "SELECT count(*) FROM pg_locks l JOIN pg_stat_get_activity(NULL) a ON a.pid = l.pid"
+                " WHERE NOT l.granted AND a.datid = (SELECT oid FROM pg_database WHERE datname = current_database())"
+            )
+            if cursor.fetchone()[0]:
+                return
+            time.sleep(0.02)
+    pytest.fail("nothing waits for a lock")
