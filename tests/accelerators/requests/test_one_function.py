@@ -15,6 +15,7 @@ from msgspec.structs import replace
 from accelerators import conductor, safety
 from accelerators.devices import lifecycle
 from accelerators.domain.caller import Caller
+from accelerators.domain.device_actions import Action
 from accelerators.domain.errors import RefusalReason, RefusedError
 from accelerators.domain.provider_ids import compute_provider_uuid
 from accelerators.inventory import merge
@@ -26,6 +27,7 @@ from accelerators.models import (
     DeviceProfile,
     Event,
     Host,
+    ProviderOwner,
     ReleasedHandle,
 )
 from accelerators.requests import binding, profiles
@@ -362,3 +364,23 @@ def wait_for_a_waiting_lock() -> None:
                 return
             time.sleep(0.02)
     pytest.fail("nothing waits for a lock")
+
+
+@pytest.mark.parametrize("is_missing", [True, False])
+def test_a_device_with_the_name_of_another_hosts_provider_can_be_released_and_gets_no_provider(
+    host: Host, is_missing: bool
+) -> None:
+    report_cards(host, make_card(1))
+    report_cards(other := get_or_create_host("cmp2"), make_card(2))
+    intruder, owned = other.devices.get(), ProviderOwner.objects.filter(provider=PROVIDER)
+    with conductor.writing():  # as rows from before the migration
+        owned.update(host=other)
+        missing_since = datetime.now(UTC) if is_missing else None
+        Deployable.objects.filter(device=intruder).update(name="node_0000:01:00.0", missing_since=missing_since)
+        owned.update(host=host)
+        Device.objects.filter(pk=intruder.pk).update(state="quarantined")
+    lifecycle.apply_action_to_device(Action.RELEASE, intruder.uuid, NOVA)
+    lifecycle.enable_device(intruder.uuid, NOVA)
+    intruder.refresh_from_db()
+    assert intruder.state == "ready"
+    assert Deployable.objects.get(device=intruder).rp_uuid is None
