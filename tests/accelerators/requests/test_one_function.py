@@ -384,3 +384,16 @@ def test_a_device_with_the_name_of_another_hosts_provider_can_be_released_and_ge
     intruder.refresh_from_db()
     assert intruder.state == "ready"
     assert Deployable.objects.get(device=intruder).rp_uuid is None
+
+
+def test_S1_a_function_whose_parts_are_only_in_a_missing_deployable_is_given_as_a_whole(host: Host) -> None:
+    with conductor.writing():
+        whole, part = make_handles(host, "0000:01:00.0", ("PCI", "0"), ("PCI", "1"))
+        part.deployable = Deployable.objects.create(
+            device=whole.deployable.device, name="old", num_accelerators=1, missing_since=datetime.now(UTC)
+        )
+        part.save()
+        (other,) = make_handles(host, "0000:01:00.0", ("PCI", "2"))
+        hold(whole)
+        with pytest.raises(IntegrityError, match="request_one_per_function"), transaction.atomic():
+            hold(other)
