@@ -64,8 +64,7 @@ CREATE FUNCTION accelerators_claim_of_handle(handle bigint) RETURNS nummultirang
 -- Return what a request claims that holds this handle now.
   SELECT accelerators_claim(d.host_id, coalesce(d.physical_function, d.address), t.attach_type, t.attach_info, NOT EXISTS (
     SELECT FROM accelerators_attachhandle o JOIN accelerators_deployable q ON q.id = o.deployable_id
-    WHERE q.device_id = d.id AND o.id <> t.id AND o.missing_since IS NULL
-    AND q.missing_since IS NULL))
+    WHERE q.device_id = d.id AND o.id <> t.id AND o.missing_since IS NULL))
   FROM accelerators_attachhandle t JOIN accelerators_deployable p ON p.id = t.deployable_id
   JOIN accelerators_device d ON d.id = p.device_id WHERE t.id = handle
 $$;

@@ -397,3 +397,23 @@ def test_S1_a_function_whose_parts_are_only_in_a_missing_deployable_is_given_as_
         hold(whole)
         with pytest.raises(IntegrityError, match="request_one_per_function"), transaction.atomic():
             hold(other)
+
+
+def test_S1_a_request_without_a_claim_gets_it_when_the_older_request_gives_it_up(host: Host) -> None:
+    with conductor.writing(), connection.cursor() as cursor:
+        handles = [make_handles(host, "0000:01:00.0", ("PCI", "0"))[0] for _ in range(4)]
+        hold(handles[0])
+        older = AcceleratorRequest.objects.get()
+        for late in handles[1:3]:  # as the migration leaves them
+            cursor.execute("SET LOCAL session_replication_role = replica")
+            hold(late)
+            cursor.execute("SET LOCAL session_replication_role = DEFAULT")
+        for end in (
+            lambda: AcceleratorRequest.objects.filter(pk=older.pk).update(state="Unbound", attach_handle=None),
+            lambda: AcceleratorRequest.objects.filter(attach_handle=handles[1]).delete(),
+        ):
+            end()
+            with pytest.raises(IntegrityError, match="request_one_per_function"), transaction.atomic():
+                hold(handles[3])
+        AcceleratorRequest.objects.filter(attach_handle=handles[2]).delete()
+        hold(handles[3])
