@@ -15,5 +15,15 @@ CREATE TRIGGER request_gets_no_released_handle AFTER INSERT OR UPDATE OF attach_
   ON accelerators_acceleratorrequest FOR EACH ROW WHEN (NEW.attach_handle_id IS NOT NULL)
   EXECUTE FUNCTION accelerators_refuse_released_handle();
 
+CREATE FUNCTION accelerators_forget_release() RETURNS trigger LANGUAGE plpgsql AS $$
+-- A conductor of the former release deletes attach handles without their released handles, which would block the
+-- function for ever. It knows no foreign key that would tell it about them.
+BEGIN
+  DELETE FROM accelerators_releasedhandle WHERE handle_id = OLD.id;
+  RETURN NULL;
+END $$;
+CREATE TRIGGER accelerators_forget_release AFTER DELETE ON accelerators_attachhandle
+  FOR EACH ROW EXECUTE FUNCTION accelerators_forget_release();
+
 CREATE TRIGGER generation_count AFTER INSERT OR UPDATE OR DELETE ON accelerators_releasedhandle
   FOR EACH STATEMENT EXECUTE FUNCTION generation_count('devices');

@@ -417,3 +417,12 @@ def test_S1_a_request_without_a_claim_gets_it_when_the_older_request_gives_it_up
                 hold(handles[3])
         AcceleratorRequest.objects.filter(attach_handle=handles[2]).delete()
         hold(handles[3])
+
+
+def test_a_released_handle_ends_with_its_attach_handle_whoever_deletes_it(host: Host) -> None:
+    with conductor.writing(), connection.cursor() as cursor:
+        (one,), (two,) = (make_handles(host, "0000:01:00.0", ("PCI", "0")) for _ in range(2))
+        ReleasedHandle.objects.create(handle=one, instance=uuid4(), ask_at=datetime.now(UTC))
+        cursor.execute("DELETE FROM accelerators_attachhandle WHERE id = %s", [one.id])  # as the former release does
+        hold(two)
+    assert not ReleasedHandle.objects.exists()
