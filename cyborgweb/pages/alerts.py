@@ -68,7 +68,7 @@ def list_alerts(system_state: SystemState) -> list[Alert]:
 
 
 def _device_alerts(system_state: SystemState) -> Iterator[Alert]:
-    """Yield alerts about missing, failed, broken, quarantined, degraded and undecided devices, and about contradictions with
+    """Yield alerts about missing, failed, broken, degraded and undecided devices, and about contradictions with
     Placement and Nova.
     """
     work, by_state = system_state.backlog, system_state.devices_by_state
@@ -83,12 +83,8 @@ def _device_alerts(system_state: SystemState) -> Iterator[Alert]:
         why = "failed: read the reason, then enable or retire."
         yield Alert("bad", "failed", count_noun(n, "device"), why, list_url("device", state__exact="failed"))
     if n := work.broken:
-        broken = "whose health is failed: their free units are not offered. Read the reason, then reset, or drain and replace."
+        broken = "with broken hardware, as the driver reports: not offered; read the reason, drain, then replace."
         yield Alert("bad", "broken", count_noun(n, "device"), broken, list_url("device", status__exact="failed"))
-    if n := by_state["quarantined"]:
-        why = "quarantined: read the reason, then release or retire."
-        url = list_url("device", state__exact="quarantined")
-        yield Alert("warn", "quarantined", count_noun(n, "device"), why, url)
     if n := work.degraded:
         degraded = "degraded, as the driver reports: plan an inspection."
         yield Alert("warn", "degraded", count_noun(n, "device"), degraded, list_url("device", status__exact="degraded"))
