@@ -426,3 +426,15 @@ def test_a_released_handle_ends_with_its_attach_handle_whoever_deletes_it(host: 
         cursor.execute("DELETE FROM accelerators_attachhandle WHERE id = %s", [one.id])  # as the former release does
         hold(two)
     assert not ReleasedHandle.objects.exists()
+
+
+@pytest.mark.parametrize(("second", "is_refused"), [("0000:01:00.0", True), ("0000:02:00.0", False)])
+def test_S1_a_device_whose_function_was_released_through_another_device_is_not_reset(
+    host: Host, second: str, is_refused: bool
+) -> None:
+    with conductor.writing():
+        (one,), (two,) = (make_handles(host, address, ("PCI", "0")) for address in ("0000:01:00.0", second))
+        ReleasedHandle.objects.create(handle=one, instance=uuid4(), ask_at=datetime.now(UTC))
+    holders = safety.find_releases_of_device(two.deployable.device).holders
+    assert bool(holders) == is_refused
+    assert safety.find_releases_of_device(one.deployable.device).holders
