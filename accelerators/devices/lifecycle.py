@@ -62,8 +62,11 @@ WHERE t.id = x.id AND t.state = x.was
 STORE_PROVIDER_IDS = """
 UPDATE accelerators_deployable t SET rp_uuid = x.rp, updated_at = now()
 FROM jsonb_to_recordset(%s::jsonb) AS x(id bigint, rp uuid) WHERE t.id = x.id AND t.rp_uuid IS NULL
+  AND NOT EXISTS (SELECT FROM accelerators_providerowner o JOIN accelerators_device d ON d.id = t.device_id
+    WHERE o.provider = x.rp AND o.host_id <> d.host_id)
 """
-"""Store the provider ids of deployables that have none. It is raw SQL for the same reason."""
+"""Store the provider ids of deployables that have none, unless another host owns the provider. It is raw SQL for the
+same reason."""
 
 _S = DeviceState
 _json = msgspec.json.Encoder()
@@ -278,13 +281,14 @@ def store_state_changes(state_changes: Sequence[DeviceStateChange], source: Even
     changed_at, cursor = datetime.now(UTC), conductor.open_cursor()
     cursor.execute(UPDATE_STATES, [changed_at, _encode_json([_build_state_row(step) for step in state_changes])])
     assert cursor.rowcount == len(state_changes), "a device moved although it was locked"
-    offered_devices = [
+    present_devices = [
         change.device.id for change in state_changes if change.after.state not in (_S.INACTIVE, _S.MISSING)
     ]
-    # A device that leaves inactive gets its provider ids. An id that is recorded already (adopted, say) is kept.
-    unnamed_deployables = Deployable.objects.filter(device__in=offered_devices, rp_uuid__isnull=True).values_list(
-        "id", "name"
-    )
+    # A device that leaves inactive gets its provider ids. An id that is recorded already (adopted, say) is kept. A
+    # missing deployable gets none: it may have a name that another host owns.
+    unnamed_deployables = Deployable.objects.filter(
+        device__in=present_devices, rp_uuid__isnull=True, missing_since__isnull=True
+    ).values_list("id", "name")
     if provider_rows := [{"id": id, "rp": str(compute_provider_uuid(name))} for id, name in unnamed_deployables]:
         cursor.execute(STORE_PROVIDER_IDS, [_encode_json(provider_rows)])
     conductor.record_events([_build_state_event(step, source, changed_at) for step in state_changes])

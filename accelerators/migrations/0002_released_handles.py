@@ -9,6 +9,8 @@ from django.db import migrations, models
 
 SQL = Path(__file__).with_name("sql") / "released_handles.sql"
 REVERSE_SQL = """
+DROP TRIGGER accelerators_forget_release ON accelerators_attachhandle;
+DROP FUNCTION accelerators_forget_release();
 DROP TRIGGER request_gets_no_released_handle ON accelerators_acceleratorrequest;
 DROP TRIGGER generation_count ON accelerators_releasedhandle;
 DROP FUNCTION accelerators_refuse_released_handle();

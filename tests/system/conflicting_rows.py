@@ -17,7 +17,11 @@ django.setup()
 from django.db import connection, transaction  # noqa: E402  (what follows needs Django's registry)
 from django.db.migrations.executor import MigrationExecutor  # noqa: E402
 
+from accelerators.devices import lifecycle  # noqa: E402
+from accelerators.domain.caller import Caller  # noqa: E402
+from accelerators.domain.device_actions import Action  # noqa: E402
 from accelerators.domain.provider_ids import compute_provider_uuid  # noqa: E402
+from accelerators.models import Device  # noqa: E402
 
 INFO = '{"bus": "01", "device": "00", "domain": "0000", "function": "0"}'
 MODELS = ("host", "deviceprofile", "device", "deployable", "attachhandle", "acceleratorrequest")
@@ -68,6 +72,11 @@ def main() -> None:
         ("pci:0000:01:00.0", "missing", "quarantined"),
         ("serial:2", "quarantined", None),
     ], devices
+    servers = [
+        str(server) for (server,) in fetch("SELECT instance_uuid FROM accelerators_acceleratorrequest ORDER BY id")
+    ]
+    ((reason,), *_) = fetch("SELECT state_reason FROM accelerators_device ORDER BY id")
+    assert f"servers {servers[0]}, {servers[1]} hold one function: delete server {servers[1]}," in reason, reason
     claims = fetch("SELECT claim IS NULL FROM accelerators_acceleratorrequest ORDER BY id")
     assert claims == [(False,), (True,), (False,)], claims
     providers = fetch("SELECT rp_uuid IS NULL FROM accelerators_deployable ORDER BY id")
@@ -75,6 +84,24 @@ def main() -> None:
     assert fetch("SELECT host_id FROM accelerators_providerowner") == [(old[0],)]
     events = fetch("SELECT action, subject_name FROM accelerators_event WHERE actor = 'upgrade' ORDER BY id")
     assert [action for action, _ in events] == ["device.quarantined"] * 3 + ["host.changed"], events
+    fetch(
+        "DELETE FROM accelerators_acceleratorrequest WHERE id = (SELECT min(id) FROM accelerators_acceleratorrequest)"
+        " RETURNING id"
+    )
+    claims = fetch("SELECT claim IS NULL FROM accelerators_acceleratorrequest ORDER BY id")
+    assert claims == [(False,), (False,)], claims
+    release_devices()
+
+
+def release_devices() -> None:
+    """Release the quarantined devices as an operator would, then enable them."""
+    admin = Caller("admin", "u", frozenset({"admin"}), "p1")
+    uuids = list(Device.objects.filter(state="quarantined").values_list("uuid", flat=True))
+    for act in (Action.RELEASE, Action.ENABLE):
+        results = lifecycle.apply_action(act, uuids, admin)
+        assert [result.outcome for result in results] == ["moved"] * 2, results
+    providers = fetch("SELECT rp_uuid IS NULL FROM accelerators_deployable ORDER BY id")
+    assert providers == [(False,), (False,), (True,)], providers
 
 
 if __name__ == "__main__":

@@ -64,7 +64,8 @@ CREATE FUNCTION accelerators_claim_of_handle(handle bigint) RETURNS nummultirang
 -- Return what a request claims that holds this handle now.
   SELECT accelerators_claim(d.host_id, coalesce(d.physical_function, d.address), t.attach_type, t.attach_info, NOT EXISTS (
     SELECT FROM accelerators_attachhandle o JOIN accelerators_deployable q ON q.id = o.deployable_id
-    WHERE q.device_id = d.id AND o.id <> t.id AND o.missing_since IS NULL))
+    WHERE q.device_id = d.id AND o.id <> t.id AND o.missing_since IS NULL
+    AND q.missing_since IS NULL))
   FROM accelerators_attachhandle t JOIN accelerators_deployable p ON p.id = t.deployable_id
   JOIN accelerators_device d ON d.id = p.device_id WHERE t.id = handle
 $$;
@@ -93,6 +94,7 @@ DO $$
 DECLARE
   late record;
   device record;
+  servers text;
 BEGIN
   UPDATE accelerators_acceleratorrequest SET claim = accelerators_claim_of_handle(attach_handle_id)
     WHERE attach_handle_id IS NOT NULL;
@@ -105,11 +107,13 @@ BEGIN
   UPDATE accelerators_acceleratorrequest SET claim = NULL WHERE claim IS NOT NULL;
   SET CONSTRAINTS ALL IMMEDIATE;  -- the table cannot be altered while foreign keys of its rows wait for their check
   ALTER TABLE accelerators_acceleratorrequest ADD CONSTRAINT request_one_per_function EXCLUDE USING gist (claim WITH &&);
-  FOR late IN SELECT id, uuid, accelerators_claim_of_handle(attach_handle_id) AS claim
+  FOR late IN SELECT id, instance_uuid, accelerators_claim_of_handle(attach_handle_id) AS claim
       FROM accelerators_acceleratorrequest WHERE attach_handle_id IS NOT NULL ORDER BY id LOOP
     BEGIN
       UPDATE accelerators_acceleratorrequest SET claim = late.claim WHERE id = late.id;
     EXCEPTION WHEN exclusion_violation THEN
+      servers := (SELECT string_agg(coalesce(instance_uuid::text, 'unknown'), ', ' ORDER BY id)
+        FROM accelerators_acceleratorrequest WHERE id = late.id OR claim && late.claim);
       FOR device IN SELECT DISTINCT d.id, d.uuid, d.state, d.returns_to, d.drain_to, d.model, h.name AS host
           FROM accelerators_acceleratorrequest r JOIN accelerators_attachhandle t ON t.id = r.attach_handle_id
           JOIN accelerators_deployable p ON p.id = t.deployable_id JOIN accelerators_device d ON d.id = p.device_id
@@ -119,8 +123,8 @@ BEGIN
         UPDATE accelerators_device SET drain_to = NULL, updated_at = now(), state_by = 'upgrade',
             state = CASE device.state WHEN 'missing' THEN 'missing' ELSE 'quarantined' END,
             returns_to = CASE device.state WHEN 'missing' THEN 'quarantined' END, state_since = now(),
-            state_reason = format('request %s holds a function that an older request holds, too: delete one of the two '
-              'servers, then release the device', late.uuid)
+            state_reason = format('the servers %s hold one function: delete server %s, whose request is the latest, '
+              'then release the device', servers, coalesce(late.instance_uuid::text, 'unknown'))
           WHERE id = device.id;
         INSERT INTO accelerators_event (source, actor, request_id, action, subject_type, subject, subject_name, host,
             changes, reason)
@@ -133,6 +137,33 @@ BEGIN
     END;
   END LOOP;
 END $$;
+
+CREATE INDEX request_without_claim ON accelerators_acceleratorrequest (id)
+  WHERE claim IS NULL AND attach_handle_id IS NOT NULL;
+
+CREATE FUNCTION accelerators_pass_on_claim() RETURNS trigger LANGUAGE plpgsql AS $$
+-- Give the claim that a request gave up to the requests that hold the function, too, and have no claim because they are
+-- the later ones of a conflict that the migration found. Normally there are none.
+DECLARE
+  late bigint;
+BEGIN
+  FOR late IN SELECT id FROM accelerators_acceleratorrequest
+      WHERE claim IS NULL AND attach_handle_id IS NOT NULL
+      AND accelerators_claim_of_handle(attach_handle_id) && OLD.claim ORDER BY id LOOP
+    BEGIN
+      UPDATE accelerators_acceleratorrequest SET claim = accelerators_claim_of_handle(attach_handle_id)
+        WHERE id = late AND claim IS NULL AND attach_handle_id IS NOT NULL;
+    EXCEPTION WHEN exclusion_violation THEN
+      CONTINUE;  -- another request still has a part of it
+    END;
+  END LOOP;
+  RETURN NULL;
+END $$;
+CREATE TRIGGER accelerators_pass_on_claim AFTER UPDATE OF attach_handle_id ON accelerators_acceleratorrequest
+  FOR EACH ROW WHEN (OLD.claim IS NOT NULL AND NEW.claim IS DISTINCT FROM OLD.claim)
+  EXECUTE FUNCTION accelerators_pass_on_claim();
+CREATE TRIGGER accelerators_pass_on_deleted_claim AFTER DELETE ON accelerators_acceleratorrequest
+  FOR EACH ROW WHEN (OLD.claim IS NOT NULL) EXECUTE FUNCTION accelerators_pass_on_claim();
 
 -- A released handle claims the same until its host has confirmed that no guest uses it: no request gets the function
 -- through another handle either.
@@ -148,7 +179,8 @@ CREATE TRIGGER release_claim BEFORE INSERT ON accelerators_releasedhandle
   FOR EACH ROW EXECUTE FUNCTION accelerators_release_claim();
 
 CREATE OR REPLACE FUNCTION accelerators_refuse_released_handle() RETURNS trigger LANGUAGE plpgsql AS $$
--- It runs after accelerators_request_claim, because triggers run in the order of their names.
+-- It runs after the row is written: the exclusion constraint has then waited for the transaction that releases the
+-- function, and this statement, with its new snapshot, sees what that transaction has committed.
 BEGIN
   IF EXISTS (SELECT FROM accelerators_releasedhandle
       WHERE handle_id = NEW.attach_handle_id OR claim && NEW.claim) THEN

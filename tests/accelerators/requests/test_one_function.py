@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from contextlib import suppress
 from datetime import UTC, datetime
 from uuid import UUID, uuid4
@@ -13,6 +15,7 @@ from msgspec.structs import replace
 from accelerators import conductor, safety
 from accelerators.devices import lifecycle
 from accelerators.domain.caller import Caller
+from accelerators.domain.device_actions import Action
 from accelerators.domain.errors import RefusalReason, RefusedError
 from accelerators.domain.provider_ids import compute_provider_uuid
 from accelerators.inventory import merge
@@ -24,6 +27,7 @@ from accelerators.models import (
     DeviceProfile,
     Event,
     Host,
+    ProviderOwner,
     ReleasedHandle,
 )
 from accelerators.requests import binding, profiles
@@ -337,3 +341,119 @@ def test_the_database_computes_the_same_provider_ids_as_the_product(name: str) -
     with connection.cursor() as cursor:
         cursor.execute("SELECT accelerators_provider_of(%s)", [name])
         assert cursor.fetchone() == (compute_provider_uuid(name),)
+
+
+@pytest.mark.django_db(transaction=True)
+@pytest.mark.parametrize("same_handle", [True, False])
+def test_S1_a_bind_that_waited_for_the_release_of_its_function_is_refused(host: Host, same_handle: bool) -> None:
+    with conductor.writing():
+        (one,), (two,) = (make_handles(host, "0000:01:00.0", ("PCI", "0")) for _ in range(2))
+        hold(one)
+    refusals: list[str] = []
+
+    def bind_again() -> None:
+        try:
+            with conductor.writing():
+                hold(one if same_handle else two)
+        except IntegrityError as error:
+            refusals.append(str(error))
+        finally:
+            connection.close()
+
+    thread = threading.Thread(target=bind_again, daemon=True)
+    with conductor.writing():
+        AcceleratorRequest.objects.update(state="Unbound", attach_handle=None)
+        ReleasedHandle.objects.create(handle=one, instance=uuid4(), ask_at=datetime.now(UTC))
+        thread.start()
+        wait_for_a_waiting_lock()
+    thread.join(10)
+    assert len(refusals) == 1 and "its host has not confirmed" in refusals[0]
+
+
+def wait_for_a_waiting_lock() -> None:
+    """Return when another connection to this database waits for a lock."""
+    end = time.monotonic() + 10
+    with connection.cursor() as cursor:
+        while time.monotonic() < end:
+            cursor.execute(
+                "SELECT count(*) FROM pg_locks l JOIN pg_stat_get_activity(NULL) a ON a.pid = l.pid"
+                " WHERE NOT l.granted AND a.datid = (SELECT oid FROM pg_database WHERE datname = current_database())"
+            )
+            if cursor.fetchone()[0]:
+                return
+            time.sleep(0.02)
+    pytest.fail("nothing waits for a lock")
+
+
+@pytest.mark.parametrize("is_missing", [True, False])
+def test_a_device_with_the_name_of_another_hosts_provider_can_be_released_and_gets_no_provider(
+    host: Host, is_missing: bool
+) -> None:
+    report_cards(host, make_card(1))
+    report_cards(other := get_or_create_host("cmp2"), make_card(2))
+    intruder, owned = other.devices.get(), ProviderOwner.objects.filter(provider=PROVIDER)
+    with conductor.writing():  # as rows from before the migration
+        owned.update(host=other)
+        missing_since = datetime.now(UTC) if is_missing else None
+        Deployable.objects.filter(device=intruder).update(name="node_0000:01:00.0", missing_since=missing_since)
+        owned.update(host=host)
+        Device.objects.filter(pk=intruder.pk).update(state="quarantined")
+    lifecycle.apply_action_to_device(Action.RELEASE, intruder.uuid, NOVA)
+    lifecycle.enable_device(intruder.uuid, NOVA)
+    intruder.refresh_from_db()
+    assert intruder.state == "ready"
+    assert Deployable.objects.get(device=intruder).rp_uuid is None
+
+
+def test_S1_a_function_whose_parts_are_only_in_a_missing_deployable_is_given_as_a_whole(host: Host) -> None:
+    with conductor.writing():
+        whole, part = make_handles(host, "0000:01:00.0", ("PCI", "0"), ("PCI", "1"))
+        part.deployable = Deployable.objects.create(
+            device=whole.deployable.device, name="old", num_accelerators=1, missing_since=datetime.now(UTC)
+        )
+        part.save()
+        (other,) = make_handles(host, "0000:01:00.0", ("PCI", "2"))
+        hold(whole)
+        with pytest.raises(IntegrityError, match="request_one_per_function"), transaction.atomic():
+            hold(other)
+
+
+def test_S1_a_request_without_a_claim_gets_it_when_the_older_request_gives_it_up(host: Host) -> None:
+    with conductor.writing(), connection.cursor() as cursor:
+        handles = [make_handles(host, "0000:01:00.0", ("PCI", "0"))[0] for _ in range(4)]
+        hold(handles[0])
+        older = AcceleratorRequest.objects.get()
+        for late in handles[1:3]:  # as the migration leaves them
+            cursor.execute("SET LOCAL session_replication_role = replica")
+            hold(late)
+            cursor.execute("SET LOCAL session_replication_role = DEFAULT")
+        for end in (
+            lambda: AcceleratorRequest.objects.filter(pk=older.pk).update(state="Unbound", attach_handle=None),
+            lambda: AcceleratorRequest.objects.filter(attach_handle=handles[1]).delete(),
+        ):
+            end()
+            with pytest.raises(IntegrityError, match="request_one_per_function"), transaction.atomic():
+                hold(handles[3])
+        AcceleratorRequest.objects.filter(attach_handle=handles[2]).delete()
+        hold(handles[3])
+
+
+def test_a_released_handle_ends_with_its_attach_handle_whoever_deletes_it(host: Host) -> None:
+    with conductor.writing(), connection.cursor() as cursor:
+        (one,), (two,) = (make_handles(host, "0000:01:00.0", ("PCI", "0")) for _ in range(2))
+        ReleasedHandle.objects.create(handle=one, instance=uuid4(), ask_at=datetime.now(UTC))
+        cursor.execute("DELETE FROM accelerators_attachhandle WHERE id = %s", [one.id])  # as the former release does
+        hold(two)
+    assert not ReleasedHandle.objects.exists()
+
+
+@pytest.mark.parametrize(("second", "is_refused"), [("0000:01:00.0", True), ("0000:02:00.0", False)])
+def test_S1_a_device_whose_function_was_released_through_another_device_is_not_reset(
+    host: Host, second: str, is_refused: bool
+) -> None:
+    with conductor.writing():
+        (one,), (two,) = (make_handles(host, address, ("PCI", "0")) for address in ("0000:01:00.0", second))
+        ReleasedHandle.objects.create(handle=one, instance=uuid4(), ask_at=datetime.now(UTC))
+    holders = safety.find_releases_of_device(two.deployable.device).holders
+    assert bool(holders) == is_refused
+    assert safety.find_releases_of_device(one.deployable.device).holders
