@@ -17,7 +17,7 @@ import msgspec
 
 from accelerators.domain import driver_status, offer, traits
 from accelerators.domain.admission import AdmissionFacts, EnabledRule, first_matching_rule
-from accelerators.domain.identity import IdentifiedDevice, identify_devices
+from accelerators.domain.identity import SERIAL_PREFIX, IdentifiedDevice, identify_devices
 from accelerators.domain.provider_ids import compute_provider_uuid
 from accelerators.domain.states import AttributeOrigin
 from drivers.inventory import Backend, Deployable, Device, DriverReport, Fault
@@ -51,8 +51,9 @@ the backup, not even in flash memory. No kernel has this boot id."""
 FOUND_EVENT_FIELDS = ("key", "driver", "type", "vendor", "model", "address", "status")
 """The columns that the event `device.found` contains. The other columns are in events only when they change later."""
 _get_reported_values = attrgetter(*REPORTED_DEVICE_FIELDS[1:])
-DRIVER_INDEX, MODEL_INDEX, ADDRESS_INDEX, BACKEND_INDEX, STATUS_INDEX, STATUS_REASON_INDEX = (
-    REPORTED_DEVICE_FIELDS.index(name) for name in ("driver", "model", "address", "backend", "status", "status_reason")
+DRIVER_INDEX, VENDOR_INDEX, MODEL_INDEX, ADDRESS_INDEX, BACKEND_INDEX, STATUS_INDEX, STATUS_REASON_INDEX = (
+    REPORTED_DEVICE_FIELDS.index(name)
+    for name in ("driver", "vendor", "model", "address", "backend", "status", "status_reason")
 )
 
 
@@ -110,6 +111,16 @@ class StoredDevice(msgspec.Struct, frozen=True, array_like=True):
     def address(self) -> str | None:
         """The device's PCI address, None if it has none."""
         return self.facts[ADDRESS_INDEX]  # type: ignore[return-value]
+
+    @property
+    def vendor(self) -> str:
+        """The device's vendor."""
+        return str(self.facts[VENDOR_INDEX])
+
+    @property
+    def model(self) -> str:
+        """The device's model."""
+        return str(self.facts[MODEL_INDEX])
 
     @property
     def reported_by(self) -> tuple[object, object]:
@@ -358,16 +369,20 @@ def _collect_device_changes(host: StoredHost, one: IdentifiedDevice, now: str, c
 
     A device that was missing moves to the state that it returns to, and a device that must not be offered to
     `quarantined`. There is at most one event: found, changed, back or quarantined. `offer.combine_health` decides about
-    the health to store.
+    the health to store. A device that gets a serial number and had none may be another card, so it loses what it was
+    programmed with, also in flash memory.
     """
+    programs: dict[str, list[Any]] = {}
     old = one.stored
     if old is not None:
         one = replace(one, device=_keep_unended_failure(one.device, old.health))
         if offer.is_offered(old.state, old.health[0]) != offer.is_offered(old.state, one.device.status):
             collected.offer_changes.append(old.uuid)
+        if one.device.key.startswith(SERIAL_PREFIX) and not old.key.startswith(SERIAL_PREFIX):
+            old, programs = _end_programs(old, collected, also_in_flash=True)
     device = one.device
     device_uuid = old.uuid if old else str(uuid.uuid4())
-    changes = _collect_device_row(host, one, device_uuid, collected)
+    changes = _collect_device_row(host, one, device_uuid, collected) | programs
     stored_deployables = {d.name: d for d in old.deployables} if old else {}
     reported_deployables = {d.name: d for d in device.deployables}
     for name, deployable in reported_deployables.items():

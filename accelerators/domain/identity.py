@@ -2,8 +2,9 @@
 nothing.
 
 The key of a device is its identity. If the key of a reported device is unknown, but the device is at the PCI address of
-a stored device whose key was not reported, both are the same device, unless both keys have a serial number. If the
-serial number cannot be read any more, so that the reported key is only the address, the stored key stays.
+a stored device whose key was not reported, both are the same device, unless both keys have a serial number, or vendor
+or model differ. If the serial number cannot be read any more, so that the reported key is only the address, the stored
+key stays.
 
 Only one device can be at an address or behind an attach handle, whatever the drivers report. A held device (a request
 holds one of its handles) whose reported key or address changes is quarantined, also if only its serial number cannot be
@@ -116,19 +117,27 @@ def _rank_claimant(driver: str, device: Device, stored: StoredDevice | None) -> 
 def _choose_same_device(driver: str, device: Device, at_address: Iterable[StoredDevice]) -> StoredDevice | None:
     """Return which of the stored devices at its address the reported device, whose key is unknown, must be.
 
-    Stored devices are left out if both keys have a serial number. Of several, one that is not missing is preferred,
+    Stored devices are left out if `may_be_same_card` denies it. Of several, one that is not missing is preferred,
     then a held one, then one that the same driver reported. Returns None if the reported device is new.
     """
     candidates = [
-        stored
-        for stored in at_address
-        if not (stored.key.startswith(SERIAL_PREFIX) and device.key.startswith(SERIAL_PREFIX))
+        stored for stored in at_address if may_be_same_card(stored.key, (stored.vendor, stored.model), device)
     ]
     return min(
         candidates,
         key=lambda stored: (stored.state == "missing", not stored.held_handles, stored.reported_by[0] != driver),
         default=None,
     )
+
+
+def may_be_same_card(key: str, vendor_and_model: tuple[str, str], device: Device) -> bool:
+    """Return whether `device`, which was reported under another key at the address of a known device, may be that one.
+
+    `key` and `vendor_and_model` are the known device's. It is another card if both keys have a serial number, or if
+    vendor or model differ.
+    """
+    both_have_serials = key.startswith(SERIAL_PREFIX) and device.key.startswith(SERIAL_PREFIX)
+    return not both_have_serials and vendor_and_model == (device.vendor, device.model)
 
 
 def _leave_out_others(

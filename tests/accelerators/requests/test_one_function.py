@@ -15,10 +15,12 @@ from accelerators.devices import lifecycle
 from accelerators.domain.caller import Caller
 from accelerators.domain.errors import RefusalReason, RefusedError
 from accelerators.domain.provider_ids import compute_provider_uuid
+from accelerators.domain.traits import FUNCTION_TRAIT_KEY
 from accelerators.inventory import merge
 from accelerators.models import (
     AcceleratorRequest,
     AttachHandle,
+    Attribute,
     Deployable,
     Device,
     DeviceProfile,
@@ -132,6 +134,46 @@ def test_a_card_with_another_serial_number_in_the_slot_of_a_free_one_is_a_new_de
         (SERIAL, "missing", "ready"),
         (OTHER_SERIAL, "inactive", None),
     ]
+
+
+@pytest.mark.parametrize("changes", [{"vendor": "10ee"}, {"model": "1045"}])
+def test_a_card_of_another_vendor_or_model_at_a_known_address_is_a_new_device(
+    host: Host, changes: dict[str, str]
+) -> None:
+    report_cards(host, make_card(1, key=SERIAL))
+    offer_all()
+    report_cards(host, make_card(1, key=ADDRESS, **changes))
+    assert list(Device.objects.order_by("id").values_list("key", "state")) == [
+        (SERIAL, "missing"),
+        (ADDRESS, "inactive"),
+    ]
+
+
+def test_S1_a_card_of_another_model_at_the_address_of_a_held_one_is_quarantined(host: Host) -> None:
+    make_held_card(host)
+    report_cards(host, make_card(1, key=ADDRESS, model="1045"))
+    held, new = Device.objects.order_by("id")
+    assert (held.state, held.returns_to, new.state) == ("missing", "quarantined", "quarantined")
+
+
+@pytest.mark.parametrize(("before", "after"), [(ADDRESS, SERIAL), (SERIAL, ADDRESS)])
+def test_a_device_that_gets_a_serial_number_loses_what_it_was_programmed_with(
+    host: Host, before: str, after: str
+) -> None:
+    report_cards(host, make_card(1, key=before))
+    image = uuid4()
+    with conductor.writing():
+        part = Deployable.objects.get()
+        Deployable.objects.update(bitstream_id=image, bitstream_in_flash=True)
+        Attribute.objects.create(deployable=part, key=FUNCTION_TRAIT_KEY, value="CUSTOM_F", origin="conductor")
+    report_cards(host, make_card(1, key=after))
+    part = Deployable.objects.get()
+    is_kept = before == SERIAL
+    assert part.bitstream_id == (image if is_kept else None)
+    assert Attribute.objects.filter(key=FUNCTION_TRAIT_KEY).exists() is is_kept
+    if not is_kept:
+        event = Event.objects.get(action="device.changed")
+        assert event.changes[f"{part.name} bitstream"] == [str(image), None]
 
 
 def test_S1_a_held_card_that_moves_to_another_address_is_quarantined(host: Host) -> None:
