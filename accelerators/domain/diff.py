@@ -8,7 +8,7 @@ error, its devices stay as they are. A device that is not reported is marked mis
 from __future__ import annotations
 
 import uuid
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from typing import Any
@@ -17,7 +17,7 @@ import msgspec
 
 from accelerators.domain import driver_status, offer, traits
 from accelerators.domain.admission import AdmissionFacts, EnabledRule, first_matching_rule
-from accelerators.domain.identity import SERIAL_PREFIX, IdentifiedDevice, identify_devices
+from accelerators.domain.identity import SERIAL_PREFIX, IdentifiedDevice, identify_devices, may_be_same_card
 from accelerators.domain.provider_ids import compute_provider_uuid
 from accelerators.domain.states import AttributeOrigin
 from drivers.inventory import Backend, Deployable, Device, DriverReport, Fault
@@ -104,7 +104,7 @@ class StoredDevice(msgspec.Struct, frozen=True, array_like=True):
     """ISO timestamp. The event of the next change of state contains it, so that the event tells how long the state
     lasted."""
     held_handles: tuple[str, ...] = ()
-    """The infos of its handles that requests hold."""
+    """The infos of its handles that requests hold, or that wait to be confirmed as unused (`ReleasedHandle`)."""
     drain_to: str | None = None
 
     @property
@@ -204,15 +204,17 @@ class CombinedDriverReport:
         """Return a copy of this answer that includes the driver's next report.
 
         If the driver now reports an error, its devices and backends of the earlier reports are kept. If only a backend
-        reports an error, the devices of this backend are kept.
+        reports an error, the devices of this backend are kept. A failure also lasts if the device is reported under
+        another key at the same address, unless it is another card.
         """
         if later_report.error:
             return replace(self, error=later_report.error, faults=later_report.faults)
         failed_backends = {backend.name for backend in later_report.backends if backend.error}
         kept_devices = (device for device in self.devices or () if device.backend in failed_backends)
-        earlier_health = {device.key: (device.status, device.status_reason) for device in self.devices or ()}
+        earlier_by_key = {device.key: device for device in self.devices or ()}
+        earlier_by_address = {device.address: device for device in self.devices or () if device.address}
         reported_devices = (
-            _keep_unended_failure(device, earlier_health.get(device.key))
+            _keep_unended_failure(device, _find_earlier_health(device, earlier_by_key, earlier_by_address))
             for device in later_report.devices
             if device.backend not in failed_backends
         )
@@ -465,6 +467,18 @@ def _collect_state_change(
     if state != device.state:
         changes |= {"state": [device.state, state], "state_since": [device.state_since, now]}
     return changes | ({"drain_to": [device.drain_to, drain_to]} if drain_to != device.drain_to else {})
+
+
+def _find_earlier_health(
+    device: Device, earlier_by_key: Mapping[str, Device], earlier_by_address: Mapping[str, Device]
+) -> tuple[str, str] | None:
+    """Return the health of a device, and its reason, in the earlier report; None if the device was not in it."""
+    earlier = earlier_by_key.get(device.key)
+    if earlier is None:
+        earlier = earlier_by_address.get(device.address or "")
+        if earlier is None or not may_be_same_card(earlier.key, (earlier.vendor, earlier.model), device):
+            return None
+    return earlier.status, earlier.status_reason
 
 
 def _keep_unended_failure(device: Device, earlier_health: tuple[str, str] | None) -> Device:

@@ -6,10 +6,11 @@ a stored device whose key was not reported, both are the same device, unless bot
 or model differ. If the serial number cannot be read any more, so that the reported key is only the address, the stored
 key stays.
 
-Only one device can be at an address or behind an attach handle, whatever the drivers report. A held device (a request
-holds one of its handles) whose reported key or address changes is quarantined, also if only its serial number cannot be
-read any more. So is a device that is reported at the address of another held device, or with a handle that is held
-through another device. An operator has to look at a quarantined device before it is offered again (promise S1).
+Only one device can be at an address or behind an attach handle, whatever the drivers report. A device is held if a
+request holds one of its handles, or if a released handle waits until its host has confirmed that no guest uses it. A
+held device whose reported key or address changes is quarantined, also if only its serial number cannot be read any
+more. So is a device that is reported at the address of another held device, or with a handle that is held through
+another device. An operator has to look at a quarantined device before it is offered again (promise S1).
 """
 
 from __future__ import annotations
