@@ -319,7 +319,7 @@ def test_L6_a_report_that_names_another_hosts_provider_costs_only_that_drivers_p
     report_cards(intruder, make_card(3), driver="second_driver")
     stolen, own = make_card(1), make_card(2)
     own = replace(own, deployables=(replace(own.deployables[0], name="cmp2_0000:02:00.0"),))
-    with_stolen = make_driver_report(stolen, make_card(4), driver="second_driver")
+    with_stolen = replace(make_driver_report(stolen, make_card(4), driver="second_driver"), state="ok")
     merge.merge_reports({intruder.id: [make_report(make_driver_report(own), with_stolen, seq=7)]})
     intruder.refresh_from_db()
     assert set(intruder.devices.values_list("address", "state")) == {
@@ -328,6 +328,7 @@ def test_L6_a_report_that_names_another_hosts_provider_costs_only_that_drivers_p
     }
     entry = intruder.drivers["second_driver"]
     assert "node_0000:01:00.0 belongs to host cmp1" in entry["error"]
+    assert entry["state"] == "failed"
     assert [subject for subject, _ in entry["faults"]] == ["node_0000:01:00.0"]
     assert intruder.drivers["test_driver"]["error"] == ""
     assert Deployable.objects.get(name="node_0000:01:00.0").device.host == host
