@@ -8,7 +8,7 @@ error, its devices stay as they are. A device that is not reported is marked mis
 from __future__ import annotations
 
 import uuid
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from typing import Any
@@ -179,6 +179,9 @@ class InventoryChanges:
     events: list[RowValues] = field(default_factory=list)
     hosts: list[RowValues] = field(default_factory=list)
     provider_intents: list[RowValues] = field(default_factory=list)
+    doubts_if_held: list[tuple[StoredHost, StoredDevice, str]] = field(default_factory=list)
+    """Offered devices whose key or address changes, each with its host and the reason for its quarantine if it is held;
+    `quarantine_devices` decides about them."""
     found_devices: list[tuple[StoredHost, RowValues]] = field(default_factory=list)
     """The rows in `devices` that are new, each with its host; `apply_admission_rules` decides about them."""
     installs: list[tuple[str, EnabledRule]] = field(default_factory=list)
@@ -292,7 +295,7 @@ def collect_changes(
         collected.attributes,
         collected.state_changes,
     )
-    provider_relevant += (collected.gone_attributes, collected.offer_changes)
+    provider_relevant += (collected.gone_attributes, collected.offer_changes, collected.doubts_if_held)
     size_before = sum(map(len, provider_relevant))
     if host.boot_id and report.boot_id not in ("", host.boot_id):
         host = _end_programs_after_reboot(host, collected)
@@ -366,6 +369,15 @@ def apply_admission_rules(collected: InventoryChanges, rules: Sequence[EnabledRu
             collected.events.append(event | {"source": "rule", "actor": rule.name})
 
 
+def quarantine_devices(collected: InventoryChanges, held: Collection[str], now: str) -> None:
+    """Append the quarantine, with its event, of those devices in `collected.doubts_if_held` whose uuid is in `held`."""
+    for host, device, reason in collected.doubts_if_held:
+        if device.uuid in held:
+            changes = _collect_state_change(device, "quarantined", None, reason, now, collected)
+            event = _build_agent_event(host, "device.quarantined", device.uuid, device.model, changes, reason)
+            collected.events.append(event)
+
+
 def _collect_device_changes(host: StoredHost, one: IdentifiedDevice, now: str, collected: InventoryChanges) -> None:
     """Append the changes of one reported device and of its deployables.
 
@@ -380,6 +392,8 @@ def _collect_device_changes(host: StoredHost, one: IdentifiedDevice, now: str, c
         one = replace(one, device=_keep_unended_failure(one.device, old.health))
         if offer.is_offered(old.state, old.health[0]) != offer.is_offered(old.state, one.device.status):
             collected.offer_changes.append(old.uuid)
+        if one.doubt_if_held and old.state == offer.OFFERED_STATE:
+            collected.doubts_if_held.append((host, old, one.doubt_if_held))
         if one.device.key.startswith(SERIAL_PREFIX) and not old.key.startswith(SERIAL_PREFIX):
             old, programs = _end_programs(old, collected, also_in_flash=True)
     device = one.device

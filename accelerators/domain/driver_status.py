@@ -47,8 +47,8 @@ def build_driver_entries(
     `built` are the entries that `diff` built; each gets the reported state, version, generation and declaration. An
     agent older than declarations reports none; the stored one then stays, as for a driver that does not run. Drivers in
     the report that have no entry (the agent did not ask them) get one. `since` becomes `now` if the state has changed.
-    If the agent reports no known state, the state is computed from the error. The state is `failed` if the agent reports
-    `ok` and the entry has an error, because the conductor refused what the driver reported.
+    If the agent reports no known state, the state is computed from the error. The state is `failed` if the agent
+    reports `ok` and the entry has an error, because the conductor refused what the driver reported.
     """
     result = dict(built)
     for report in reports:

@@ -38,13 +38,15 @@ class IdentifiedDevice:
     """A reported device, with the key under which it is to be stored.
 
     `driver` is the name of the driver that reported it. `stored` is the stored device that it was matched with, None if
-    the device is new. `doubt` is the reason why the device must not be offered, '' if there is none.
+    the device is new. `doubt` is the reason why the device must not be offered, '' if there is none. `doubt_if_held` is
+    the reason if the device is not held now, but is bound before the change is written.
     """
 
     driver: str
     device: Device
     stored: StoredDevice | None
     doubt: str = ""
+    doubt_if_held: str = ""
 
 
 @dataclass(frozen=True)
@@ -183,13 +185,15 @@ def _judge_held_devices(
     judged: list[IdentifiedDevice] = []
     displaced: dict[str, str] = {}
     for one in accepted:
-        doubt = _describe_change(one.stored, one.device) if one.stored and one.stored.held_handles else ""
+        change = _describe_change(one.stored, one.device) if one.stored else ""
+        doubt = change if one.stored and one.stored.held_handles else ""
         for place in _list_places(one.device) if held_places else ():
             holder = held_places.get(place)
             if holder is not None and (one.stored is None or holder.uuid != one.stored.uuid):
                 doubt = f"a request holds {place} through device {holder.uuid} ({holder.key}): {REMEDY}"
                 displaced[holder.uuid] = f"a request holds it, and {one.device.key} is at its place now: {REMEDY}"
-        judged.append(IdentifiedDevice(one.driver, _with_key_to_store(one.device, one.stored), one.stored, doubt))
+        to_store = _with_key_to_store(one.device, one.stored)
+        judged.append(IdentifiedDevice(one.driver, to_store, one.stored, doubt, "" if doubt else change))
     for one in accepted:
         if one.stored:
             displaced.pop(one.stored.uuid, None)

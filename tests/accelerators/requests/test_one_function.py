@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import suppress
 from datetime import UTC, datetime
+from typing import Any
 from uuid import UUID, uuid4
 
 import pytest
@@ -134,6 +135,26 @@ def test_a_card_with_another_serial_number_in_the_slot_of_a_free_one_is_a_new_de
         (SERIAL, "missing", "ready"),
         (OTHER_SERIAL, "inactive", None),
     ]
+
+
+@pytest.mark.parametrize("change", [{"key": ADDRESS}, {"key": OTHER_SERIAL}, {"key": SERIAL, "bus": 2}])
+def test_S1_a_device_that_is_bound_while_its_identity_changes_is_quarantined(
+    host: Host, change: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = ADDRESS if change["key"] == OTHER_SERIAL else SERIAL
+    report_cards(host, make_card(1, key=before))
+    offer_all()
+    collect = merge.collect_changes
+
+    def bind_and_collect(*arguments: Any) -> None:
+        assert bind_request().state == "Bound"
+        collect(*arguments)
+
+    monkeypatch.setattr(merge, "collect_changes", bind_and_collect)
+    report_cards(host, make_card(change.get("bus", 1), key=change["key"]))
+    device = Device.objects.get()
+    assert device.state == "quarantined" and "a request holds it, and its" in device.state_reason
+    assert Event.objects.get(action="device.quarantined").changes["state"] == ["ready", "quarantined"]
 
 
 @pytest.mark.parametrize("changes", [{"vendor": "10ee"}, {"model": "1045"}])
