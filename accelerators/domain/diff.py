@@ -8,7 +8,7 @@ error, its devices stay as they are. A device that is not reported is marked mis
 from __future__ import annotations
 
 import uuid
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from typing import Any
@@ -17,7 +17,7 @@ import msgspec
 
 from accelerators.domain import driver_status, offer, traits
 from accelerators.domain.admission import AdmissionFacts, EnabledRule, first_matching_rule
-from accelerators.domain.identity import IdentifiedDevice, identify_devices
+from accelerators.domain.identity import SERIAL_PREFIX, IdentifiedDevice, identify_devices, may_be_same_card
 from accelerators.domain.provider_ids import compute_provider_uuid
 from accelerators.domain.states import AttributeOrigin
 from drivers.inventory import Backend, Deployable, Device, DriverReport, Fault
@@ -51,8 +51,9 @@ the backup, not even in flash memory. No kernel has this boot id."""
 FOUND_EVENT_FIELDS = ("key", "driver", "type", "vendor", "model", "address", "status")
 """The columns that the event `device.found` contains. The other columns are in events only when they change later."""
 _get_reported_values = attrgetter(*REPORTED_DEVICE_FIELDS[1:])
-DRIVER_INDEX, MODEL_INDEX, ADDRESS_INDEX, BACKEND_INDEX, STATUS_INDEX, STATUS_REASON_INDEX = (
-    REPORTED_DEVICE_FIELDS.index(name) for name in ("driver", "model", "address", "backend", "status", "status_reason")
+DRIVER_INDEX, VENDOR_INDEX, MODEL_INDEX, ADDRESS_INDEX, BACKEND_INDEX, STATUS_INDEX, STATUS_REASON_INDEX = (
+    REPORTED_DEVICE_FIELDS.index(name)
+    for name in ("driver", "vendor", "model", "address", "backend", "status", "status_reason")
 )
 
 
@@ -103,13 +104,23 @@ class StoredDevice(msgspec.Struct, frozen=True, array_like=True):
     """ISO timestamp. The event of the next change of state contains it, so that the event tells how long the state
     lasted."""
     held_handles: tuple[str, ...] = ()
-    """The infos of its handles that requests hold."""
+    """The infos of its handles that requests hold, or that wait to be confirmed as unused (`ReleasedHandle`)."""
     drain_to: str | None = None
 
     @property
     def address(self) -> str | None:
         """The device's PCI address, None if it has none."""
         return self.facts[ADDRESS_INDEX]  # type: ignore[return-value]
+
+    @property
+    def vendor(self) -> str:
+        """The device's vendor."""
+        return str(self.facts[VENDOR_INDEX])
+
+    @property
+    def model(self) -> str:
+        """The device's model."""
+        return str(self.facts[MODEL_INDEX])
 
     @property
     def reported_by(self) -> tuple[object, object]:
@@ -168,6 +179,9 @@ class InventoryChanges:
     events: list[RowValues] = field(default_factory=list)
     hosts: list[RowValues] = field(default_factory=list)
     provider_intents: list[RowValues] = field(default_factory=list)
+    doubts_if_held: list[tuple[StoredHost, StoredDevice, str]] = field(default_factory=list)
+    """Offered devices whose key or address changes, each with its host and the reason for its quarantine if it is held;
+    `quarantine_devices` decides about them."""
     found_devices: list[tuple[StoredHost, RowValues]] = field(default_factory=list)
     """The rows in `devices` that are new, each with its host; `apply_admission_rules` decides about them."""
     installs: list[tuple[str, EnabledRule]] = field(default_factory=list)
@@ -193,15 +207,17 @@ class CombinedDriverReport:
         """Return a copy of this answer that includes the driver's next report.
 
         If the driver now reports an error, its devices and backends of the earlier reports are kept. If only a backend
-        reports an error, the devices of this backend are kept.
+        reports an error, the devices of this backend are kept. A failure also lasts if the device is reported under
+        another key at the same address, unless it is another card.
         """
         if later_report.error:
             return replace(self, error=later_report.error, faults=later_report.faults)
         failed_backends = {backend.name for backend in later_report.backends if backend.error}
         kept_devices = (device for device in self.devices or () if device.backend in failed_backends)
-        earlier_health = {device.key: (device.status, device.status_reason) for device in self.devices or ()}
+        earlier_by_key = {device.key: device for device in self.devices or ()}
+        earlier_by_address = {device.address: device for device in self.devices or () if device.address}
         reported_devices = (
-            _keep_unended_failure(device, earlier_health.get(device.key))
+            _keep_unended_failure(device, _find_earlier_health(device, earlier_by_key, earlier_by_address))
             for device in later_report.devices
             if device.backend not in failed_backends
         )
@@ -279,7 +295,7 @@ def collect_changes(
         collected.attributes,
         collected.state_changes,
     )
-    provider_relevant += (collected.gone_attributes, collected.offer_changes)
+    provider_relevant += (collected.gone_attributes, collected.offer_changes, collected.doubts_if_held)
     size_before = sum(map(len, provider_relevant))
     if host.boot_id and report.boot_id not in ("", host.boot_id):
         host = _end_programs_after_reboot(host, collected)
@@ -353,21 +369,36 @@ def apply_admission_rules(collected: InventoryChanges, rules: Sequence[EnabledRu
             collected.events.append(event | {"source": "rule", "actor": rule.name})
 
 
+def quarantine_devices(collected: InventoryChanges, held: Collection[str], now: str) -> None:
+    """Append the quarantine, with its event, of those devices in `collected.doubts_if_held` whose uuid is in `held`."""
+    for host, device, reason in collected.doubts_if_held:
+        if device.uuid in held:
+            changes = _collect_state_change(device, "quarantined", None, reason, now, collected)
+            event = _build_agent_event(host, "device.quarantined", device.uuid, device.model, changes, reason)
+            collected.events.append(event)
+
+
 def _collect_device_changes(host: StoredHost, one: IdentifiedDevice, now: str, collected: InventoryChanges) -> None:
     """Append the changes of one reported device and of its deployables.
 
     A device that was missing moves to the state that it returns to, and a device that must not be offered to
     `quarantined`. There is at most one event: found, changed, back or quarantined. `offer.combine_health` decides about
-    the health to store.
+    the health to store. A device that gets a serial number and had none may be another card, so it loses what it was
+    programmed with, also in flash memory.
     """
+    programs: dict[str, list[Any]] = {}
     old = one.stored
     if old is not None:
         one = replace(one, device=_keep_unended_failure(one.device, old.health))
         if offer.is_offered(old.state, old.health[0]) != offer.is_offered(old.state, one.device.status):
             collected.offer_changes.append(old.uuid)
+        if one.doubt_if_held and old.state == offer.OFFERED_STATE:
+            collected.doubts_if_held.append((host, old, one.doubt_if_held))
+        if one.device.key.startswith(SERIAL_PREFIX) and not old.key.startswith(SERIAL_PREFIX):
+            old, programs = _end_programs(old, collected, also_in_flash=True)
     device = one.device
     device_uuid = old.uuid if old else str(uuid.uuid4())
-    changes = _collect_device_row(host, one, device_uuid, collected)
+    changes = _collect_device_row(host, one, device_uuid, collected) | programs
     stored_deployables = {d.name: d for d in old.deployables} if old else {}
     reported_deployables = {d.name: d for d in device.deployables}
     for name, deployable in reported_deployables.items():
@@ -450,6 +481,18 @@ def _collect_state_change(
     if state != device.state:
         changes |= {"state": [device.state, state], "state_since": [device.state_since, now]}
     return changes | ({"drain_to": [device.drain_to, drain_to]} if drain_to != device.drain_to else {})
+
+
+def _find_earlier_health(
+    device: Device, earlier_by_key: Mapping[str, Device], earlier_by_address: Mapping[str, Device]
+) -> tuple[str, str] | None:
+    """Return the health of a device, and its reason, in the earlier report; None if the device was not in it."""
+    earlier = earlier_by_key.get(device.key)
+    if earlier is None:
+        earlier = earlier_by_address.get(device.address or "")
+        if earlier is None or not may_be_same_card(earlier.key, (earlier.vendor, earlier.model), device):
+            return None
+    return earlier.status, earlier.status_reason
 
 
 def _keep_unended_failure(device: Device, earlier_health: tuple[str, str] | None) -> Device:

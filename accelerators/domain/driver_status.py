@@ -47,13 +47,16 @@ def build_driver_entries(
     `built` are the entries that `diff` built; each gets the reported state, version, generation and declaration. An
     agent older than declarations reports none; the stored one then stays, as for a driver that does not run. Drivers in
     the report that have no entry (the agent did not ask them) get one. `since` becomes `now` if the state has changed.
-    If the agent reports no known state, the state is computed from the error.
+    If the agent reports no known state, the state is computed from the error. The state is `failed` if the agent
+    reports `ok` and the entry has an error, because the conductor refused what the driver reported.
     """
     result = dict(built)
     for report in reports:
         old = stored.get(report.driver, {})
         entry = result.get(report.driver, {"error": "", "since": old.get("since", now), "devices": 0, "faults": []})
         state = report.state if report.state in KNOWN_STATES else driver_state_of(entry | {"state": ""}).value
+        if state == DriverState.OK and entry["error"]:
+            state = DriverState.FAILED.value
         reported: DriverEntry = {
             "state": state,
             "version": report.version or old.get("version", ""),

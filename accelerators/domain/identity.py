@@ -2,13 +2,15 @@
 nothing.
 
 The key of a device is its identity. If the key of a reported device is unknown, but the device is at the PCI address of
-a stored device whose key was not reported, both are the same device, unless both keys have a serial number. If the
-serial number cannot be read any more, so that the reported key is only the address, the stored key stays.
+a stored device whose key was not reported, both are the same device, unless both keys have a serial number, or vendor
+or model differ. If the serial number cannot be read any more, so that the reported key is only the address, the stored
+key stays.
 
-Only one device can be at an address or behind an attach handle, whatever the drivers report. A held device (a request
-holds one of its handles) whose reported key or address changes is quarantined, also if only its serial number cannot be
-read any more. So is a device that is reported at the address of another held device, or with a handle that is held
-through another device. An operator has to look at a quarantined device before it is offered again (promise S1).
+Only one device can be at an address or behind an attach handle, whatever the drivers report. A device is held if a
+request holds one of its handles, or if a released handle waits until its host has confirmed that no guest uses it. A
+held device whose reported key or address changes is quarantined, also if only its serial number cannot be read any
+more. So is a device that is reported at the address of another held device, or with a handle that is held through
+another device. An operator has to look at a quarantined device before it is offered again (promise S1).
 """
 
 from __future__ import annotations
@@ -38,13 +40,15 @@ class IdentifiedDevice:
     """A reported device, with the key under which it is to be stored.
 
     `driver` is the name of the driver that reported it. `stored` is the stored device that it was matched with, None if
-    the device is new. `doubt` is the reason why the device must not be offered, '' if there is none.
+    the device is new. `doubt` is the reason why the device must not be offered, '' if there is none. `doubt_if_held` is
+    the reason if the device is not held now, but is bound before the change is written.
     """
 
     driver: str
     device: Device
     stored: StoredDevice | None
     doubt: str = ""
+    doubt_if_held: str = ""
 
 
 @dataclass(frozen=True)
@@ -130,19 +134,27 @@ def _rank_claimant(driver: str, device: Device, stored: StoredDevice | None) -> 
 def _choose_same_device(driver: str, device: Device, at_address: Iterable[StoredDevice]) -> StoredDevice | None:
     """Return which of the stored devices at its address the reported device, whose key is unknown, must be.
 
-    Stored devices are left out if both keys have a serial number. Of several, one that is not missing is preferred,
+    Stored devices are left out if `may_be_same_card` denies it. Of several, one that is not missing is preferred,
     then a held one, then one that the same driver reported. Returns None if the reported device is new.
     """
     candidates = [
-        stored
-        for stored in at_address
-        if not (stored.key.startswith(SERIAL_PREFIX) and device.key.startswith(SERIAL_PREFIX))
+        stored for stored in at_address if may_be_same_card(stored.key, (stored.vendor, stored.model), device)
     ]
     return min(
         candidates,
         key=lambda stored: (stored.state == "missing", not stored.held_handles, stored.reported_by[0] != driver),
         default=None,
     )
+
+
+def may_be_same_card(key: str, vendor_and_model: tuple[str, str], device: Device) -> bool:
+    """Return whether `device`, which was reported under another key at the address of a known device, may be that one.
+
+    `key` and `vendor_and_model` are the known device's. It is another card if both keys have a serial number, or if
+    vendor or model differ.
+    """
+    both_have_serials = key.startswith(SERIAL_PREFIX) and device.key.startswith(SERIAL_PREFIX)
+    return not both_have_serials and vendor_and_model == (device.vendor, device.model)
 
 
 def _leave_out_others(
@@ -187,13 +199,15 @@ def _judge_held_devices(
     judged: list[IdentifiedDevice] = []
     displaced: dict[str, str] = {}
     for one in accepted:
-        doubt = _describe_change(one.stored, one.device) if one.stored and one.stored.held_handles else ""
+        change = _describe_change(one.stored, one.device) if one.stored else ""
+        doubt = change if one.stored and one.stored.held_handles else ""
         for place in _list_places(one.device) if held_places else ():
             holder = held_places.get(place)
             if holder is not None and (one.stored is None or holder.uuid != one.stored.uuid):
                 doubt = f"a request holds {place} through device {holder.uuid} ({holder.key}): {REMEDY}"
                 displaced[holder.uuid] = f"a request holds it, and {one.device.key} is at its place now: {REMEDY}"
-        judged.append(IdentifiedDevice(one.driver, _with_key_to_store(one.device, one.stored), one.stored, doubt))
+        to_store = _with_key_to_store(one.device, one.stored)
+        judged.append(IdentifiedDevice(one.driver, to_store, one.stored, doubt, "" if doubt else change))
     for one in accepted:
         if one.stored:
             displaced.pop(one.stored.uuid, None)

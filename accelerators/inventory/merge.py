@@ -20,6 +20,7 @@ from accelerators.domain.diff import (
     collect_changes,
     combine_reports,
     list_provider_ids,
+    quarantine_devices,
 )
 from accelerators.domain.states import EventSource
 from accelerators.inventory import merge_sql as sql
@@ -35,8 +36,9 @@ def merge_reports(reports: Mapping[int, Sequence[HostReport]]) -> int:
 
     Reports that are not newer than the host's last applied one are dropped, and so are reports of unknown hosts. The
     number of statements does not depend on the size of the batch: one locks the hosts, one loads the stored rows, at
-    most thirteen write the differences, and one places `install` commands for devices that a rule admits and that need
-    it. The hosts stay locked until the commit.
+    most fourteen write the differences, and one places `install` commands for devices that a rule admits and that need
+    it. If the key or the address of an offered device changes, one statement locks all such devices, and one finds out
+    which of them were bound since the rows were loaded: these are quarantined. The hosts stay locked until the commit.
     """
     started_at = time.monotonic()
     with conductor.writing():
@@ -51,6 +53,12 @@ def merge_reports(reports: Mapping[int, Sequence[HostReport]]) -> int:
             if newest_report := combine_reports(reports[host.id], (host.epoch, host.seq)):
                 collect_changes(host, *newest_report, now, changes, owners)
         apply_admission_rules(changes, admission.decode_rules(rules))
+        if changes.doubts_if_held:
+            # Two statements, because a statement does not see requests that were committed while it waited for a lock.
+            doubtful = [[device.uuid for _, device, _ in changes.doubts_if_held]]
+            cursor.execute(sql.LOCK_DEVICES, doubtful)
+            held = {uuid for (uuid,) in cursor.execute(sql.SELECT_HELD_DEVICES, doubtful).fetchall()}
+            quarantine_devices(changes, held, now)
         _write_changes(cursor, changes)
         if changes.installs:
             _place_install_commands(changes)

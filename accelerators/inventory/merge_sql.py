@@ -50,6 +50,16 @@ SELECT json_build_array(h.id, h.uuid, h.name, h.applied_epoch, h.applied_seq, h.
 FROM accelerators_host h WHERE h.id = ANY(%s) ORDER BY h.id
 """
 
+LOCK_DEVICES = "SELECT FROM accelerators_device WHERE uuid = ANY(%s::uuid[]) ORDER BY id FOR NO KEY UPDATE"
+"""Lock devices so that no request can be bound to them until the commit. Waits for binds that are not committed."""
+
+SELECT_HELD_DEVICES = """
+SELECT DISTINCT d.uuid::text FROM accelerators_device d JOIN accelerators_deployable p ON p.device_id = d.id
+JOIN accelerators_attachhandle t ON t.deployable_id = p.id WHERE d.uuid = ANY(%s::uuid[]) AND (
+  EXISTS (SELECT FROM accelerators_acceleratorrequest r WHERE r.attach_handle_id = t.id)
+  OR EXISTS (SELECT FROM accelerators_releasedhandle w WHERE w.handle_id = t.id))
+"""
+
 UPDATE_DEVICE_KEYS = """
 UPDATE accelerators_device t SET key = x.key, updated_at = now()
 FROM jsonb_to_recordset(%s::jsonb) AS x(uuid uuid, key text) WHERE t.uuid = x.uuid

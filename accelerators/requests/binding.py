@@ -233,8 +233,9 @@ def delete_requests(uuids: Sequence[str], caller: Caller) -> None:
 def delete_requests_of_instance(instance_uuid: str, caller: Caller) -> None:
     """Delete the requests of an instance that the caller may see, and release their handles; there may be none.
 
-    Nova calls this when it has ended the instance's guest. Therefore a PCI handle is free at once if the last report
-    shows that no guest uses it. This function does not check for a service token; its caller must.
+    Nova calls this when it deletes the instance. It has then ended the guest, unless it could not reach the host.
+    Therefore a PCI handle is free at once only if the last report shows that no guest uses it, and still describes the
+    host (`releases`). This function does not check for a service token; its caller must.
     """
     with conductor.writing():
         rows = _fetch_all(

@@ -100,12 +100,20 @@ def _may_be_in_use(handle: AttachHandle, instance_is_gone: bool) -> bool:
     """Return whether a released handle must wait for its host.
 
     One that was made on the host must. If the driver of a PCI handle cannot answer (one of an agent of an older
-    release, for example), it need not: the question would never be answered. If Nova says that the instance is gone,
-    the last report decides.
+    release, for example), it need not: the question would never be answered.
+
+    If Nova says that the instance is gone, the handle is free at once if the host's last report shows it unused and
+    still describes the host: its agent sends heartbeats, and the driver and the backend answered. An agent reports only
+    changes, so the age of the report tells nothing. A silent agent would not have reported a guest that started
+    meanwhile, and Nova deletes an instance also if it cannot reach the host, while the guest runs. It does so when the
+    compute service has been silent for a minute by default (`service_down_time`). Within that time an agent that works
+    has seen the guest that was started last, by a uevent or by its search once a minute (CYBORG_RESCAN_S).
     """
     if not _is_function(handle):
         return handle.attach_type in command_queue.TYPES_CREATED_ON_HOST
-    return can_answer(handle.deployable.device) and not (instance_is_gone and handle.in_use == "")
+    device = handle.deployable.device
+    is_known_unused = handle.in_use == "" and not device.host.stale_reason(device.driver, device.backend)
+    return can_answer(device) and not (instance_is_gone and is_known_unused)
 
 
 def _is_function(handle: AttachHandle) -> bool:

@@ -10,11 +10,11 @@ from dataclasses import asdict
 
 from django.contrib.postgres.expressions import ArraySubquery
 from django.db import transaction
-from django.db.models import Exists, F, OuterRef
+from django.db.models import BooleanField, Exists, ExpressionWrapper, F, OuterRef, Q
 from django.db.models.functions import JSONObject, Now
 
 from accelerators.domain.offer import is_offered
-from accelerators.domain.states import HandleType
+from accelerators.domain.states import DeviceState, HandleType
 from accelerators.models import AttachHandle, Attribute, Deployable, Host, ReleasedHandle
 from placement_sync.apply_writes import SyncOutcome
 from placement_sync.mapping import DeployableRecord
@@ -23,17 +23,20 @@ from placement_sync.reconcile import ObservedProvider, WrittenRecord
 
 
 def load_deployables(host: Host) -> list[DeployableRecord]:
-    """Return the host's deployables that are providers, missing ones last and with a total of 0. One statement.
+    """Return the host's deployables that are providers, missing ones last. One statement.
 
+    The total of a missing deployable is 0. Deployables of missing devices come next to last, because the same provider
+    may also have a deployable of the card that has replaced theirs.
     A provider exists from the time when its device first left `inactive` (then its id is recorded) until it is removed.
     Device nodes (attach type DEV) are left out: they are not for guests, so Nova must never be offered one.
     """
     device_nodes = AttachHandle.objects.filter(deployable=OuterRef("pk"), attach_type=HandleType.DEV)
     attributes = Attribute.objects.filter(deployable=OuterRef("pk")).values(item=JSONObject(key="key", value="value"))
     releases = ReleasedHandle.objects.filter(handle__deployable=OuterRef("pk")).order_by()
+    is_device_missing = ExpressionWrapper(Q(device__state=DeviceState.MISSING), BooleanField())
     rows = (
         Deployable.objects.filter(~Exists(device_nodes), device__host=host, rp_uuid__isnull=False)
-        .order_by(F("missing_since").asc(nulls_first=True), "id")
+        .order_by(F("missing_since").asc(nulls_first=True), is_device_missing, "id")
         .values_list(
             "name",
             "rp_uuid",

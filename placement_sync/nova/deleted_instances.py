@@ -116,7 +116,7 @@ def _delete_vanished(instances: Collection[str]) -> None:
 
 def _delete_requests(instance: str) -> None:
     """Delete the instance's requests and release their handles, record the event `instance.vanished`, and delete the
-    instance's `Vanished` row."""
+    instance's `Vanished` row. A handle whose host may still run the guest is kept back (`releases`)."""
     requests = AcceleratorRequest.objects.filter(instance_uuid=instance)
     with conductor.writing():
         names = ", ".join(str(uuid) for uuid in requests.values_list("uuid", flat=True))

@@ -15,6 +15,7 @@ from accelerators.domain.caller import Caller
 from accelerators.models import Deployable, Device
 from placement_sync.apply_writes import SyncOutcome
 from placement_sync.jobs import repository
+from placement_sync.mapping import compute_desired_providers
 from placement_sync.models import Tree, WrittenProvider
 from placement_sync.reconcile import ObservedProvider, WrittenRecord
 from tests.support.reports import apply_report, get_or_create_host, make_card, make_driver_report
@@ -35,6 +36,18 @@ def test_missing_deployables_come_last_without_units_and_are_not_offered() -> No
     assert (first.name, first.total, first.is_offered) == ("node_0000:02:00.0", 4, True)
     assert first.attributes == {"rc": "FPGA", "trait0": "CUSTOM_TEST"}
     assert (last.name, last.total, last.is_offered) == ("node_0000:01:00.0", 0, False)
+
+
+def test_a_card_that_replaced_another_one_in_its_slot_is_offered_instead_of_it() -> None:
+    host = get_or_create_host()
+    for seq, key in enumerate(("serial:S1", "serial:S2"), start=1):
+        apply_report(host, make_driver_report(make_card(1, key=key)), seq=seq)
+        lifecycle.enable_device(Device.objects.get(key=key).uuid, ADMIN)
+    assert [device.state for device in Device.objects.order_by("id")] == ["missing", "ready"]
+    deployables = repository.load_deployables(host)
+    assert [one.is_offered for one in deployables] == [True, False]
+    ((provider,),) = [list(compute_desired_providers(deployables)[0].values())]
+    assert (provider.total, provider.reserved) == (1, 0)
 
 
 def test_an_outcome_replaces_the_hosts_rows_in_three_statements_and_keeps_the_claims() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -200,3 +201,24 @@ def test_devices_of_a_failed_backend_stay_unchanged_and_no_other_backend_takes_t
         )
         assert [row["key"] for row in after.devices] == [new.key], "what nobody else has is found"
         assert not (after.state_changes or after.missing_handles or after.missing_deployables)
+
+
+@pytest.mark.parametrize(
+    ("later", "health"),
+    [
+        ({"key": "pci:0000:01:00.0"}, "failed"),
+        ({"key": "pci:0000:01:00.0", "model": "1045"}, "unknown"),
+        ({"key": "serial:S2"}, "unknown"),
+    ],
+)
+def test_a_failure_of_an_earlier_report_lasts_if_the_serial_number_cannot_be_read_any_more(
+    later: dict[str, str], health: str
+) -> None:
+    failed = make_card(1, key="serial:S1", status="failed", status_reason="it is hot")
+    unknown = make_card(1, status="unknown", **later)
+    reports = [
+        HostReport(1, n, "h" * 32, (DriverReport("one", devices=(card,)),)) for n, card in ((1, failed), (2, unknown))
+    ]
+    (row,) = compare_reports(build_stored_host(), reports).devices
+    assert row["status"] == health
+    assert ("it is hot" in row["status_reason"]) is (health == "failed")

@@ -6,6 +6,7 @@ import threading
 import time
 from contextlib import suppress
 from datetime import UTC, datetime
+from typing import Any
 from uuid import UUID, uuid4
 
 import pytest
@@ -18,10 +19,12 @@ from accelerators.domain.caller import Caller
 from accelerators.domain.device_actions import Action
 from accelerators.domain.errors import RefusalReason, RefusedError
 from accelerators.domain.provider_ids import compute_provider_uuid
+from accelerators.domain.traits import FUNCTION_TRAIT_KEY
 from accelerators.inventory import merge
 from accelerators.models import (
     AcceleratorRequest,
     AttachHandle,
+    Attribute,
     Deployable,
     Device,
     DeviceProfile,
@@ -136,6 +139,66 @@ def test_a_card_with_another_serial_number_in_the_slot_of_a_free_one_is_a_new_de
         (SERIAL, "missing", "ready"),
         (OTHER_SERIAL, "inactive", None),
     ]
+
+
+@pytest.mark.parametrize("change", [{"key": ADDRESS}, {"key": OTHER_SERIAL}, {"key": SERIAL, "bus": 2}])
+def test_S1_a_device_that_is_bound_while_its_identity_changes_is_quarantined(
+    host: Host, change: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = ADDRESS if change["key"] == OTHER_SERIAL else SERIAL
+    report_cards(host, make_card(1, key=before))
+    offer_all()
+    collect = merge.collect_changes
+
+    def bind_and_collect(*arguments: Any) -> None:
+        assert bind_request().state == "Bound"
+        collect(*arguments)
+
+    monkeypatch.setattr(merge, "collect_changes", bind_and_collect)
+    report_cards(host, make_card(change.get("bus", 1), key=change["key"]))
+    device = Device.objects.get()
+    assert device.state == "quarantined" and "a request holds it, and its" in device.state_reason
+    assert Event.objects.get(action="device.quarantined").changes["state"] == ["ready", "quarantined"]
+
+
+@pytest.mark.parametrize("changes", [{"vendor": "10ee"}, {"model": "1045"}])
+def test_a_card_of_another_vendor_or_model_at_a_known_address_is_a_new_device(
+    host: Host, changes: dict[str, str]
+) -> None:
+    report_cards(host, make_card(1, key=SERIAL))
+    offer_all()
+    report_cards(host, make_card(1, key=ADDRESS, **changes))
+    assert list(Device.objects.order_by("id").values_list("key", "state")) == [
+        (SERIAL, "missing"),
+        (ADDRESS, "inactive"),
+    ]
+
+
+def test_S1_a_card_of_another_model_at_the_address_of_a_held_one_is_quarantined(host: Host) -> None:
+    make_held_card(host)
+    report_cards(host, make_card(1, key=ADDRESS, model="1045"))
+    held, new = Device.objects.order_by("id")
+    assert (held.state, held.returns_to, new.state) == ("missing", "quarantined", "quarantined")
+
+
+@pytest.mark.parametrize(("before", "after"), [(ADDRESS, SERIAL), (SERIAL, ADDRESS)])
+def test_a_device_that_gets_a_serial_number_loses_what_it_was_programmed_with(
+    host: Host, before: str, after: str
+) -> None:
+    report_cards(host, make_card(1, key=before))
+    image = uuid4()
+    with conductor.writing():
+        part = Deployable.objects.get()
+        Deployable.objects.update(bitstream_id=image, bitstream_in_flash=True)
+        Attribute.objects.create(deployable=part, key=FUNCTION_TRAIT_KEY, value="CUSTOM_F", origin="conductor")
+    report_cards(host, make_card(1, key=after))
+    part = Deployable.objects.get()
+    is_kept = before == SERIAL
+    assert part.bitstream_id == (image if is_kept else None)
+    assert Attribute.objects.filter(key=FUNCTION_TRAIT_KEY).exists() is is_kept
+    if not is_kept:
+        event = Event.objects.get(action="device.changed")
+        assert event.changes[f"{part.name} bitstream"] == [str(image), None]
 
 
 def test_S1_a_held_card_that_moves_to_another_address_is_quarantined(host: Host) -> None:
@@ -300,7 +363,7 @@ def test_L6_a_report_that_names_another_hosts_provider_costs_only_that_drivers_p
     report_cards(intruder, make_card(3), driver="second_driver")
     stolen, own = make_card(1), make_card(2)
     own = replace(own, deployables=(replace(own.deployables[0], name="cmp2_0000:02:00.0"),))
-    with_stolen = make_driver_report(stolen, make_card(4), driver="second_driver")
+    with_stolen = replace(make_driver_report(stolen, make_card(4), driver="second_driver"), state="ok")
     merge.merge_reports({intruder.id: [make_report(make_driver_report(own), with_stolen, seq=7)]})
     intruder.refresh_from_db()
     assert set(intruder.devices.values_list("address", "state")) == {
@@ -309,6 +372,7 @@ def test_L6_a_report_that_names_another_hosts_provider_costs_only_that_drivers_p
     }
     entry = intruder.drivers["second_driver"]
     assert "node_0000:01:00.0 belongs to host cmp1" in entry["error"]
+    assert entry["state"] == "failed"
     assert [subject for subject, _ in entry["faults"]] == ["node_0000:01:00.0"]
     assert intruder.drivers["test_driver"]["error"] == ""
     assert Deployable.objects.get(name="node_0000:01:00.0").device.host == host

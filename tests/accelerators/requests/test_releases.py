@@ -144,6 +144,23 @@ def test_novas_delete_frees_a_function_at_once_only_if_the_last_report_shows_it_
         assert bind().state == "Bound"
 
 
+@pytest.mark.parametrize("silent", ["agent", "driver", "backend"])
+def test_S1_novas_delete_keeps_a_function_back_if_the_last_report_may_be_out_of_date(silent: str) -> None:
+    host = offer_card()
+    request = bind()
+    with conductor.writing():
+        driver = Device.objects.get().driver
+        entry = {"driver": {"error": "it hangs"}, "backend": {"error": "", "backends": {"": {"error": "it hangs"}}}}
+        if silent == "agent":
+            conductor.set_hosts_stale_since([host.id], datetime.now(UTC))
+        else:
+            Host.objects.update(drivers={driver: entry[silent]})
+    binding.delete_requests_of_instance(str(request.instance_uuid), NOVA)
+    assert ReleasedHandle.objects.exists() and Command.objects.filter(op="detach").exists()
+    with pytest.raises(RefusedError, match="released and not confirmed by the host"):
+        bind()
+
+
 def test_functions_of_a_driver_that_cannot_answer_are_free_at_once_as_before() -> None:
     offer_card(acts="health reset", in_use="guest")
     unbind(bind())
