@@ -61,6 +61,10 @@ class Machine:
     look_again_s: float = 0.3
     """How long a process must have a node open in order to count, in seconds: udev and monitoring open nodes briefly.
     """
+    claim_again_s: float = 0.05
+    """How long a claim on a disk must last in order to count, in seconds: another process of the agent that asks the
+    same question (`is_claimed`) claims the disk for a moment.
+    """
 
     def __init__(
         self,
@@ -178,15 +182,20 @@ class Machine:
 
         Mounts in any namespace, swap, RAID, LVM, multipath, bcache and ZFS claim their devices (block/bdev.c). The
         device is opened for a moment with O_RDONLY and O_EXCL, which fails with EBUSY if it is claimed; this reads and
-        changes nothing. `number` is the device's `dev` in sysfs. Raises Gone if this process has no such node, Failed
-        if the node is another device, and Denied or another DriverError if it cannot be opened.
+        changes nothing. If it is claimed, it is opened once more after `claim_again_s`. `number` is the device's `dev`
+        in sysfs. Raises Gone if this process has no such node, Failed if the node is another device, and Denied or
+        another DriverError if it cannot be opened.
         """
-        try:
-            fd = os.open(self._host_path(path), os.O_RDONLY | os.O_EXCL | os.O_NONBLOCK | os.O_CLOEXEC)
-        except OSError as error:
-            if error.errno == errno.EBUSY:
-                return True
-            raise from_os(error, path) from None
+        for is_last in (False, True):
+            try:
+                fd = os.open(self._host_path(path), os.O_RDONLY | os.O_EXCL | os.O_NONBLOCK | os.O_CLOEXEC)
+                break
+            except OSError as error:
+                if error.errno != errno.EBUSY:
+                    raise from_os(error, path) from None
+                if is_last:
+                    return True
+            time.sleep(self.claim_again_s)
         try:
             if _format_number(os.fstat(fd)) != f"b{number}":
                 raise Failed(f"{path} is not the block device {number}")
