@@ -25,6 +25,8 @@ MAX_READ = 64 * 1024
 MAX_TABLE = 8 * 1024 * 1024
 """Maximum bytes of one attribute (MAX_READ), and of one kernel table such as the list of mounts (MAX_TABLE)."""
 PCI_DEVICES = "/sys/bus/pci/devices"
+_BAR_FILE = re.compile(rf"/sys/(?:.*/)?({PCI_ADDRESS.pattern}/resource\d+(?:_wc)?)\Z")
+"""The path of a file of sysfs through which a program maps the memory of a PCI function (sysfs-bus-pci)."""
 FIRST_PID_NAMESPACE = "pid:[4026531836]"
 """The process namespace with which the kernel starts (PROC_PID_INIT_INO of include/linux/proc_ns.h)."""
 NVIDIA_MAJOR = 195
@@ -43,7 +45,8 @@ def get_sys_path(key: str) -> str:
 class OpenNodes(Struct, frozen=True, omit_defaults=True):
     """The device nodes that processes of the host have open, without those that cannot belong to PCI hardware.
 
-    `users` maps a node's number, such as `c226:0` (character) or `b259:0` (block), to the names of the processes.
+    `users` maps a node's number, such as `c226:0` (character) or `b259:0` (block), to the names of the processes. The
+    memory of a PCI function, which a program can map, has its path in sysfs instead, such as `…/resource0`.
     `unseen` says why processes may be missing in it; '' if every process of the host was looked at.
     """
 
@@ -221,7 +224,7 @@ class Machine:
             time.sleep(self.look_again_s)
         users: dict[str, set[str]] = {}
         for path, number in found.items():
-            if self.read_node_number(path) == number:
+            if self._identify_descriptor(path) == number:
                 users.setdefault(number, set()).add(self._read_process_name(path.split("/")[2]))
         return OpenNodes({number: tuple(sorted(names)) for number, names in users.items()}, "; ".join(sorted(unseen)))
 
@@ -254,7 +257,7 @@ class Machine:
                 continue
             try:
                 for path in self._list_node_descriptors(f"/proc/{pid}/fd"):
-                    number = self.read_node_number(path)
+                    number = self._identify_descriptor(path)
                     if number and number not in relevance:
                         relevance[number] = self._is_pci_node(number)
                     if number and relevance[number]:
@@ -285,10 +288,31 @@ class Machine:
                 continue  # it was closed meanwhile, or its path is longer than the kernel can return
         return paths
 
+    def _identify_descriptor(self, path: str) -> str:
+        """Return the key that an open descriptor in /proc has in `OpenNodes.users`; '' if it is no node (any more).
+
+        Anybody can make a file whose path looks like that of a function's memory, so it must have the owner and the
+        inode of the file in sysfs; every mount of sysfs shows the same inodes.
+        """
+        if number := self.read_node_number(path):
+            return number
+        try:
+            match = _BAR_FILE.search(os.readlink(self._host_path(path)))
+            if match:
+                file = f"{PCI_DEVICES}/{match[1]}"
+                seen, real = os.stat(self._host_path(path)), os.stat(self._host_path(file))
+                return file if (seen.st_ino, seen.st_uid) == (real.st_ino, real.st_uid) else ""
+        except OSError:
+            pass  # it was closed meanwhile, or this host has no such function
+        return ""
+
     def _may_be_node(self, text: str) -> bool:
         """Return whether the file with this path may be a device node: it is below /dev, or below the /dev of another
-        root directory, such as `/host/dev/sda` in a container, and this host has a node of the same name.
+        root directory, such as `/host/dev/sda` in a container, and this host has a node of the same name. The memory of
+        a PCI function (_BAR_FILE) counts as a node.
         """
+        if _BAR_FILE.search(text):
+            return True
         top, folder, name = text.rpartition("/dev/")
         return text.startswith("/dev/") or bool(folder and top and self.read_node_number(f"/dev/{name}"))
 
@@ -296,7 +320,7 @@ class Machine:
         """Return whether a node may belong to PCI hardware: every block device, NVIDIA's nodes, and the other character
         devices whose place in /sys/devices is below a PCI function or an NVMe subsystem, which may have several.
         """
-        if number.startswith(("b", f"c{NVIDIA_MAJOR}:")):
+        if number.startswith(("b", f"c{NVIDIA_MAJOR}:", "/")):
             return True
         folder = self.resolve(f"/sys/dev/char/{number[1:]}")
         return "/nvme-subsys" in folder or any(map(PCI_ADDRESS.fullmatch, folder.split("/")))
