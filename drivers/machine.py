@@ -25,6 +25,8 @@ MAX_READ = 64 * 1024
 MAX_TABLE = 8 * 1024 * 1024
 """Maximum bytes of one attribute (MAX_READ), and of one kernel table such as the list of mounts (MAX_TABLE)."""
 PCI_DEVICES = "/sys/bus/pci/devices"
+_BAR_FILE = re.compile(rf"/sys/(?:.*/)?({PCI_ADDRESS.pattern}/resource\d+(?:_wc)?)\Z")
+"""The path of a file of sysfs through which a program maps the memory of a PCI function (sysfs-bus-pci)."""
 FIRST_PID_NAMESPACE = "pid:[4026531836]"
 """The process namespace with which the kernel starts (PROC_PID_INIT_INO of include/linux/proc_ns.h)."""
 NVIDIA_MAJOR = 195
@@ -43,7 +45,8 @@ def get_sys_path(key: str) -> str:
 class OpenNodes(Struct, frozen=True, omit_defaults=True):
     """The device nodes that processes of the host have open, without those that cannot belong to PCI hardware.
 
-    `users` maps a node's number, such as `c226:0` (character) or `b259:0` (block), to the names of the processes.
+    `users` maps a node's number, such as `c226:0` (character) or `b259:0` (block), to the names of the processes. The
+    memory of a PCI function, which a program can map, has its path in sysfs instead, such as `…/resource0`.
     `unseen` says why processes may be missing in it; '' if every process of the host was looked at.
     """
 
@@ -60,6 +63,10 @@ class Machine:
     """What the agent saw in place of this process, which may not look at others (`list_open_nodes`)."""
     look_again_s: float = 0.3
     """How long a process must have a node open in order to count, in seconds: udev and monitoring open nodes briefly.
+    """
+    claim_again_s: float = 0.05
+    """How long a claim on a disk must last in order to count, in seconds: another process of the agent that asks the
+    same question (`is_claimed`) claims the disk for a moment.
     """
 
     def __init__(
@@ -189,15 +196,20 @@ class Machine:
 
         Mounts in any namespace, swap, RAID, LVM, multipath, bcache and ZFS claim their devices (block/bdev.c). The
         device is opened for a moment with O_RDONLY and O_EXCL, which fails with EBUSY if it is claimed; this reads and
-        changes nothing. `number` is the device's `dev` in sysfs. Raises Gone if this process has no such node, Failed
-        if the node is another device, and Denied or another DriverError if it cannot be opened.
+        changes nothing. If it is claimed, it is opened once more after `claim_again_s`. `number` is the device's `dev`
+        in sysfs. Raises Gone if this process has no such node, Failed if the node is another device, and Denied or
+        another DriverError if it cannot be opened.
         """
-        try:
-            fd = os.open(self._host_path(path), os.O_RDONLY | os.O_EXCL | os.O_NONBLOCK | os.O_CLOEXEC)
-        except OSError as error:
-            if error.errno == errno.EBUSY:
-                return True
-            raise from_os(error, path) from None
+        for is_last in (False, True):
+            try:
+                fd = os.open(self._host_path(path), os.O_RDONLY | os.O_EXCL | os.O_NONBLOCK | os.O_CLOEXEC)
+                break
+            except OSError as error:
+                if error.errno != errno.EBUSY:
+                    raise from_os(error, path) from None
+                if is_last:
+                    return True
+            time.sleep(self.claim_again_s)
         try:
             if _format_number(os.fstat(fd)) != f"b{number}":
                 raise Failed(f"{path} is not the block device {number}")
@@ -223,7 +235,7 @@ class Machine:
             time.sleep(self.look_again_s)
         users: dict[str, set[str]] = {}
         for path, number in found.items():
-            if self.read_node_number(path) == number:
+            if self._identify_descriptor(path) == number:
                 users.setdefault(number, set()).add(self._read_process_name(path.split("/")[2]))
         return OpenNodes({number: tuple(sorted(names)) for number, names in users.items()}, "; ".join(sorted(unseen)))
 
@@ -256,7 +268,7 @@ class Machine:
                 continue
             try:
                 for path in self._list_node_descriptors(f"/proc/{pid}/fd"):
-                    number = self.read_node_number(path)
+                    number = self._identify_descriptor(path)
                     if number and number not in relevance:
                         relevance[number] = self._is_pci_node(number)
                     if number and relevance[number]:
@@ -290,10 +302,31 @@ class Machine:
                 continue  # it was closed meanwhile, or its path is longer than the kernel can return
         return paths
 
+    def _identify_descriptor(self, path: str) -> str:
+        """Return the key that an open descriptor in /proc has in `OpenNodes.users`; '' if it is no node (any more).
+
+        Anybody can make a file whose path looks like that of a function's memory, so it must have the owner and the
+        inode of the file in sysfs; every mount of sysfs shows the same inodes.
+        """
+        if number := self.read_node_number(path):
+            return number
+        try:
+            match = _BAR_FILE.search(os.readlink(self._host_path(path)))
+            if match:
+                file = f"{PCI_DEVICES}/{match[1]}"
+                seen, real = os.stat(self._host_path(path)), os.stat(self._host_path(file))
+                return file if (seen.st_ino, seen.st_uid) == (real.st_ino, real.st_uid) else ""
+        except OSError:
+            pass  # it was closed meanwhile, or this host has no such function
+        return ""
+
     def _may_be_node(self, text: str) -> bool:
         """Return whether the file with this path may be a device node: it is below /dev, or below the /dev of another
-        root directory, such as `/host/dev/sda` in a container, and this host has a node of the same name.
+        root directory, such as `/host/dev/sda` in a container, and this host has a node of the same name. The memory of
+        a PCI function (_BAR_FILE) counts as a node.
         """
+        if _BAR_FILE.search(text):
+            return True
         top, folder, name = text.rpartition("/dev/")
         return text.startswith("/dev/") or bool(folder and top and self.read_node_number(f"/dev/{name}"))
 
@@ -301,7 +334,7 @@ class Machine:
         """Return whether a node may belong to PCI hardware: every block device, NVIDIA's nodes, and the other character
         devices whose place in /sys/devices is below a PCI function or an NVMe subsystem, which may have several.
         """
-        if number.startswith(("b", f"c{NVIDIA_MAJOR}:")):
+        if number.startswith(("b", f"c{NVIDIA_MAJOR}:", "/")):
             return True
         folder = self.resolve(f"/sys/dev/char/{number[1:]}")
         return "/nvme-subsys" in folder or any(map(PCI_ADDRESS.fullmatch, folder.split("/")))

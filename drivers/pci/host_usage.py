@@ -250,13 +250,13 @@ def _iterate_display_uses(machine: Machine, candidates: Collection[str]) -> Iter
 def _find_program_uses(machine: Machine) -> dict[str, str]:
     """Return the functions of which a program of the host has a device node open: address → one of these uses.
 
-    Such nodes are those of disks, of GPUs (drm), of accelerators (accel), of clocks and of RDMA devices. VFIO's nodes
-    are left out, because they belong to guests.
+    Such nodes are those of disks, of GPUs (drm), of accelerators (accel), of clocks and of RDMA devices, and the files
+    in sysfs through which a program maps a function's memory. VFIO's nodes are left out, because they belong to guests.
     """
     uses: dict[str, set[str]] = {}
     for number, programs in machine.list_open_nodes().users.items():
         kind, major_minor = "block" if number[0] == "b" else "char", number[1:]
-        path = machine.resolve(f"/sys/dev/{kind}/{major_minor}")
+        path = machine.resolve(number if number.startswith("/") else f"/sys/dev/{kind}/{major_minor}")
         name = path.rpartition("/")[2]
         addresses: set[str] = set()
         if number.startswith(f"c{NVIDIA_MAJOR}:"):

@@ -87,9 +87,30 @@ def test_a_disk_is_claimed_only_if_an_exclusive_open_gives_ebusy_and_unknown_aft
             machine.is_claimed("/dev/sda", "8:0")
 
 
+def test_a_disk_that_is_claimed_only_for_a_moment_does_not_count_as_claimed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine, attempts = Machine("n", dev_root=str(tmp_path)), []
+
+    def answer(path: str, flags: int) -> int:
+        attempts.append(path)
+        if len(attempts) == 1:
+            raise OSError(errno.EBUSY, os.strerror(errno.EBUSY))
+        return kernel("/dev/null", flags & ~os.O_EXCL)
+
+    kernel = os.open
+    monkeypatch.setattr("os.open", answer)
+    monkeypatch.setattr("drivers.machine._format_number", lambda _: "b8:0")
+    assert not machine.is_claimed("/dev/sda", "8:0")
+    assert len(attempts) == 2
+
+
 def test_the_open_nodes_of_this_machine_are_complete_or_the_reason_is_named() -> None:
     found = Machine("n").list_open_nodes()
-    assert all(re.fullmatch(r"[bc]\d+:\d+", number) and programs for number, programs in found.users.items())
+    assert all(
+        re.fullmatch(r"[bc]\d+:\d+|/sys/.*/resource\d.*", number) and programs
+        for number, programs in found.users.items()
+    )
     if os.geteuid():
         assert "CAP_SYS_PTRACE" in found.unseen
 

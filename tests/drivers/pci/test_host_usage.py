@@ -414,3 +414,15 @@ def test_only_descriptors_that_may_be_device_nodes_are_asked_for_their_status(
     monkeypatch.setattr(host.machine, "read_node_number", record)
     assert [*host.machine.list_open_nodes().users.values()] == [("lsblk",)]
     assert {path for path in asked if path.startswith("/proc")} == {f"/proc/60/fd/{number}" for number in (0, 4, 5)}
+
+
+@pytest.mark.parametrize("name", ["resource0", "resource2_wc"])
+def test_a_function_whose_memory_a_program_has_open_is_used(host: FakeHost, name: str, tmp_path: Path) -> None:
+    card = host.pci(DISK, "0x10ee", "0x5005", "0x120000")
+    host.file(card / name, "")
+    host.file(tmp_path / f"fake/sys/{OTHER_ADDRESS}/{name}", "")
+    host.file(host.pci(OTHER_ADDRESS, "0x10ee", "0x5005", "0x120000") / name, "")
+    host.opened(60, "fpgad", "null")
+    (host.proc / "60/fd/1").symlink_to(card.resolve() / name)
+    (host.proc / "60/fd/2").symlink_to(tmp_path / f"fake/sys/{OTHER_ADDRESS}/{name}")
+    assert find_functions_used_by_host(host.machine) == {DISK: f"the host uses it: fpgad has {name} open"}
