@@ -17,6 +17,7 @@ from msgspec import Struct
 
 from drivers.base import Driver, Findings, Settings, at_most
 from drivers.errors import Busy, DriverError, Failed, Gone
+from drivers.generic import mdev
 from drivers.generic import settings as generic_settings
 from drivers.generic.backend import BackendBase
 from drivers.generic.backend_calls import BackendCaller
@@ -128,13 +129,19 @@ class GenericDriver(Driver):
     def detach(self, machine: Machine, settings: Settings, ask: Ask) -> Plan:
         """Plan how to remove what `attach` created; only the kind `mdev` has steps.
 
-        A PCI function that does not exist any more is used by nobody, whichever backend had it. Raises the errors of
-        `_plan_act`, and Invalid for an unusable `PCI` handle.
+        A PCI function that does not exist any more is used by nobody, whichever backend had it. What remains of a
+        mediated device is removed although no backend has its card any more. Raises the errors of `_plan_act`, and
+        Invalid for an unusable handle.
         """
         is_function = ask.handle is not None and ask.handle.attach_type == "PCI"
         if is_function and not machine.exists(f"{PCI_DEVICES}/{functions.parse_handle(ask.handle)}"):
             return Plan(said=functions.confirm_no_guest_uses(machine, ask.handle))
-        return self._plan_act("detach", machine, settings, ask)
+        try:
+            return self._plan_act("detach", machine, settings, ask)
+        except Gone:
+            if ask.handle is None or ask.handle.attach_type != "MDEV":
+                raise
+            return mdev.plan_detach_without_backend(machine, ask)
 
     def program(self, machine: Machine, settings: Settings, ask: Ask) -> Plan:
         """Plan how to load the image through the kernel's firmware upload class.

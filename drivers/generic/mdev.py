@@ -170,6 +170,16 @@ class MdevBackend(PciFunctionBackend, frozen=True, kw_only=True, forbid_unknown_
         return [create_step] if holder == ask.consumer else [note_step, create_step]
 
 
+def plan_detach_without_backend(machine: Machine, ask: Ask) -> Plan:
+    """Plan the detach of a handle whose card was pulled or has a fault, at the address that the handle names.
+
+    Raises Invalid for an unusable uuid or handle, and the errors of `_plan_detach`.
+    """
+    if not UUID.fullmatch(ask.uuid):
+        raise Invalid(f"an MDEV handle needs a uuid, not {ask.uuid!r}")
+    return Plan(tuple(_plan_detach(machine, functions.parse_handle(ask.handle, "MDEV"), ask)))
+
+
 def list_mdev_types(machine: Machine, address: str) -> list[str]:
     """Return the types of mediated devices that a function supports; without its kernel driver it has none."""
     return machine.names(_types_folder(address))

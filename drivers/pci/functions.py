@@ -25,7 +25,7 @@ from msgspec import Meta, Struct
 from drivers.base import Driver, Findings, at_most
 from drivers.errors import Busy, DriverError, Failed, Gone, Invalid, Unsupported
 from drivers.inventory import AttachHandle, Attribute, Deployable, Device, DeviceType, Fault, HandleType, Sample
-from drivers.machine import MAX_TABLE, PCI_DEVICES, Machine
+from drivers.machine import MAX_TABLE, PCI_ADDRESS, PCI_DEVICES, Machine
 from drivers.pci import binding, guest_usage, iommu, pci_health, sriov
 from drivers.pci.host_usage import find_functions_used_by_host, list_interfaces
 from drivers.plan import Act, Ask, Plan, Step, Vitals, Write
@@ -595,13 +595,16 @@ def confirm_no_guest_uses(machine: Machine, handle: AttachHandle | None) -> str:
     return f"no guest uses {address}"
 
 
-def parse_handle(handle: AttachHandle | None) -> str:
-    """Return the PCI address of a `PCI` handle. Raises Invalid for any other handle."""
+def parse_handle(handle: AttachHandle | None, attach_type: HandleType = "PCI") -> str:
+    """Return the PCI address of a handle of this type. Raises Invalid for a handle of another type or without one."""
     try:
-        fields = json.loads(handle.info) if handle and handle.attach_type == "PCI" else {}
-        return f"{fields['domain']}:{fields['bus']}:{fields['device']}.{fields['function']}"
+        fields = json.loads(handle.info) if handle and handle.attach_type == attach_type else {}
+        address = f"{fields['domain']}:{fields['bus']}:{fields['device']}.{fields['function']}"
     except (ValueError, KeyError):
-        raise Invalid(f"{handle} is not the handle of a PCI function") from None
+        address = ""
+    if not PCI_ADDRESS.fullmatch(address):
+        raise Invalid(f"{handle} is not the handle of a PCI function")
+    return address
 
 
 def _make_device_key(machine: Machine, function: PciFunction) -> str:

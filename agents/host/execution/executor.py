@@ -341,7 +341,7 @@ class Executor:
             return f"the settings of {command.driver} on this host do not allow the act {command.op!r}"
         if (command.driver, command.key) in self._stuck_writers:
             return "an earlier write to this device still hangs in the kernel"
-        if self._context.find_device(command.driver, command.key) is None and not is_question(command):
+        if self._context.find_device(command.driver, command.key) is None and command.op != "detach":
             return f"the driver {command.driver} finds no device {command.key} on this host"
         if len(self._latest_begun) > MAX_QUEUED_COMMANDS:
             self._latest_begun.clear()

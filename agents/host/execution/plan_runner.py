@@ -208,6 +208,8 @@ class PlanRun:
         device = self._context.find_device(self._driver, self._ask.key)
         self._act, self._address = act, device.address if device else None
         own_addresses = await run_in_thread(lambda: preflight.find_device_addresses(self._machine, self._address))
+        if device is None and act == "detach":  # a card that was pulled or has a fault: only what its handle names
+            own_addresses = preflight.find_handle_addresses(self._ask)
         await run_in_thread(
             lambda: preflight.check_plan_paths(
                 plan,

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
-from drivers.errors import Busy, Denied
+from drivers.errors import Busy, Denied, Invalid
 from drivers.machine import PCI_ADDRESS, PCI_DEVICES, Machine, get_sys_path
-from drivers.pci.functions import confirm_no_guest_uses
+from drivers.pci.functions import confirm_no_guest_uses, parse_handle
 from drivers.pci.guest_usage import refuse_if_guest_uses
 from drivers.pci.iommu import list_card_functions
 from drivers.plan import DESTRUCTIVE, DEVICE_SCOPE, MDEV_DEFINITIONS, Act, Ask, Plan, Write, get_affected_prefix, stray
@@ -24,6 +24,14 @@ def find_device_addresses(machine: Machine, address: str | None) -> frozenset[st
     """Return the PCI addresses of a device: its own, those of its companion and its virtual functions; none without an
     address."""
     return frozenset(list_card_functions(machine, address)) if address else frozenset()
+
+
+def find_handle_addresses(ask: Ask) -> frozenset[str]:
+    """Return the PCI address in an MDEV handle of the command; none for other handles."""
+    try:
+        return frozenset({parse_handle(ask.handle, "MDEV")})
+    except Invalid:
+        return frozenset()
 
 
 def check_plan_paths(

@@ -244,6 +244,25 @@ def test_a_detach_removes_what_nova_has_defined_under_the_handles_uuid_and_nothi
     assert not ours.exists() and not work.plan("detach", attach_ask(work, 0)).steps
 
 
+def test_a_detach_without_the_card_removes_the_definition_and_the_note(host: ModelMachine) -> None:
+    work = make_runner(host, vgpus=MDEV)
+    ask = attach_ask(work, 0)
+    work.run_act("attach", ask)
+    definition = host.etc / "mdevctl.d" / GPU / UUIDS[0]
+    host.file(definition, "{}")
+    host.unplug(GPU)
+    later = make_runner(host, vgpus=MDEV)
+    assert [step.does for step in later.plan("detach", ask).steps] == [
+        f"remove the definition of {UUIDS[0]}",
+        f"remove the note of who has {UUIDS[0]}",
+    ]
+    assert later.run_act("detach", ask) == 1
+    assert not definition.exists() and not host.machine.names("/state/mdev")
+    for unusable in ("../x", ""):
+        with pytest.raises(Invalid):
+            later.plan("detach", Ask(ask.key, handle=ask.handle, uuid=unusable))
+
+
 def test_attach_takes_over_an_idle_device_that_exists_under_the_handles_uuid(host: ModelMachine) -> None:
     work = make_runner(host, vgpus=MDEV)
     wanted = attach_ask(work, 0)

@@ -422,7 +422,8 @@ def test_a_detach_of_another_cards_function_or_of_no_function_is_refused(host: M
     host.pci("0000:02:00.0", "0x1b36", "0x0010", "0x010802", group=9)
     work = make_runner(host)
     (stranger,) = discover_devices(work)[1].deployables[0].handles
-    for handle in (stranger, None, AttachHandle("MDEV", '{"asked_type": "t"}')):
+    no_address = '{"domain": "0000", "bus": "1", "device": "00", "function": "0"}'
+    for handle in (stranger, None, AttachHandle("MDEV", stranger.info), AttachHandle("PCI", no_address)):
         with pytest.raises(Invalid):
             work.plan("detach", Ask(ASK.key, handle=handle))
 

@@ -374,6 +374,27 @@ def test_writes_that_take_nothing_away_are_allowed_beside_a_guest(tmp_path: Path
     asyncio.run(story())
 
 
+@pytest.mark.parametrize(("number", "outcome"), [("00", "succeeded"), ("01", "refused")])
+def test_an_attachment_of_a_pulled_card_is_detached_but_only_at_the_address_of_its_handle(
+    tmp_path: Path, number: str, outcome: str
+) -> None:
+    async def story() -> None:
+        place = f'{{"bus": "01", "device": "{number}", "domain": "0000", "function": "0"}}'
+        wanted = {"key": "card", "uuid": "u", "handle": AttachHandle("MDEV", place), "consumer": "vm1"}
+        driver = ScriptedDriver()
+        async with run_host(tmp_path, driver) as host:
+            await host.run_commands(make_command(1, "attach", **wanted))
+            del driver.devices["card"]
+            await host.run_commands(make_command(2, "rescan"))
+            driver.plans["detach"] = plan_once(write_step("mode", "1"))
+            assert (await host.run_commands(make_command(3, "detach", **wanted))).outcome == outcome
+            assert host.file_content("mode") == ("1" if outcome == "succeeded" else "0")
+            left = host.journal.command_log.find_attachment("drv")
+            assert (left is None) is (outcome == "succeeded")
+
+    asyncio.run(story())
+
+
 def test_a_device_attached_to_another_consumer_cannot_be_programmed() -> None:
     mine, other = Ask(key="k", uuid="u1", consumer="vm1"), Ask(key="k", uuid="u2", consumer="vm2")
     check_attachments("program", mine, {"u1": "vm1"})  # The same attachment again, which programs the device first.
