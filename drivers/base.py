@@ -102,8 +102,8 @@ class Driver:
         """Return the present load of the device `ask.key`; the default is no samples.
 
         It is called once a minute for each device, and every second while somebody watches. In `ask` only `key`,
-        `backend` and `address` are set. All devices together have about one second: a device that is not read in that time has no
-        samples in this round. Values that are NaN or infinite are dropped.
+        `backend` and `address` are set. All devices together have about one second: a device that is not read in that
+        time has no samples in this round. Values that are NaN or infinite are dropped.
         """
         return ()
 

@@ -46,9 +46,9 @@ class DriverRequest(Struct, frozen=True):
     """One line of stdin.
 
     `state` is the directory to which `/state` leads. The caller waits `deadline_s` seconds for the answer. `ask` is set
-    for health and the acts, `asks` for samples, where only `key`, `backend` and `address` of each are used. `open_nodes` is what
-    the agent saw for discover, probe and the acts, because this process may not look at other processes. With `release`
-    the driver first forgets its pauses after failures (`Driver.release`).
+    for health and the acts, `asks` for samples, where only `key`, `backend` and `address` of each are used.
+    `open_nodes` is what the agent saw for discover, probe and the acts, because this process may not look at other
+    processes. With `release` the driver first forgets its pauses after failures (`Driver.release`).
     """
 
     id: int
