@@ -27,6 +27,10 @@ ETHERNET_CLASS, FABRIC_CLASSES = "0x0200", ("0x0207", "0x0208")
 its kernel driver made an RDMA device of it."""
 IDLE_DRIVERS = frozenset({"", "pci-stub", "pci-pf-stub"})
 """Kernel drivers that create no network interface and no device node, so no program of the host uses the function."""
+NVME_TARGETS, SCSI_TARGETS = "/sys/kernel/config/nvmet/subsystems", "/sys/kernel/config/target/core"
+"""The directories of configfs that list the disks which the kernel exports to other hosts."""
+TARGET_MODULES = (("nvmet", NVME_TARGETS), ("target_core_mod", SCSI_TARGETS))
+"""The kernel modules that export disks, each with its directory."""
 NVIDIA_CARDS = "/proc/driver/nvidia/gpus"
 MAX_NVIDIA_CARD = 253
 """The largest minor number of a card; those above it are `nvidia-modeset` and `nvidiactl`, which stand for no card."""
@@ -165,17 +169,33 @@ def _iterate_backing_disks(machine: Machine) -> Iterator[tuple[str, str]]:
     files = [
         (f"/sys/class/block/{name}/loop/backing_file", name) for name in machine.names("/sys/class/block", "loop*")
     ]
-    subsystems = "/sys/kernel/config/nvmet/subsystems"
-    for subsystem in machine.names(subsystems):
-        folder = f"{subsystems}/{subsystem}/namespaces"
+    for subsystem in machine.names(NVME_TARGETS):
+        folder = f"{NVME_TARGETS}/{subsystem}/namespaces"
         files += [(f"{folder}/{one}/device_path", f"the NVMe target {subsystem}") for one in machine.names(folder)]
-    backends = "/sys/kernel/config/target/core"
-    for backend in machine.names(backends):
-        folder = f"{backends}/{backend}"
+    for backend in machine.names(SCSI_TARGETS):
+        folder = f"{SCSI_TARGETS}/{backend}"
         files += [(f"{folder}/{one}/udev_path", f"the SCSI target {one}") for one in machine.names(folder)]
     for path, user in files:
         if name := _get_device_name(machine, machine.text(path)):
             yield name, user
+
+
+def _explain_unseen_targets(machine: Machine) -> str:
+    """Return why it is unknown which disks the kernel exports to other hosts; '' if it is known."""
+    for module, folder in TARGET_MODULES:
+        if not machine.exists(f"/sys/module/{module}"):
+            continue
+        try:
+            machine.list_entries(folder)
+            is_visible = machine.exists(folder)
+        except DriverError:
+            is_visible = False
+        if not is_visible:
+            return (
+                f"the kernel module {module} may export its disk, and the agent cannot read {folder}: run it as root, "
+                "with the host's configfs at /sys/kernel/config"
+            )
+    return ""
 
 
 def _list_held_disks(machine: Machine) -> list[str]:
@@ -210,11 +230,13 @@ def _list_nvme_controllers(machine: Machine, node: str) -> list[str]:
 
 
 def _iterate_claimed_disks(machine: Machine, candidates: Collection[str]) -> Iterator[tuple[str, str]]:
-    """Yield (sysfs path, reason) for each disk of the candidates that is claimed, or that cannot be asked.
+    """Yield (sysfs path, reason) for each disk of the candidates that is claimed, or whose use is unknown.
 
+    The use is unknown if the disk cannot be opened, and if it is not visible which disks the kernel exports.
     A claim of a partition counts for its disk, so partitions are not opened (bd_may_claim in block/bdev.c). A hidden
     disk is one path to an NVMe namespace and has no node; the namespace itself is asked.
     """
+    unseen_targets = _explain_unseen_targets(machine) if candidates else ""
     for name in machine.names("/sys/class/block") if candidates else ():
         node = f"/sys/class/block/{name}"
         if machine.exists(f"{node}/partition") or machine.read_int(f"{node}/hidden", 0):
@@ -223,9 +245,12 @@ def _iterate_claimed_disks(machine: Machine, candidates: Collection[str]) -> Ite
         if not any(_find_functions_on_path(machine, path) & {*candidates} for path in paths):
             continue
         try:
-            if not machine.is_claimed(f"/dev/{name.replace('!', '/')}", machine.read(f"{node}/dev")):
+            if machine.is_claimed(f"/dev/{name.replace('!', '/')}", machine.read(f"{node}/dev")):
+                reason = f"{USED}{name} is claimed, for a file system, a RAID or a program"
+            elif unseen_targets:
+                reason = f"{UNKNOWN}{unseen_targets}"
+            else:
                 continue
-            reason = f"{USED}{name} is claimed, for a file system, a RAID or a program"
         except DriverError as error:
             reason = f"{UNKNOWN}its disk cannot be opened ({error}): run the agent as root, with the host's /dev"
         yield from ((path, reason) for path in paths)

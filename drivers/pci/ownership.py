@@ -27,11 +27,19 @@ def resolve_conflicts(
     backend that failed now gets the devices it had then.
     """
     previous_reports = previous or {}
-    complete_reports = [_carry_devices_over(report, previous_reports.get(report.driver)) for report in reports]
+    complete_reports = carry_devices_over(reports, previous_reports)
     current_claims = set(_iterate_claims(complete_reports))
     owners = dict(pair for pair in _iterate_claims(previous_reports.values()) if pair in current_claims)
     granted_claims: set[str] = set()
     return [_replace_conflicting_devices(report, owners, granted_claims) for report in complete_reports]
+
+
+def carry_devices_over(reports: Iterable[DriverReport], previous: Mapping[str, DriverReport]) -> list[DriverReport]:
+    """Return the reports, where each driver or backend that failed now has the devices that it had in `previous`.
+
+    `previous` maps the name of a driver to its last report. A second call with the result changes nothing.
+    """
+    return [_carry_over_failed_parts(report, previous.get(report.driver)) for report in reports]
 
 
 def _iterate_claims(reports: Iterable[DriverReport]) -> Iterator[tuple[str, str]]:
@@ -46,7 +54,7 @@ def _get_owner_name(report: DriverReport, device: Device) -> str:
     return f"{report.driver}:{device.backend}" if device.backend else report.driver
 
 
-def _carry_devices_over(report: DriverReport, previous: DriverReport | None) -> DriverReport:
+def _carry_over_failed_parts(report: DriverReport, previous: DriverReport | None) -> DriverReport:
     """Return the report with the devices of `previous` for a driver or backends that failed now.
 
     Devices that the report itself lists for a failed driver or backend are dropped.

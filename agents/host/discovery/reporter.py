@@ -209,9 +209,11 @@ class InventoryReporter:
         """
         if self._drivers.keys() - self._last_answers.keys():
             return True
-        answers, identities = identity.settle_keys(
-            [self._last_answers[name] for name in self._drivers], self._journal.identities
+        # The devices of a driver or backend that failed are added first, so that no other device gets their identities.
+        complete_answers = ownership.carry_devices_over(
+            [self._last_answers[name] for name in self._drivers], self._last_settled
         )
+        answers, identities = identity.settle_keys(complete_answers, self._journal.identities)
         settled = ownership.resolve_conflicts(answers, self._last_settled)
         self._last_settled = {report.driver: report for report in settled}
         complete = self._complete_reports(

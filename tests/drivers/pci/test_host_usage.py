@@ -210,6 +210,23 @@ def test_a_disk_that_the_kernel_uses_for_a_loop_device_or_a_target_is_used(host:
     assert find_use(host) == "the host uses it: nvme0n1p1 is behind the NVMe target store"
 
 
+@pytest.mark.parametrize(
+    ("module", "folder"), [("nvmet", "nvmet/subsystems"), ("target_core_mod", "target/core")], ids=["NVMe", "SCSI"]
+)
+def test_a_disk_is_never_free_while_the_agent_cannot_see_what_the_kernel_exports(
+    host: FakeHost, module: str, folder: str
+) -> None:
+    make_disk(host)
+    (host.sys / "module" / module).mkdir(parents=True)
+    assert f"the kernel module {module} may export its disk" in find_use(host)
+    targets = host.sys / "kernel/config" / folder
+    host.file(targets, "a file, which cannot be listed")
+    assert find_use(host).startswith("it cannot be found out whether the host uses it: ")
+    targets.unlink()
+    targets.mkdir()
+    assert find_use(host) == ""
+
+
 def test_a_disk_whose_node_the_agent_does_not_see_is_never_free(host: FakeHost) -> None:
     make_disk(host)
     (host.dev / "nvme0n1").unlink()

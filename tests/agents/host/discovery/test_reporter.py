@@ -161,6 +161,37 @@ def test_a_failing_backend_keeps_its_devices_and_no_other_driver_gets_them(
     assert caplog.text.count("driver many, backend a: it hung") == 2, "once each time it runs"
 
 
+@pytest.mark.parametrize("part", ["driver", "backend"])
+def test_a_failing_driver_or_backend_keeps_the_identity_of_its_card_from_a_card_with_its_number(
+    tmp_path: Path, part: str
+) -> None:
+    card = Device("serial:10ee:01:0", "FPGA", "10ee", "5000", "0000:01:00.0", backend="a")
+    twin = msgspec.structs.replace(card, address="0000:02:00.0", backend="")
+
+    def make_report(error: str, *devices: Device) -> DriverReport:
+        backends = (Backend("a", "pci", error=error if part == "backend" else ""),)
+        return DriverReport("mine", error if part == "driver" else "", devices=devices, backends=backends)
+
+    async def story() -> None:
+        journal = open_journal(tmp_path, "h")
+        mine, other = ControlledDriver(make_report("", card)), ControlledDriver(DriverReport("other"))
+        async with run_reporter(journal, {"mine": mine, "other": other}) as (reporter, offers):
+            await wait_until(lambda: offers)
+            mine.answer = make_report("it hung")
+            other.answer = DriverReport("other", devices=(twin,))
+            reporter.request_discovery(["mine", "other"])
+            await wait_until(lambda: reported_drivers(journal)["other"].devices)
+            assert [device.key for device in reported_drivers(journal)["other"].devices] == ["pci:0000:02:00.0"]
+            mine.answer = make_report("", card)
+            reporter.request_discovery(["mine"])
+            await wait_until(lambda: not any(b.error for b in reported_drivers(journal)["mine"].backends))
+            await wait_until(lambda: not reported_drivers(journal)["mine"].error)
+            assert [device.key for device in reported_drivers(journal)["mine"].devices] == [card.key]
+            assert [device.key for device in reported_drivers(journal)["other"].devices] == ["pci:0000:02:00.0"]
+
+    asyncio.run(story())
+
+
 def test_a_hanging_driver_does_not_delay_the_reports_of_others(tmp_path: Path) -> None:
     async def story() -> None:
         journal = open_journal(tmp_path, "h")
