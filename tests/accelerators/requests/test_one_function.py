@@ -9,7 +9,7 @@ from datetime import UTC, datetime
 from uuid import UUID, uuid4
 
 import pytest
-from django.db import IntegrityError, connection, transaction
+from django.db import IntegrityError, OperationalError, connection, transaction
 from msgspec.structs import replace
 
 from accelerators import conductor, safety
@@ -464,3 +464,32 @@ def test_a_virtual_function_that_becomes_known_while_its_card_is_held_keeps_its_
         (again,) = make_handles(host, "0000:02:00.0", ("PCI", "0"))
         with pytest.raises(IntegrityError, match="request_one_per_function"), transaction.atomic():
             hold(again)
+
+
+@pytest.mark.django_db(transaction=True)
+@pytest.mark.parametrize("to_delete", [False, True])
+def test_a_row_that_refers_to_a_locked_device_waits_only_if_the_device_is_to_be_deleted(
+    host: Host, to_delete: bool
+) -> None:
+    report_cards(host, make_card(1))
+    results: list[str] = []
+
+    def refer_to_device() -> None:
+        try:
+            with conductor.writing(), connection.cursor() as cursor:
+                cursor.execute("SET LOCAL lock_timeout = '300ms'")
+                cursor.execute("SELECT FROM accelerators_device FOR KEY SHARE")  # as a foreign key's check does
+                results.append("inserted")
+                cursor.execute("SELECT FROM accelerators_device FOR SHARE")  # as a bind does
+                results.append("bound")
+        except OperationalError:
+            results.append("waited")
+        finally:
+            connection.close()
+
+    thread = threading.Thread(target=refer_to_device, daemon=True)
+    with conductor.writing():
+        conductor.lock_devices(Device.objects.all(), to_delete=to_delete)
+        thread.start()
+        thread.join(10)
+    assert results == (["waited"] if to_delete else ["inserted", "waited"])
