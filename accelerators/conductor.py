@@ -103,15 +103,18 @@ def forget_applied_report(host: Host, *changed_fields: str) -> None:
     transaction.on_commit(partial(pubsub.publish, REPORTS_TOPIC, str(host.pk)), robust=True)
 
 
-def lock_devices(selected: QuerySet[Device]) -> list[Device]:
-    """Lock the selected devices (FOR UPDATE) and their hosts (FOR NO KEY UPDATE) until the transaction ends.
+def lock_devices(selected: QuerySet[Device], *, to_delete: bool = False) -> list[Device]:
+    """Lock the selected devices and their hosts (FOR NO KEY UPDATE) until the transaction ends.
 
+    A bind waits for this lock or skips the device; an insert of a row that refers to the device, such as a command,
+    does not wait. With `to_delete`, the devices are locked FOR UPDATE, and such inserts wait, too.
     Returns the devices ordered by id, with `host` filled in; waits for locks of others. Call it in a transaction. All
     code must take these locks in the same order to avoid deadlocks: hosts before devices, each ordered by id.
     """
     hosts = Host.objects.select_for_update(no_key=True).filter(id__in=selected.values("host")).order_by("id")
     hosts_by_id = {host.id: host for host in hosts}
-    devices = list(selected.filter(host__in=hosts_by_id).order_by("id").select_for_update(of=("self",)))
+    of_hosts = selected.filter(host__in=hosts_by_id).order_by("id")
+    devices = list(of_hosts.select_for_update(of=("self",), no_key=not to_delete))
     for device in devices:
         device.host = hosts_by_id[device.host_id]
     return devices

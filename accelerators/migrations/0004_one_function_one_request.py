@@ -11,6 +11,13 @@ import django.db.models.deletion
 from django.db import migrations, models
 
 SQL = Path(__file__).with_name("sql")
+LOCK_TABLES = """
+SET LOCAL lock_timeout = '3s';
+LOCK TABLE accelerators_acceleratorrequest, accelerators_releasedhandle, accelerators_host, accelerators_device,
+  accelerators_deployable
+"""
+"""Lock all tables that the migration alters, in the order in which binds lock their rows, so that the two cannot
+deadlock. Requests wait behind a statement that waits for a table, so it gives up soon and is retried."""
 
 
 def run_file(name: str) -> migrations.RunSQL:
@@ -22,6 +29,7 @@ class Migration(migrations.Migration):
     dependencies = [("accelerators", "0003_add_lifetime_of_programs")]
 
     operations = [
+        migrations.RunSQL(LOCK_TABLES),
         migrations.CreateModel(
             name="ProviderOwner",
             fields=[

@@ -72,11 +72,8 @@ def remove_missing_devices(now: datetime | None = None) -> bool:
     with conductor.writing():
         # In random order: otherwise a batch of held devices would keep all others from being looked at.
         removable_ids = list(_query_removable_devices(before).order_by("?").values_list("id", flat=True)[:BATCH_SIZE])
-        devices = [
-            d
-            for d in conductor.lock_devices(_query_removable_devices(before).filter(id__in=removable_ids))
-            if _is_free(d)
-        ]
+        removable = _query_removable_devices(before).filter(id__in=removable_ids)
+        devices = [d for d in conductor.lock_devices(removable, to_delete=True) if _is_free(d)]
         for device in devices:
             conductor.record_event(
                 "device.removed",

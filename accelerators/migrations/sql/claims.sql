@@ -189,3 +189,29 @@ BEGIN
   END IF;
   RETURN NEW;
 END $$;
+
+CREATE FUNCTION accelerators_correct_claims() RETURNS trigger LANGUAGE plpgsql AS $$
+-- Compute the claims of a device's requests and released handles anew when it becomes known that the device is a virtual
+-- function. If another request already has what a new claim contains, the old claim stays.
+DECLARE
+  holder record;
+BEGIN
+  FOR holder IN SELECT r.id, accelerators_claim_of_handle(t.id) AS claim FROM accelerators_deployable p
+      JOIN accelerators_attachhandle t ON t.deployable_id = p.id
+      JOIN accelerators_acceleratorrequest r ON r.attach_handle_id = t.id WHERE p.device_id = NEW.id ORDER BY r.id LOOP
+    BEGIN
+      UPDATE accelerators_acceleratorrequest SET claim = holder.claim
+        WHERE id = holder.id AND attach_handle_id IS NOT NULL AND claim <> holder.claim;
+    EXCEPTION WHEN exclusion_violation THEN
+      CONTINUE;
+    END;
+  END LOOP;
+  UPDATE accelerators_releasedhandle w SET claim = accelerators_claim_of_handle(w.handle_id)
+    FROM accelerators_deployable p JOIN accelerators_attachhandle t ON t.deployable_id = p.id
+    WHERE p.device_id = NEW.id AND w.handle_id = t.id;
+  RETURN NULL;
+END $$;
+CREATE TRIGGER accelerators_correct_claims AFTER UPDATE OF physical_function ON accelerators_device
+  FOR EACH ROW WHEN (OLD.physical_function IS NULL AND NEW.physical_function IS NOT NULL
+    AND OLD.address IS NOT DISTINCT FROM NEW.address)
+  EXECUTE FUNCTION accelerators_correct_claims();

@@ -19,7 +19,7 @@ from django.core.management import call_command
 from django.core.management.base import BaseCommand, CommandError
 from django.db import OperationalError, connection
 from psycopg.conninfo import make_conninfo
-from psycopg.errors import LockNotAvailable
+from psycopg.errors import DeadlockDetected, LockNotAvailable
 
 from accelerators import conductor
 from accelerators.devices import admission_rules
@@ -35,7 +35,7 @@ from drivers.configuration import load_configuration
 
 MIGRATION_LOCK = 0x6D696772
 MAX_MIGRATION_TRIES, MIGRATION_RETRY_S = 60, 1.0
-"""How often a migration that cannot get its locks is retried, and the seconds between tries.
+"""How often a migration that cannot get its locks, or ends in a deadlock, is retried, and the seconds between tries.
 
 Waiting longer for a lock instead would block the requests that are being served meanwhile.
 """
@@ -90,7 +90,7 @@ def _migrate_database() -> None:
     The lock also prevents two processes from creating a first login. Waiting is done by retrying, not inside a
     statement: a waiting statement holds a snapshot, and an index built concurrently would wait for that snapshot.
     Raises CommandError if another process holds the lock for MAX_MIGRATION_TRIES × MIGRATION_RETRY_S seconds,
-    OperationalError if a migration cannot get its locks or fails otherwise.
+    OperationalError if a migration still cannot get its locks after that time, or fails otherwise.
     """
     for remaining_tries in range(MAX_MIGRATION_TRIES, -1, -1):
         with connection.cursor() as cursor:
@@ -101,7 +101,7 @@ def _migrate_database() -> None:
                 call_command("migrate", verbosity=0, interactive=False, stdout=sys.stderr, skip_checks=True)
                 return
         except OperationalError as error:
-            if not (isinstance(error.__cause__, LockNotAvailable) and remaining_tries):
+            if not (isinstance(error.__cause__, (LockNotAvailable, DeadlockDetected)) and remaining_tries):
                 raise
         time.sleep(MIGRATION_RETRY_S)
     raise CommandError("another process has been migrating this database for a minute: check what it waits for")

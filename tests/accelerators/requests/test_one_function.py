@@ -10,7 +10,7 @@ from typing import Any
 from uuid import UUID, uuid4
 
 import pytest
-from django.db import IntegrityError, connection, transaction
+from django.db import IntegrityError, OperationalError, connection, transaction
 from msgspec.structs import replace
 
 from accelerators import conductor, safety
@@ -521,3 +521,58 @@ def test_S1_a_device_whose_function_was_released_through_another_device_is_not_r
     holders = safety.find_releases_of_device(two.deployable.device).holders
     assert bool(holders) == is_refused
     assert safety.find_releases_of_device(one.deployable.device).holders
+
+
+@pytest.mark.parametrize("is_released", [False, True])
+def test_S1_a_held_virtual_function_that_becomes_known_as_one_keeps_its_card_from_others(
+    host: Host, is_released: bool
+) -> None:
+    with conductor.writing():
+        (part,), (card,) = (make_handles(host, address, ("PCI", "0")) for address in ("0000:02:00.0", "0000:01:00.0"))
+        if is_released:
+            ReleasedHandle.objects.create(handle=part, instance=uuid4(), ask_at=datetime.now(UTC))
+        else:
+            hold(part)
+        Device.objects.filter(pk=part.deployable.device.pk).update(physical_function="0000:01:00.0")
+        with pytest.raises(IntegrityError), transaction.atomic():
+            hold(card)
+
+
+def test_a_virtual_function_that_becomes_known_while_its_card_is_held_keeps_its_claim(host: Host) -> None:
+    with conductor.writing():
+        (part,), (card,) = (make_handles(host, address, ("PCI", "0")) for address in ("0000:02:00.0", "0000:01:00.0"))
+        hold(part)
+        hold(card)
+        Device.objects.filter(pk=part.deployable.device.pk).update(physical_function="0000:01:00.0")
+        (again,) = make_handles(host, "0000:02:00.0", ("PCI", "0"))
+        with pytest.raises(IntegrityError, match="request_one_per_function"), transaction.atomic():
+            hold(again)
+
+
+@pytest.mark.django_db(transaction=True)
+@pytest.mark.parametrize("to_delete", [False, True])
+def test_a_row_that_refers_to_a_locked_device_waits_only_if_the_device_is_to_be_deleted(
+    host: Host, to_delete: bool
+) -> None:
+    report_cards(host, make_card(1))
+    results: list[str] = []
+
+    def refer_to_device() -> None:
+        try:
+            with conductor.writing(), connection.cursor() as cursor:
+                cursor.execute("SET LOCAL lock_timeout = '300ms'")
+                cursor.execute("SELECT FROM accelerators_device FOR KEY SHARE")  # as a foreign key's check does
+                results.append("inserted")
+                cursor.execute("SELECT FROM accelerators_device FOR SHARE")  # as a bind does
+                results.append("bound")
+        except OperationalError:
+            results.append("waited")
+        finally:
+            connection.close()
+
+    thread = threading.Thread(target=refer_to_device, daemon=True)
+    with conductor.writing():
+        conductor.lock_devices(Device.objects.all(), to_delete=to_delete)
+        thread.start()
+        thread.join(10)
+    assert results == (["waited"] if to_delete else ["inserted", "waited"])

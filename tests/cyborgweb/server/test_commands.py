@@ -14,7 +14,9 @@ import pytest
 from django.conf import settings
 from django.contrib.auth import get_user_model
 from django.core.management import CommandError, call_command
+from django.db import OperationalError
 from django.test import override_settings
+from psycopg.errors import DeadlockDetected, LockNotAvailable
 
 from accelerators.devices import admission_rules
 from accelerators.domain.caller import Caller
@@ -85,6 +87,22 @@ def test_prepare_creates_the_first_login_only_once(tmp_path: Path, monkeypatch: 
     assert again["login"] == facts["login"] and not AdmissionRule.objects.exists()
     named = "merge leases sweep seals deadlines drains commands images bulks rollouts attachments messages deliveries"
     assert sorted(facts["jobs"]) == sorted([*named.split(), "mails", "releases"])
+
+
+@pytest.mark.parametrize("cause", [DeadlockDetected, LockNotAvailable])
+def test_prepare_retries_a_migration_that_cannot_get_its_locks(
+    monkeypatch: pytest.MonkeyPatch, cause: type[Exception]
+) -> None:
+    failures = [cause("first"), cause("second")]
+
+    def migrate(*_: object, **__: object) -> None:
+        if failures:
+            raise OperationalError("no lock") from failures.pop()
+
+    monkeypatch.setattr(prepare, "call_command", migrate)
+    monkeypatch.setattr(prepare, "MIGRATION_RETRY_S", 0.0)
+    prepare._migrate_database()
+    assert not failures
 
 
 def test_prepare_creates_the_sample_rule_only_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
