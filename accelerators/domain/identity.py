@@ -188,8 +188,9 @@ def _judge_held_devices(
 ) -> IdentifiedDevices:
     """Return the accepted devices with the keys under which they are to be stored, and with their doubts.
 
-    A device gets a doubt if it is held and its reported key or its address differs from the stored one, or if its
-    address or one of its handles belongs to another device that is held. `driver_reports` is passed on unchanged.
+    A device gets a doubt if it is held and its reported key or its address differs from the stored one, if a held
+    handle is reported under a new name of its deployable, or if its address or one of its handles belongs to another
+    device that is held. `driver_reports` is passed on unchanged.
     """
     held_places: dict[str, StoredDevice] = {}
     for stored in stored_devices:
@@ -200,11 +201,14 @@ def _judge_held_devices(
     displaced: dict[str, str] = {}
     for one in accepted:
         change = _describe_change(one.stored, one.device) if one.stored else ""
-        doubt = change if one.stored and one.stored.held_handles else ""
+        doubt = (change or _describe_new_name(one.stored, one.device)) if one.stored and one.stored.held_handles else ""
         for place in _list_places(one.device) if held_places else ():
             holder = held_places.get(place)
             if holder is not None and (one.stored is None or holder.uuid != one.stored.uuid):
-                doubt = f"a request holds {place} through device {holder.uuid} ({holder.key}): {REMEDY}"
+                doubt = (
+                    f"a request holds {place} through device {holder.uuid} ({holder.key}): {REMEDY}; each report "
+                    "quarantines it again until the request has ended"
+                )
                 displaced[holder.uuid] = f"a request holds it, and {one.device.key} is at its place now: {REMEDY}"
         to_store = _with_key_to_store(one.device, one.stored)
         judged.append(IdentifiedDevice(one.driver, to_store, one.stored, doubt, "" if doubt else change))
@@ -216,11 +220,35 @@ def _judge_held_devices(
 
 def _describe_change(stored: StoredDevice, device: Device) -> str:
     """Return how the reported key or the address of a held device differs from the stored one, as the reason for a
-    doubt; '' if neither differs."""
+    doubt; '' if neither differs.
+
+    A key that lost its serial number is not stored, so each report finds this difference again; the reason says so.
+    """
+    if stored.key != device.key and _with_key_to_store(device, stored).key == stored.key:
+        return (
+            f"a request holds it, and its identity changed from {stored.key} to {device.key}: {REMEDY}; each report "
+            "quarantines it again until the request has ended or the serial number can be read"
+        )
     if stored.key != device.key:
         return f"a request holds it, and its identity changed from {stored.key} to {device.key}: {REMEDY}"
     if stored.address and stored.address != device.address:
         return f"a request holds it, and its address changed from {stored.address} to {device.address}: {REMEDY}"
+    return ""
+
+
+def _describe_new_name(stored: StoredDevice, device: Device) -> str:
+    """Return under which new name the deployable of a held handle is reported, as the reason for a doubt; '' if none.
+
+    The handle is stored again under the new name, where no request holds it, so it must not be offered there.
+    """
+    known = {(deployable.name, handle.info) for deployable in stored.deployables for handle in deployable.handles}
+    for reported in device.deployables:
+        for handle in reported.handles:
+            if handle.info in stored.held_handles and (reported.name, handle.info) not in known:
+                return (
+                    f"a request holds it, and its deployable is now named {reported.name}, perhaps because its node "
+                    "was renamed: release the device when the request has ended"
+                )
     return ""
 
 

@@ -72,11 +72,12 @@ def name_providers(host: Host, *drivers: DriverReport) -> tuple[DriverReport, ..
     if host.name == "cmp1":
         return drivers
     return tuple(
-        replace(report, devices=tuple(_name_providers_of_device(host, device) for device in report.devices))
+        replace(report, devices=tuple(name_providers_of_device(host.node, device) for device in report.devices))
         for report in drivers
     )
 
 
-def _name_providers_of_device(host: Host, device: Device) -> Device:
-    parts = (replace(part, name=re.sub("^node_", f"{host.node}_", part.name)) for part in device.deployables)
+def name_providers_of_device(node: str, device: Device) -> Device:
+    """Return the device with deployables named after the node, where `make_card` named them `node_…`."""
+    parts = (replace(part, name=re.sub("^node_", f"{node}_", part.name)) for part in device.deployables)
     return replace(device, deployables=tuple(parts))

@@ -18,7 +18,7 @@ from websockets.exceptions import ConnectionClosed, InvalidStatus, WebSocketExce
 
 from agents import credentials, wire
 from drivers.inventory import Device, DriverReport
-from tests.support.reports import make_card
+from tests.support.reports import make_card, name_providers_of_device
 from tests.support.wireagent import WireAgent, ask
 from tests.system.product import Product
 
@@ -30,9 +30,11 @@ WHERE h.name = %s AND d.state <> 'missing'
 """
 
 
-def devices(seq: int) -> tuple[Device, ...]:
-    """Return the devices in report `seq`: one card for each bit set in `seq`, with `seq` in its vendor_board_info."""
-    return tuple(make_card(n, vendor_board_info=f"seq {seq}") for n in range(CARDS) if seq >> n & 1)
+def devices(node: str, seq: int) -> tuple[Device, ...]:
+    """Return the devices in report `seq` of a host: one card for each bit set in `seq`, with `seq` in its
+    vendor_board_info."""
+    cards = (make_card(n, vendor_board_info=f"seq {seq}") for n in range(CARDS) if seq >> n & 1)
+    return tuple(name_providers_of_device(node, card) for card in cards)
 
 
 @dataclass
@@ -78,7 +80,7 @@ class ReportingHost:
         with socket:
             while not self.stop.is_set():
                 self.sent = self.acked + 1
-                content = (DriverReport(DRIVER, devices=devices(self.sent)),)
+                content = (DriverReport(DRIVER, devices=devices(self.name, self.sent)),)
                 report = wire.Report(self.agent.epoch, self.sent, wire.hash_report_content(content), content)
                 answer = ask(socket, report)
                 if not isinstance(answer, wire.Ack):
@@ -107,7 +109,7 @@ class ReportingHost:
         if not applied or not self.acked <= applied[0][0] <= self.sent:
             return f"{self.name}: applied {applied}, acknowledged {self.acked}, sent {self.sent} ({self.trouble})"
         stored = set(self.product.rows(STORED, self.name))
-        wanted = {(device.key, device.vendor_board_info) for device in devices(applied[0][0])}
+        wanted = {(device.key, device.vendor_board_info) for device in devices(self.name, applied[0][0])}
         return "" if stored == wanted else f"{self.name}: stored {stored}, reported {wanted}"
 
 

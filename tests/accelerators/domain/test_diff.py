@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -212,7 +214,7 @@ def test_devices_of_a_failed_backend_stay_unchanged_and_no_other_backend_takes_t
     ],
 )
 def test_a_failure_of_an_earlier_report_lasts_if_the_serial_number_cannot_be_read_any_more(
-    later: dict[str, str], health: str
+    later: dict[str, Any], health: str
 ) -> None:
     failed = make_card(1, key="serial:S1", status="failed", status_reason="it is hot")
     unknown = make_card(1, status="unknown", **later)

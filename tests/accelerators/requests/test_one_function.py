@@ -17,6 +17,7 @@ from accelerators import conductor, safety
 from accelerators.devices import lifecycle
 from accelerators.domain.caller import Caller
 from accelerators.domain.device_actions import Action
+from accelerators.domain.diff import collect_changes
 from accelerators.domain.errors import RefusalReason, RefusedError
 from accelerators.domain.provider_ids import compute_provider_uuid
 from accelerators.domain.traits import FUNCTION_TRAIT_KEY
@@ -148,11 +149,10 @@ def test_S1_a_device_that_is_bound_while_its_identity_changes_is_quarantined(
     before = ADDRESS if change["key"] == OTHER_SERIAL else SERIAL
     report_cards(host, make_card(1, key=before))
     offer_all()
-    collect = merge.collect_changes
 
     def bind_and_collect(*arguments: Any) -> None:
         assert bind_request().state == "Bound"
-        collect(*arguments)
+        collect_changes(*arguments)
 
     monkeypatch.setattr(merge, "collect_changes", bind_and_collect)
     report_cards(host, make_card(change.get("bus", 1), key=change["key"]))
@@ -163,7 +163,7 @@ def test_S1_a_device_that_is_bound_while_its_identity_changes_is_quarantined(
 
 @pytest.mark.parametrize("changes", [{"vendor": "10ee"}, {"model": "1045"}])
 def test_a_card_of_another_vendor_or_model_at_a_known_address_is_a_new_device(
-    host: Host, changes: dict[str, str]
+    host: Host, changes: dict[str, Any]
 ) -> None:
     report_cards(host, make_card(1, key=SERIAL))
     offer_all()
@@ -209,6 +209,39 @@ def test_S1_a_held_card_that_moves_to_another_address_is_quarantined(host: Host)
     assert "its address changed from 0000:01:00.0 to 0000:02:00.0" in device.state_reason
     report_cards(host, make_card(2, key=SERIAL), make_card(1, key=OTHER_SERIAL))
     assert Device.objects.get(key=OTHER_SERIAL).state == "quarantined", "the request still has what is at 01:00.0"
+
+
+def test_a_quarantine_that_each_report_repeats_says_until_when(host: Host) -> None:
+    make_held_card(host)
+    for _ in range(2):
+        report_cards(host, make_card(1, key=ADDRESS))
+        device = Device.objects.get()
+        assert device.state == "quarantined"
+        assert "again until the request has ended or the serial number can be read" in device.state_reason
+        lifecycle.apply_action_to_device(Action.RELEASE, device.uuid, NOVA)
+
+
+def test_S1_a_held_device_whose_deployable_gets_another_name_is_quarantined(host: Host) -> None:
+    make_held_card(host)
+    card = make_card(1, key=SERIAL)
+    renamed = replace(card, deployables=(replace(card.deployables[0], name="renamed_0000:01:00.0"),))
+    report_cards(host, renamed)
+    device = Device.objects.get()
+    assert device.state == "quarantined" and "is now named renamed_0000:01:00.0" in device.state_reason
+    assert bind_request(str(compute_provider_uuid("renamed_0000:01:00.0"))).state == "BindFailed"
+    binding.unbind_requests([str(AcceleratorRequest.objects.get(state="Bound").uuid)], NOVA)
+    lifecycle.apply_action_to_device(Action.RELEASE, device.uuid, NOVA)
+    offer_all()
+    report_cards(host, renamed)
+    assert Device.objects.get().state == "ready"
+
+
+def test_a_free_device_whose_deployable_gets_another_name_stays_offered(host: Host) -> None:
+    report_cards(host, make_card(1, key=SERIAL))
+    offer_all()
+    card = make_card(1, key=SERIAL)
+    report_cards(host, replace(card, deployables=(replace(card.deployables[0], name="renamed_0000:01:00.0"),)))
+    assert Device.objects.get().state == "ready"
 
 
 def test_S1_two_drivers_that_claim_one_address_do_not_both_get_it(host: Host) -> None:
