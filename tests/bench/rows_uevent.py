@@ -77,6 +77,7 @@ def _run_host(lab: Lab, port: int) -> Iterator[Plug]:
     token = authentication.create_join_token(HOST, address=f"http://127.0.0.1:{port}", hours=1, created_by="bench")
     environment = os.environ | {
         "CYBORG_JOIN_TOKEN": token,
+        "CYBORG_HOST_NODE": "uevent",
         "CYBORG_AGENT_STATE_DIR": str(home),
         "CYBORG_ENABLED_DRIVERS": "pci_driver",
         "CYBORG_DRIVER_SETTINGS": str(home / "drivers.toml"),

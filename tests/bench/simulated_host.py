@@ -19,6 +19,7 @@ def describe_card(address: str, product: str) -> bytes:
     """Return the description of a PCI card in umockdev's format."""
     return (
         f"P: /devices/pci0000:00/{address}\nE: SUBSYSTEM=pci\nE: PCI_SLOT_NAME={address}\n"
+        "L: iommu_group=../../../kernel/iommu_groups/7\n"
         f"A: vendor=0x10de\\n\nA: device=0x{product}\\n\nA: class=0x030200\\n\n"
     ).encode()
 
