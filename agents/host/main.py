@@ -197,7 +197,7 @@ async def _check_host(settings: AgentSettings, *, as_json: bool) -> int:
         )
     finally:
         await _close_drivers(drivers)
-    usage, usage_error = gathering.gather_host_usage(machine)
+    usage, usage_error = await gathering.gather_host_usage(machine)
     facts = HostFacts(
         host,
         node,

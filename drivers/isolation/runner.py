@@ -12,7 +12,6 @@ import concurrent.futures
 import logging
 import os
 import sys
-import threading
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -21,10 +20,11 @@ from typing import cast
 import msgspec
 
 from drivers.base import API
-from drivers.errors import KINDS, Denied, DriverError, Failed
+from drivers.errors import KINDS, Denied, DriverError, Failed, Timeout
 from drivers.inventory import DriverReport, Sample
 from drivers.isolation.driver_main import CallName, DriverAnswer, Manifest
 from drivers.isolation.pipe import ChildPipe, PipeError
+from drivers.isolation.threads import start_in_thread, wait_for_result
 from drivers.machine import Machine, OpenNodes
 from drivers.plan import Act, Ask, Load, Plan, Vitals, stray
 
@@ -83,8 +83,8 @@ class DriverProcess:
         self._max_answer = max_answer
         self._command = command or [sys.executable, "-I", "-m", "drivers.isolation.driver_main", name]
         self._call_lock = asyncio.Lock()
-        self._scan_thread: threading.Thread | None = None
-        """The last thread that looked for open device nodes; it may hang."""
+        self._open_nodes: concurrent.futures.Future[OpenNodes] | None = None
+        """The last look at the open device nodes of the host; it may hang."""
         self._pipe: ChildPipe | None = None
         self._last_call_id = 0
         self._backoff_s = FIRST_BACKOFF_S
@@ -214,7 +214,7 @@ class DriverProcess:
                 raise self._make_error(Failed, self._failure_reason)
             fields: dict[str, object] = {"ask": ask}
             if not self.manifest.name or "pci" in self.manifest.subsystems:
-                fields["open_nodes"] = await self._list_open_nodes()
+                fields["open_nodes"] = await self._list_open_nodes(call)
             try:
                 async with asyncio.timeout(self._deadline_s):
                     answer = await self._send_request(call, self._deadline_s, **fields)
@@ -230,34 +230,25 @@ class DriverProcess:
             raise self._make_error(KINDS.get(answer.kind, Failed), answer.error)
         return answer
 
-    async def _list_open_nodes(self) -> OpenNodes:
-        """Return which device nodes are open on the host. If that is not known within SCAN_S, `unseen` says why.
+    async def _list_open_nodes(self, call: CallName) -> OpenNodes:
+        """Return which device nodes are open on the host; `unseen` says why if that cannot be found out.
 
-        It looks in a daemon thread, which may hang in the kernel and is never joined. No second one is started while
-        the first one hangs.
+        It looks in a daemon thread, which may hang in the kernel. A look that still runs is waited for again, so at
+        most one thread hangs. A look that takes more than SCAN_S says nothing about the devices: `discover` raises
+        Failed then, so that the devices of the last report stay as they were.
         """
-        late = OpenNodes(unseen=f"looking at the processes of the host takes more than {SCAN_S:g} s")
-        if self._scan_thread and self._scan_thread.is_alive():
-            return late
-        future: concurrent.futures.Future[OpenNodes] = concurrent.futures.Future()
-        future.set_running_or_notify_cancel()  # from now on it cannot be cancelled, so the late thread may set it
-
-        def scan() -> None:
-            """Hand the result or the exception over to the event loop."""
-            try:
-                future.set_result(self._machine.list_open_nodes())
-            except Exception as error:  # noqa: BLE001 - raised again where the result is awaited
-                future.set_exception(error)
-
-        self._scan_thread = threading.Thread(target=scan, daemon=True)
-        self._scan_thread.start()
         try:
-            async with asyncio.timeout(SCAN_S):
-                return await asyncio.wrap_future(future)
-        except TimeoutError:
-            return late
+            if self._open_nodes is None or self._open_nodes.done():
+                self._open_nodes = start_in_thread(self._machine.list_open_nodes)
+            return await wait_for_result(self._open_nodes, SCAN_S)
         except OSError as error:
             return OpenNodes(unseen=f"the processes of the host cannot be looked at: {error.strerror or error}")
+        except (Timeout, Failed) as error:
+            late = f"looking at the processes of the host takes more than {SCAN_S:g} s"
+            reason = late if isinstance(error, Timeout) else f"the processes of the host cannot be looked at: {error}"
+            if call == "discover":
+                raise self._make_error(Failed, reason) from None
+            return OpenNodes(unseen=reason)
 
     async def _send_request(self, call: CallName, deadline_s: float, **fields: object) -> DriverAnswer:
         """Send one request to the process, started if needed, and return its answer, which may report an error.

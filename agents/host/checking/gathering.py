@@ -24,6 +24,7 @@ from agents.host.connection import http
 from drivers.errors import DriverError
 from drivers.inventory import DriverReport
 from drivers.isolation.runner import DriverProcess
+from drivers.isolation.threads import run_in_thread
 from drivers.machine import MAX_TABLE, PCI_DEVICES, Machine
 from drivers.pci import iommu
 from drivers.pci.binding import DRIVERS_FOLDER, read_bound_driver
@@ -77,7 +78,7 @@ def gather_rights(machine: Machine, state_dir: Path) -> RightsFacts:
     )
 
 
-def gather_host_usage(machine: Machine) -> tuple[Mapping[str, str], str]:
+async def gather_host_usage(machine: Machine) -> tuple[Mapping[str, str], str]:
     """Return two values: the PCI functions that the host itself uses (address → reason), and an error.
 
     The functions include those of which the use cannot be found out. No disk is opened, because a program that mounts
@@ -85,7 +86,8 @@ def gather_host_usage(machine: Machine) -> tuple[Mapping[str, str], str]:
     DriverError.
     """
     try:
-        return find_functions_used_by_host(machine, machine.pci_functions(), open_disks=False), ""
+        functions = machine.pci_functions()
+        return await run_in_thread(lambda: find_functions_used_by_host(machine, functions, open_disks=False)), ""
     except DriverError as error:
         return {}, str(error)
 

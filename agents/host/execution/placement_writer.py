@@ -15,8 +15,8 @@ from typing import Any
 from agents import wire
 from agents.host.connection.authority import PlacementAuthority
 from agents.host.execution.command_semantics import ExecutionResult
-from agents.host.execution.plan_runner import run_in_thread
 from drivers.errors import Timeout
+from drivers.isolation.threads import run_in_thread
 
 log = logging.getLogger("cyborg.placement")
 

@@ -9,10 +9,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import sqlite3
-import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import Protocol
 
 from agents import wire
 from agents.errors import AgentsError
@@ -21,6 +20,7 @@ from agents.host.journal.command_log import CommandLog
 from drivers.errors import Busy, DriverError, Failed, Gone, Timeout
 from drivers.inventory import Device
 from drivers.isolation.driver_main import Manifest
+from drivers.isolation.threads import run_in_thread
 from drivers.machine import Machine
 from drivers.plan import DEVICE_SCOPE, Act, Ask, Check, Image, Lifetime, Plan, Step, Vitals, Write
 
@@ -30,12 +30,9 @@ REPEATED_ACTS: frozenset[Act] = frozenset({"install", "uninstall", "partition"})
 """Acts that are planned and run again until the plan is empty; every other act has one round."""
 MAX_ROUNDS = 4
 """Rounds of plan and steps that a repeated act gets: what one round makes (virtual functions), the next one uses."""
-READ_TIMEOUT_S = 10.0
-"""Seconds for reading a few files of the host: even a read may wait for a lock in the kernel."""
 FIRST_POLL_S, LONGEST_POLL_S = 0.01, 0.25
 """Seconds between two checks of a step's effect: the first pause, doubled up to the second."""
 
-ThreadResultT = TypeVar("ThreadResultT")
 ProgressReporter = Callable[[int, str], None]
 
 
@@ -290,7 +287,7 @@ class PlanRun:
     async def _find_mismatch(self, checks: tuple[Check, ...]) -> str:
         """Return the reason of the first check that does not hold, '' if all hold.
 
-        Raises Timeout after READ_TIMEOUT_S seconds, and the errors of reading the host.
+        Raises Timeout after `threads.READ_TIMEOUT_S` seconds, and the errors of reading the host.
         """
         return await run_in_thread(
             lambda: next(filter(None, (_describe_mismatch(self._machine, check) for check in checks)), "")
@@ -370,37 +367,3 @@ def _describe_mismatch(machine: Machine, check: Check) -> str:
     if actual == check.value:
         return ""
     return f"{check.path} is {actual or 'absent'!r}, wanted {check.value or 'absent'!r}"
-
-
-async def run_in_thread(work: Callable[[], ThreadResultT], timeout_s: float = READ_TIMEOUT_S) -> ThreadResultT:
-    """Run blocking `work` in a daemon thread and return its result. Raises Timeout, and whatever `work` raises.
-
-    After a time-out the thread goes on alone and its result is dropped: it may hang in the kernel and is never joined.
-    """
-    loop = asyncio.get_running_loop()
-    future: asyncio.Future[ThreadResultT] = loop.create_future()
-
-    def set_outcome(value: ThreadResultT | None, error: BaseException | None) -> None:
-        """Set the result or the exception of the future, unless it is done already. On the event loop only."""
-        if not future.done():
-            if error is None:
-                future.set_result(value)  # type: ignore[arg-type]
-            else:
-                future.set_exception(error)
-
-    def run_work() -> None:
-        """Do the work in the thread, and hand the result or the exception over to the event loop."""
-        value, error = None, None
-        try:
-            value = work()
-        except Exception as problem:  # noqa: BLE001 - raised again where the result is awaited
-            error = problem
-        if not loop.is_closed():
-            loop.call_soon_threadsafe(set_outcome, value, error)
-
-    threading.Thread(target=run_work, daemon=True).start()
-    try:
-        async with asyncio.timeout(timeout_s):  # wait_for of 3.11 loses a cancellation that comes with the result
-            return await future
-    except TimeoutError:
-        raise Timeout(f"reading the host took more than {timeout_s:g} s") from None

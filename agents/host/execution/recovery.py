@@ -19,9 +19,10 @@ from agents.host.execution.command_semantics import (
     record_effects,
 )
 from agents.host.execution.images import ImageCache
-from agents.host.execution.plan_runner import HostContext, PlanFailedError, PlanRun, run_in_thread
+from agents.host.execution.plan_runner import HostContext, PlanFailedError, PlanRun
 from agents.host.journal.command_log import AppliedEffect
 from drivers.errors import DriverError
+from drivers.isolation.threads import run_in_thread
 from drivers.plan import Act, Lifetime
 
 

@@ -62,7 +62,7 @@ def test_a_state_directory_below_a_file_is_unusable(tmp_path: Path) -> None:
 
 def test_an_unreadable_table_of_mounts_is_told(host: ModelMachine) -> None:
     (host.proc / "self/mountinfo").unlink()
-    usage, error = gathering.gather_host_usage(host.machine)
+    usage, error = asyncio.run(gathering.gather_host_usage(host.machine))
     assert usage == {} and "mountinfo" in error
 
 

@@ -16,12 +16,12 @@ import pytest
 
 from agents import wire
 from agents.host.discovery.driver_set import DriverSet
-from agents.host.execution.plan_runner import run_in_thread
 from agents.host.journal.command_log import AppliedEffect, CommandLog
 from agents.host.journal.journal import Journal
 from drivers.errors import Busy
 from drivers.inventory import DriverReport
 from drivers.isolation.host_writer import HostWriter
+from drivers.isolation.threads import run_in_thread
 from drivers.plan import Ask, Check, Lifetime, Plan, Step, Write
 from tests.agents.host.execution.executor_host import (
     CARD_PATH,

@@ -1,0 +1,64 @@
+"""Run blocking work in a daemon thread, beside an event loop.
+
+The work may hang in the kernel, for example while it reads a file of broken hardware. A daemon thread is never joined,
+so it delays neither its caller nor the end of the process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import threading
+from collections.abc import Callable
+from typing import TypeVar
+
+from drivers.errors import Failed, Timeout
+
+T = TypeVar("T")
+READ_TIMEOUT_S = 10.0
+"""Seconds for reading a few files of the host: even a read may wait for a lock in the kernel."""
+
+
+def start_in_thread(work: Callable[[], T]) -> concurrent.futures.Future[T]:
+    """Run blocking `work` in a daemon thread, and return the future of its result or exception.
+
+    The future cannot be cancelled. Raises Failed if no thread can be started.
+    """
+    future: concurrent.futures.Future[T] = concurrent.futures.Future()
+    future.set_running_or_notify_cancel()  # from now on it cannot be cancelled, so a late thread may set it
+
+    def run() -> None:
+        """Do the work, and set its result or exception."""
+        try:
+            result = work()
+        except Exception as error:  # noqa: BLE001 - raised again where the result is awaited
+            future.set_exception(error)
+        else:
+            future.set_result(result)
+
+    try:
+        threading.Thread(target=run, daemon=True).start()
+    except RuntimeError as error:
+        raise Failed(f"no thread can be started: {error}") from None
+    return future
+
+
+async def wait_for_result(future: concurrent.futures.Future[T], timeout_s: float) -> T:
+    """Return the result of a future of `start_in_thread`. Raises Timeout, and the exception of its work.
+
+    After a time-out the thread goes on alone; the future may be waited for again.
+    """
+    try:
+        async with asyncio.timeout(timeout_s):  # wait_for of 3.11 loses a cancellation that comes with the result
+            return await asyncio.wrap_future(future)
+    except TimeoutError:
+        raise Timeout(f"reading the host took more than {timeout_s:g} s") from None
+
+
+async def run_in_thread(work: Callable[[], T], timeout_s: float = READ_TIMEOUT_S) -> T:
+    """Run blocking `work` in a daemon thread and return its result.
+
+    Raises Timeout, Failed if no thread can be started, and whatever `work` raises. After a time-out the thread goes on
+    alone, and its result is dropped.
+    """
+    return await wait_for_result(start_in_thread(work), timeout_s)
