@@ -33,8 +33,10 @@ calls it."""
 CHALLENGE_LIFETIME_S = 30.0
 """Seconds for which a challenge is valid."""
 MAX_EPOCH_LEAP = 2**33
-"""How far an epoch may be above the highest known one. An agent's epoch begins with its clock's seconds and counts up.
-The limit keeps somebody who has the key for a while from using up all epochs of the agent."""
+"""Maximum difference between a new epoch and the highest known one, or the current Unix time if that is greater.
+
+An agent's epoch begins with its clock's seconds and counts up. The limit keeps somebody who has the key for a while
+from using up all epochs of the agent."""
 MAX_CHALLENGES = 100_000
 """Maximum number of open challenges of this process."""
 AUTOMATIC_CREATOR = "prepare"
@@ -118,7 +120,7 @@ class EnrolledAgent:
 def highest_allowed_epoch(known: int) -> int:
     """Return the highest epoch to accept from an agent whose highest known epoch is `known`.
 
-    It is MAX_EPOCH_LEAP above `known` or the present unix time, whichever is greater.
+    It is the greater one of `known` and the current Unix time in seconds, plus MAX_EPOCH_LEAP.
     """
     return max(known, int(time.time())) + MAX_EPOCH_LEAP
 

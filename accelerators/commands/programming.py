@@ -87,12 +87,13 @@ def _store_image_of_deployable(deployable: Deployable, image: Mapping[str, Any],
 
 
 def end_programs(device: int, deployable_name: str, reason: str, *, also_in_flash: bool) -> None:
-    """Forget bitstream and function trait of a deployable (all of the device if the name is ''): they are lost.
+    """Delete the stored bitstream and function trait of a deployable, because its program has ended.
 
-    What is in flash memory stays unless `also_in_flash`. Records one event with the `reason`, and has the provider
-    written again, if anything was known to be programmed. If a trait is removed, the host's next report is compared in
-    full, so that the function traits that the driver reports come back. Call it inside `conductor.writing()`, with the
-    device's host locked first.
+    If the name is '', this is done for all deployables of the device. Deployables whose program is in flash memory are
+    left as they are, unless `also_in_flash` is true. If anything is deleted, one event with the `reason` is recorded.
+    If a trait is deleted, the host's provider is written again, and its next report is compared in full, so that the
+    function traits that the driver reports come back. Call it inside `conductor.writing()`, with the device's host
+    locked first.
     """
     trait_rows = Attribute.objects.filter(key=traits.FUNCTION_TRAIT_KEY, origin=AttributeOrigin.CONDUCTOR.value)
     programmed = Deployable.objects.filter(

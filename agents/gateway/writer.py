@@ -244,8 +244,9 @@ class DatabaseWriter(threading.Thread):
     def _retry_during_outage(self, work: Callable[[], None]) -> None:
         """Do `work`, and retry it with a back-off (0.1 to 2 s) while the database is down, until `stop`.
 
-        Nothing is acknowledged meanwhile, and nothing is lost. Jobs whose connection has ended are dropped. Other
-        errors are raised. After `stop` it returns even if `work` was not done.
+        Until `work` succeeds, the writer acknowledges no message, so agents keep their messages and none is lost.
+        Queued jobs whose connection has ended are dropped. Other errors are raised. After `stop` it returns even if
+        `work` was not done.
         """
         pause = 0.1
         while not self._stopping:

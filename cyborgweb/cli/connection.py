@@ -82,8 +82,8 @@ class ApiClient(ABC):
     def iterate_rows(self, path: str, limit: int, **query: Any) -> Iterator[dict[str, Any]]:
         """Yield at most `limit` rows of a list, fetching page after page. `query` holds the filters.
 
-        Of the link to the next page only the query is used, so the token is never sent to any address but the
-        configured one. Raises CliError, also when the answer is not a list.
+        A page of the list links to the next page. Only the query of that link is used, not its address, so that the
+        token is sent to no address but the configured one. Raises CliError, also if the answer is not a list.
         """
         query |= {"limit": min(limit, PAGE_SIZE)}
         while limit > 0:

@@ -24,7 +24,10 @@ TOO_LARGE, TOO_MANY = 1009, 4429
 
 
 class FollowRequest(msgspec.Struct, forbid_unknown_fields=True):
-    """What a console page sends: the path and the query of its address, and the keys of the rows that it shows."""
+    """The message in which a console page asks for updates.
+
+    It has the path and the query of the page's address, and the keys of the rows that the page shows.
+    """
 
     path: str
     query: str = ""

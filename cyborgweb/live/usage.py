@@ -220,7 +220,7 @@ class UsageStream:
                 await asyncio.sleep(max(0.0, started_at + self._intervals.event_s - loop.time()))
         finally:
             self._reader_task = None
-            # There are no listeners left, or the reader has failed and would never send them anything.
+            # If listeners are left, an error has ended this task, and they would get no samples any more.
             self.end_all_streams()
 
     def _load_samples(self, uuids: Iterable[str]) -> dict[str, dict[str, Any]]:
@@ -239,7 +239,7 @@ class UsageStream:
             hosts = {host for host, _ in self._host_and_key.values()}
             loads = telemetry.request_periodic_loads(hosts, self._intervals.event_s, SAMPLE_REQUEST_S)
         finally:
-            connection.close()  # the database is needed only every few seconds, so no connection is kept
+            connection.close()  # most calls use cached rows and send no statement, so no connection is kept open
         return {uuid: telemetry.describe_device_load(loads, *place) for uuid, place in self._host_and_key.items()}
 
 

@@ -41,20 +41,21 @@ ROUTE_ADVICE: dict[ConnectionProblem, str] = {
     "answer": "make a join token with the --address of the conductor's own port for agents",
     "status": "the reason is the conductor's; mend it there, then check again",
 }
-"""What the operator has to do, for each problem that `check_route` reports."""
+"""Advice to the operator for each problem that `check_route` reports."""
 TLS_ADVICE: dict[ConnectionProblem, str] = {
     "certificate": "if you changed the conductor's certificate, make a new join token; if not, find out who answers",
     "tls": "use an https address with TLS 1.2 or later on both sides: make a join token with the right --address",
 }
-"""What the operator has to do, for each problem that `check_tls` reports."""
+"""Advice to the operator for each problem that `check_tls` reports."""
 UNPINNED_ADVICE = "make a join token that pins the certificate, or install its certificate authority on this host"
-"""What the operator has to do if the conductor's certificate is not valid and the join token does not pin it."""
+"""Advice to the operator if the conductor's certificate is not valid and the join token does not pin it."""
 
 
 class CheckResult(Struct, frozen=True):
     """The result of one check.
 
-    `found` and `details` say what was found. `advice` says what the operator has to do, '' if nothing.
+    `found` describes the finding in one line, and `details` adds further lines. `advice` tells the operator what to do;
+    it is '' if there is nothing to do.
     """
 
     name: str

@@ -35,11 +35,13 @@ class SriovCard:
 
 @dataclass(frozen=True)
 class KernelFacts:
-    """What the kernel offers. `release` is the kernel's release as `uname -r` prints it, such as `6.1.0-18-amd64`.
+    """Facts about the kernel: its release, IOMMU groups, VFIO drivers, SR-IOV cards and PCI functions.
 
-    `missing_iommu` is the reason why there is no IOMMU group; '' if there are groups. `vfio_drivers` are those that the
-    kernel has loaded; `can_load_vfio` tells whether the module vfio-pci is installed for this kernel. `modaliases` maps
-    PCI functions to the kernel's names of their hardware, which a driver's `matches` select.
+    `release` is the kernel's release as `uname -r` prints it, such as `6.1.0-18-amd64`. `iommu_groups` is the number of
+    IOMMU groups that have PCI functions; `missing_iommu` is the reason why there is none, '' if there are groups.
+    `vfio_drivers` are the VFIO drivers that the kernel has loaded; `can_load_vfio` tells whether the module vfio-pci is
+    installed for this kernel. `modaliases` maps the address of each PCI function to its modalias, the kernel's
+    description of the hardware, with which the patterns in a driver's `matches` are compared.
     """
 
     release: str
@@ -53,10 +55,10 @@ class KernelFacts:
 
 @dataclass(frozen=True)
 class RightsFacts:
-    """What the process of the check may do. `uid` is its effective user id.
+    """Facts about the rights of the process that runs the check, and about the state directory.
 
-    `capabilities` are the names of its effective capabilities, of those that the checks look at. `sys_read_only` tells
-    whether /sys is mounted read-only for it.
+    `uid` is the effective user id of the process. `capabilities` has those effective capabilities of the process that
+    the checks look at. `sys_read_only` tells whether /sys is mounted read-only for the process.
     """
 
     uid: int
@@ -69,7 +71,7 @@ class RightsFacts:
 
 @dataclass(frozen=True)
 class DriverFacts:
-    """What one installed driver answered.
+    """Facts about one installed driver.
 
     `report` is its report, after conflicts between enabled drivers were settled. `limitations` are the reasons why it
     cannot offer everything on this host. `enabled` tells whether it is in CYBORG_ENABLED_DRIVERS.
@@ -88,7 +90,7 @@ class DriverFacts:
 
 @dataclass(frozen=True)
 class ConductorFacts:
-    """What an attempt to reach the conductor showed.
+    """The result of an attempt to reach the conductor.
 
     `address` is '' if neither a join token nor the journal has an address; then nothing was tried. `fingerprint` is
     that of the pinned certificate, '' if none is pinned. `problem` and `reason` say why the attempt failed; both are ''
@@ -114,7 +116,7 @@ class HostFacts:
     `host` is the host's name (the compute provider in Placement), and `node` its node name. `known_host` is the host to
     which the state directory belongs, '' if it belongs to none yet. `drivers` are all installed drivers, enabled or
     not. `host_usage` maps the address of each PCI function that the host itself uses, or of which this is unknown, to
-    the reason. `usage_error` says why nothing can be found out, '' if it can.
+    the reason. `usage_error` is the reason why this cannot be found out for any function, '' if it can.
     """
 
     host: str

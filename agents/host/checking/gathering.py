@@ -39,7 +39,7 @@ CAPABILITY_BITS = {"CAP_DAC_OVERRIDE": 1, "CAP_SYS_PTRACE": 19, "CAP_SYS_ADMIN":
 
 
 def gather_kernel(machine: Machine) -> KernelFacts:
-    """Read what the kernel offers: its release, IOMMU, VFIO and SR-IOV.
+    """Read the facts about the kernel: its release, IOMMU groups, VFIO drivers, SR-IOV cards and PCI functions.
 
     Raises DriverError if a file of /sys or /proc, or a table of kernel modules, cannot be read.
     """
@@ -65,8 +65,8 @@ def gather_kernel(machine: Machine) -> KernelFacts:
 
 
 def gather_rights(machine: Machine, state_dir: Path) -> RightsFacts:
-    """Read what this process may do, and whether it can use `state_dir`. Raises DriverError if a table of /proc cannot
-    be read."""
+    """Read the rights of this process, and whether it can use `state_dir`. Raises DriverError if a table of /proc
+    cannot be read."""
     status = dict(line.split(":", 1) for line in machine.text("/proc/self/status").splitlines() if ":" in line)
     mask, uids = int(status.get("CapEff", "0").strip(), 16), status.get("Uid", "0 0").split()
     return RightsFacts(
@@ -81,9 +81,9 @@ def gather_rights(machine: Machine, state_dir: Path) -> RightsFacts:
 async def gather_host_usage(machine: Machine) -> tuple[Mapping[str, str], str]:
     """Return two values: the PCI functions that the host itself uses (address → reason), and an error.
 
-    The functions include those of which the use cannot be found out. No disk is opened, because a program that mounts
-    it at that moment would find it busy. The error says why nothing can be found out; it is '' if it can. Raises no
-    DriverError.
+    Functions for which the use cannot be found out are among them. No disk is opened, because a program that mounts it
+    at that moment would find it busy. If the use cannot be found out for any function, the error is the reason and
+    there are no functions; otherwise the error is ''. Raises no DriverError.
     """
     try:
         functions = machine.pci_functions()
@@ -164,13 +164,14 @@ def explain_unusable_directory(directory: Path) -> str:
 async def _ask_driver(driver: DriverProcess) -> tuple[DriverReport, tuple[str, ...]]:
     """Return the driver's report, and the reasons why it cannot offer everything on this host.
 
-    There are no reasons if the driver itself fails: its report has the error then.
+    A driver that fails when it is asked for these reasons gets none: usually it has failed in the discovery, too, and
+    the error is in the report.
     """
     report = await driver.discover()
     try:
         return report, await driver.probe()
     except DriverError:
-        return report, ()  # the report has that error already
+        return report, ()
 
 
 def _is_module_installed(machine: Machine, release: str, name: str) -> bool:
