@@ -19,10 +19,9 @@ from accelerators.domain.caller import Caller
 from accelerators.domain.errors import RefusalReason, RefusedError
 from accelerators.domain.states import DeviceState, Health
 from accelerators.inventory import merge
-from accelerators.models import AcceleratorRequest, Command, Device, DeviceProfile, Event, Host, Intent
+from accelerators.models import AcceleratorRequest, Command, Device, Event, Host, Intent
 from accelerators.models.devices import build_offered_condition
-from accelerators.requests import binding, candidates, capacity
-from accelerators.requests.binding import BindSpec
+from accelerators.requests import candidates, capacity
 from accelerators.requests.capacity import CapacityQuery
 from cyborgweb.telemetry import census
 from placement_sync import mapping
@@ -30,10 +29,10 @@ from placement_sync.agent_writer import ProviderWork
 from placement_sync.apply_writes import SyncOutcome
 from placement_sync.jobs import repository, writer_election
 from tests.support.reports import apply_report, get_or_create_host, make_card, make_driver_report, make_report
+from tests.support.requests import bind_new_requests, create_profiles
 
 pytestmark = pytest.mark.django_db
 ADMIN = Caller("ops", "u", frozenset({"admin"}), "p")
-NOVA = Caller("nova", "n", frozenset({"member"}), "p1", service=True)
 
 
 class OfferedCard:
@@ -41,8 +40,7 @@ class OfferedCard:
 
     def __init__(self) -> None:
         self.host, self.seq = get_or_create_host(), 0
-        with conductor.writing():
-            DeviceProfile.objects.create(name="plain", groups=[{"resources:FPGA": "1"}])
+        create_profiles(plain={})
         self.report("ok")
         self.device = Device.objects.get()
         lifecycle.enable_device(self.device.uuid, ADMIN)
@@ -58,9 +56,8 @@ class OfferedCard:
 
     def bind(self) -> AcceleratorRequest:
         """Bind a new request to the card; raise RefusedError if it is refused."""
-        (uuid,) = binding.create_requests("plain", NOVA)
-        binding.bind_requests([BindSpec(uuid, self.host.name, self.provider, str(uuid4()))], NOVA)
-        return AcceleratorRequest.objects.get(uuid=uuid)
+        (request,) = bind_new_requests("plain", self.provider)
+        return request
 
     def forget_intents(self) -> None:
         """Delete the intents, so that a new one is seen."""

@@ -8,45 +8,38 @@ from datetime import UTC, datetime, timedelta
 import pytest
 
 from accelerators import conductor
-from accelerators.commands import command_queue
 from accelerators.models import AcceleratorRequest, AttachHandle, Intent
 from accelerators.requests import binding
 from accelerators.runtime import jobs
 from placement_sync.jobs import providers
 from tests.accelerators.requests.test_bind_commands import (
-    ADDER_IMAGE,
-    NOVA,
     PROVIDER,
     answer_command,
-    create_and_bind,
-    get_open_command,
+    begin_programming,
     get_state_and_fault,
     handle,
-    make_handles_pci,
 )
-from tests.placement_sync.session import PlacementModelSession, using_placement_model
+from tests.placement_sync.session import PlacementModelSession
+from tests.support.requests import NOVA
 
 __all__ = ["handle"]
 pytestmark = pytest.mark.django_db
 
 
 @pytest.fixture
-def placement() -> Iterator[PlacementModelSession]:
+def placement(placement: PlacementModelSession) -> Iterator[PlacementModelSession]:
+    """Let the intents for Placement and Nova exist; the tests run the jobs themselves."""
     with (
         jobs.JOBS.replaced("placement", jobs.Job("placement_sync.jobs.providers.run", intent_kind="provider")),
         jobs.JOBS.replaced("notices", jobs.Job("placement_sync.nova.notices_job.run", intent_kind="notice")),
-        using_placement_model() as session,
     ):
-        yield session
+        yield placement
 
 
 def test_a_programmed_request_is_bound_only_after_its_traits_are_in_placement(
     handle: AttachHandle, placement: PlacementModelSession
 ) -> None:
-    make_handles_pci()
-    (request,) = create_and_bind("adder")
-    attach = get_open_command("attach")
-    command_queue.mark_image_ready(attach.id, ADDER_IMAGE)
+    (request,), attach = begin_programming("adder")
     placement.away = True
     answer_command(attach)
     assert get_state_and_fault(request) == ("BindStarted", "")
@@ -67,10 +60,7 @@ def test_a_programmed_request_is_bound_only_after_its_traits_are_in_placement(
 def test_a_programmed_request_that_placement_does_not_show_in_time_names_placement_as_the_reason(
     handle: AttachHandle, placement: PlacementModelSession
 ) -> None:
-    make_handles_pci()
-    (request,) = create_and_bind("adder")
-    attach = get_open_command("attach")
-    command_queue.mark_image_ready(attach.id, ADDER_IMAGE)
+    (request,), attach = begin_programming("adder")
     placement.away = True
     answer_command(attach)
     providers.step()
@@ -88,10 +78,7 @@ def test_a_programmed_request_that_placement_does_not_show_in_time_names_placeme
 def test_a_request_unbound_before_placement_is_written_is_skipped(
     handle: AttachHandle, placement: PlacementModelSession
 ) -> None:
-    make_handles_pci()
-    (request,) = create_and_bind("adder")
-    attach = get_open_command("attach")
-    command_queue.mark_image_ready(attach.id, ADDER_IMAGE)
+    (request,), attach = begin_programming("adder")
     answer_command(attach)
     binding.unbind_requests([str(request.uuid)], NOVA)
     providers.step()

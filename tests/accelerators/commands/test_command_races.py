@@ -15,16 +15,16 @@ from accelerators.commands import command_queue
 from accelerators.commands.command_queue import CommandAnswer
 from accelerators.domain.caller import Caller
 from accelerators.domain.errors import RefusalReason, RefusedError
-from accelerators.models import AcceleratorRequest, AttachHandle, Command, Deployable, Device, DeviceProfile
+from accelerators.models import AcceleratorRequest, AttachHandle, Command, Device
 from accelerators.models.commands import COMMAND_IS_OPEN
 from accelerators.requests import binding
 from accelerators.requests.binding import BindSpec
 from accelerators.workflows import command_endings
 from tests.support.reports import apply_report, get_or_create_host, make_card, make_driver_report
+from tests.support.requests import NOVA, create_profiles, offer_devices
 
 pytestmark = [pytest.mark.system, pytest.mark.django_db(transaction=True)]
 OLGA = Caller("olga", "u", frozenset({"admin"}), "p1")
-NOVA = Caller("nova", "n", frozenset({"member"}), "p1", service=True)
 ROUNDS = 100
 PROVIDER = str(uuid4())
 
@@ -69,11 +69,8 @@ def pair() -> Iterator[ThreadPair]:
 def device() -> Device:
     """Return a ready card with two handles, and create the profiles `plain`, `f` and `g`."""
     apply_report(get_or_create_host(), make_driver_report(make_card(1, handles=2, acts="partition program reset")))
-    with conductor.writing():
-        Device.objects.update(state="ready")
-        Deployable.objects.update(rp_uuid=PROVIDER)
-        for name, more in (("plain", {}), ("f", {"accel:function_id": "f"}), ("g", {"accel:function_id": "g"})):
-            DeviceProfile.objects.create(name=name, groups=[{"resources:FPGA": "1"} | more])
+    offer_devices(PROVIDER)
+    create_profiles(plain={}, f={"accel:function_id": "f"}, g={"accel:function_id": "g"})
     return Device.objects.get()
 
 

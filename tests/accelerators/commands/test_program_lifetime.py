@@ -26,6 +26,7 @@ from tests.accelerators.requests.test_bind_commands import (
     IMAGE,
     NOVA,
     answer_command,
+    begin_programming,
     create_and_bind,
     get_open_command,
     get_state_and_fault,
@@ -52,9 +53,8 @@ def programmed(handle: AttachHandle, request: pytest.FixtureRequest) -> Device:
     """Return a free, ready card that a bind has programmed with IMAGE, in flash if the parameter is `flash`."""
     make_handles_pci()
     report("boot-1")
-    (bound,) = create_and_bind("bits")
-    command_queue.mark_image_ready(Command.objects.get().id, ADDER_IMAGE)
-    answer_programming(get_open_command("attach"), lifetime=getattr(request, "param", "volatile"), boot_id="boot-1")
+    (bound,), attach = begin_programming("bits")
+    answer_programming(attach, lifetime=getattr(request, "param", "volatile"), boot_id="boot-1")
     assert get_state_and_fault(bound) == ("Bound", "")
     binding.delete_requests([str(bound.uuid)], NOVA)
     assert count_programmed() == (1, 1)
@@ -203,10 +203,8 @@ def test_the_next_report_after_a_reset_is_compared_in_full_so_that_reported_func
 def test_a_bind_fails_if_the_host_was_rebooted_after_the_card_was_programmed_for_it(
     handle: AttachHandle, lifetime: str, state: str
 ) -> None:
-    make_handles_pci()
-    (request,) = create_and_bind("bits")
-    command_queue.mark_image_ready(Command.objects.get().id, ADDER_IMAGE)
+    (request,), attach = begin_programming("bits")
     report("boot-2")
-    answer_programming(get_open_command("attach"), lifetime=lifetime, boot_id="boot-1")
+    answer_programming(attach, lifetime=lifetime, boot_id="boot-1")
     assert get_state_and_fault(request)[0] == state
     assert count_programmed() == ((0, 0) if state == "BindFailed" else (1, 1))

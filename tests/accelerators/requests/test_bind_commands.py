@@ -14,8 +14,6 @@ from django.db.models import Model
 
 from accelerators import conductor
 from accelerators.commands import command_queue
-from accelerators.commands.command_queue import CommandAnswer
-from accelerators.domain.caller import Caller
 from accelerators.domain.errors import RefusalReason, RefusedError
 from accelerators.models import (
     AcceleratorRequest,
@@ -34,9 +32,9 @@ from accelerators.requests import binding, binding_sql, candidates
 from accelerators.requests.binding import BindSpec
 from accelerators.workflows import command_endings
 from tests.support.reports import apply_report, get_or_create_host, make_card, make_driver_report
+from tests.support.requests import NOVA, answer_commands, bind_new_requests, create_profiles, offer_devices
 
 pytestmark = pytest.mark.django_db
-NOVA = Caller("nova", "n", frozenset({"member"}), "p1", service=True)
 PROVIDER, IMAGE = str(uuid4()), str(uuid4())
 ADDER_IMAGE = {"id": IMAGE, "size": 3, "sha256": "a" * 64, "properties": {"accel:function_id": "adder"}}
 
@@ -45,16 +43,10 @@ ADDER_IMAGE = {"id": IMAGE, "size": 3, "sha256": "a" * 64, "properties": {"accel
 def handle(db: None) -> AttachHandle:
     """Return the first of three handles of a ready card; the host creates such a handle when it is bound."""
     apply_report(get_or_create_host(), make_driver_report(make_card(1, handles=3)))
+    offer_devices(PROVIDER)
+    create_profiles(plain={}, adder={"accel:function_id": "adder"}, bits={"accel:bitstream_id": IMAGE})
     with conductor.writing():
-        Device.objects.update(state="ready")
-        Deployable.objects.update(rp_uuid=PROVIDER)
         AttachHandle.objects.update(attach_type="MDEV")
-        for name, more in (
-            ("plain", {}),
-            ("adder", {"accel:function_id": "adder"}),
-            ("bits", {"accel:bitstream_id": IMAGE}),
-        ):
-            DeviceProfile.objects.create(name=name, groups=[{"resources:FPGA": "1"} | more])
         DeviceProfile.objects.create(name="pair", groups=[{"resources:FPGA": "2", "accel:function_id": "adder"}])
     return AttachHandle.objects.order_by("id")[0]
 
@@ -101,9 +93,18 @@ def make_handles_pci() -> None:
 
 def create_and_bind(profile: str = "plain", instance: str = "") -> list[AcceleratorRequest]:
     """Create the requests of a profile and bind them to one instance; return them."""
-    uuids, instance = binding.create_requests(profile, NOVA), instance or str(uuid4())
-    binding.bind_requests([BindSpec(uuid, "cmp1", PROVIDER, instance) for uuid in uuids], NOVA)
-    return list(AcceleratorRequest.objects.filter(uuid__in=uuids).order_by("id"))
+    return bind_new_requests(profile, PROVIDER, instance)
+
+
+def begin_programming(profile: str) -> tuple[list[AcceleratorRequest], Command]:
+    """Make the handles PCI functions, and bind requests that need an image, which is ready at once.
+
+    Return the requests and the command that programs the card for them.
+    """
+    make_handles_pci()
+    requests, attach = create_and_bind(profile), get_open_command("attach")
+    command_queue.mark_image_ready(attach.id, ADDER_IMAGE)
+    return requests, attach
 
 
 def get_open_command(op: str) -> Command:
@@ -111,8 +112,7 @@ def get_open_command(op: str) -> Command:
 
 
 def answer_command(command: Command, outcome: str = "succeeded", text: str = "") -> None:
-    command_queue.store_answers([CommandAnswer(command.host_id, command.id, outcome, text)])
-    command_endings.end_answered_commands()
+    answer_commands(command, outcome=outcome, text=text)
 
 
 def get_state_and_fault(request: AcceleratorRequest) -> tuple[str, str]:
@@ -277,16 +277,13 @@ def test_a_device_is_programmed_once_for_all_requests_that_are_bound_together(ha
 
 
 def test_requests_for_pci_functions_of_one_card_share_the_outcome_of_one_program_command(handle: AttachHandle) -> None:
-    make_handles_pci()
-    first, second = create_and_bind("pair")
+    (first, second), attach = begin_programming("pair")
     ends_with = "the image is for another card"
-    command_queue.mark_image_ready(Command.objects.get().id, ADDER_IMAGE)
-    answer_command(Command.objects.get(), "failed", ends_with)
+    answer_command(attach, "failed", ends_with)
     assert get_state_and_fault(first) == get_state_and_fault(second) == ("BindFailed", ends_with)
     assert Command.objects.count() == 1, "nothing is made of a PCI function"
-    first, second = create_and_bind("pair")
-    command_queue.mark_image_ready(get_open_command("attach").id, ADDER_IMAGE)
-    answer_command(get_open_command("attach"))
+    (first, second), attach = begin_programming("pair")
+    answer_command(attach)
     assert get_state_and_fault(first) == get_state_and_fault(second) == ("Bound", "")
 
 
@@ -356,10 +353,8 @@ def test_a_bind_that_needs_two_images_on_one_device_is_refused(handle: AttachHan
 
 
 def test_a_device_with_the_wanted_bitstream_is_bound_at_once_even_if_it_is_held(handle: AttachHandle) -> None:
-    make_handles_pci()
-    (request,) = create_and_bind("bits")
-    command_queue.mark_image_ready(Command.objects.get().id, ADDER_IMAGE)
-    answer_command(Command.objects.get())
+    (request,), attach = begin_programming("bits")
+    answer_command(attach)
     assert get_state_and_fault(request)[0] == "Bound"
     (beside,) = create_and_bind("bits")
     assert get_state_and_fault(beside)[0] == "Bound"

@@ -31,7 +31,6 @@ from accelerators import conductor
 from accelerators.commands import command_queue
 from accelerators.commands.command_queue import TYPES_CREATED_ON_HOST, CommandAnswer
 from accelerators.devices import lifecycle
-from accelerators.domain.caller import Caller
 from accelerators.domain.device_actions import Action
 from accelerators.domain.errors import RefusalReason, RefusedError
 from accelerators.domain.states import RequestState
@@ -39,8 +38,6 @@ from accelerators.models import (
     AcceleratorRequest,
     Command,
     Deployable,
-    Device,
-    DeviceProfile,
     ReleasedHandle,
 )
 from accelerators.models.commands import COMMAND_IS_OPEN
@@ -49,14 +46,15 @@ from accelerators.requests.binding import BindSpec
 from accelerators.workflows import command_endings, release_checks
 from tests.support.long import few_or_many, scaled
 from tests.support.reports import apply_report, get_or_create_host, make_card, make_driver_report
+from tests.support.requests import NOVA, create_profiles, offer_devices
 
-NOVA = Caller("nova", "u", frozenset({"member"}), "p1", service=True)
 IMAGE = str(uuid4())
 PROFILES = {
-    "plain": {"resources:FPGA": "1"},
-    "function": {"resources:FPGA": "1", "accel:function_id": "f"},
-    "bitstream": {"resources:FPGA": "1", "accel:bitstream_id": IMAGE},
+    "plain": {},
+    "function": {"accel:function_id": "f"},
+    "bitstream": {"accel:bitstream_id": IMAGE},
 }
+"""The device profiles: name → properties that it asks for, besides one FPGA."""
 _R = RequestState
 BINDABLE = frozenset({_R.INITIAL, _R.UNBOUND})
 """The states from which a bind may start (design.md section 4; contract section 4.1)."""
@@ -148,15 +146,10 @@ def make_cards() -> list[str]:
 
     The handles of the first card are PCI; those of the second have to be created on the host.
     """
-    providers = [str(uuid4()), str(uuid4())]
     report_cards("ok", "ok")
-    with conductor.writing():
-        Device.objects.update(state="ready")
-        for part, provider in zip(Deployable.objects.order_by("id"), providers, strict=True):
-            Deployable.objects.filter(id=part.id).update(rp_uuid=provider)
-        for name, group in PROFILES.items():
-            DeviceProfile.objects.create(name=name, groups=[group])
-    return providers
+    offer_devices()
+    create_profiles(**PROFILES)
+    return [str(provider) for provider in Deployable.objects.order_by("id").values_list("rp_uuid", flat=True)]
 
 
 def report_cards(*health: str) -> None:

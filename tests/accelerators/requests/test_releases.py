@@ -9,12 +9,12 @@ from uuid import uuid4
 import pytest
 from django.db import IntegrityError, connection
 from django.test.utils import CaptureQueriesContext
+from msgspec.structs import replace
 
 from accelerators import conductor, safety
 from accelerators.commands import command_queue
 from accelerators.commands.command_queue import CommandAnswer
 from accelerators.devices import lifecycle
-from accelerators.domain.caller import Caller
 from accelerators.domain.device_actions import Action
 from accelerators.domain.errors import RefusalReason, RefusedError
 from accelerators.domain.states import EventSource
@@ -22,9 +22,7 @@ from accelerators.models import (
     AcceleratorRequest,
     AttachHandle,
     Command,
-    Deployable,
     Device,
-    DeviceProfile,
     Event,
     Host,
     Intent,
@@ -36,15 +34,13 @@ from accelerators.requests.binding import BindSpec
 from accelerators.workflows import command_endings, release_checks
 from cyborgweb.auth import read_only
 from cyborgweb.server import after_restore
-from drivers.inventory import AttachHandle as ReportedHandle
-from drivers.inventory import Deployable as ReportedDeployable
 from drivers.inventory import Device as ReportedDevice
 from placement_sync.jobs import repository
 from placement_sync.mapping import compute_desired_providers
 from tests.support.reports import apply_report, get_or_create_host, make_card, make_driver_report
+from tests.support.requests import NOVA, answer_commands, bind_new_requests, create_profiles, offer_devices
 
 pytestmark = pytest.mark.django_db
-NOVA = Caller("nova", "n", frozenset({"member"}), "p1", service=True)
 PROVIDER = str(uuid4())
 ACTS = "detach health reset"
 
@@ -53,35 +49,28 @@ def make_reported_card(handles: int = 1, acts: str = ACTS, in_use: str = "") -> 
     """Return the report of a card whose handles are all in the same use."""
     card = make_card(1, handles, acts=acts)
     (part,) = card.deployables
-    used = tuple(ReportedHandle(one.attach_type, one.info, in_use) for one in part.handles)
-    part = ReportedDeployable(part.name, handles, part.attributes, used, part.driver_name)
-    return make_card(1, handles, acts=acts, deployables=(part,))
+    used = tuple(replace(one, in_use=in_use) for one in part.handles)
+    return replace(card, deployables=(replace(part, handles=used),))
 
 
 def offer_card(handles: int = 1, acts: str = ACTS, in_use: str = "", seq: int = 1) -> Host:
     """Report the card, and make it ready; return its host."""
     host = get_or_create_host()
     apply_report(host, make_driver_report(make_reported_card(handles, acts, in_use)), seq=seq)
-    with conductor.writing():
-        Device.objects.update(state="ready")
-        Deployable.objects.update(rp_uuid=PROVIDER)
-        for name, more in (("plain", {}), ("adder", {"accel:function_id": "adder"})):
-            DeviceProfile.objects.get_or_create(name=name, defaults={"groups": [{"resources:FPGA": "1"} | more]})
+    offer_devices(PROVIDER)
+    create_profiles(plain={}, adder={"accel:function_id": "adder"})
     return host
 
 
 def bind(instance: str = "", profile: str = "plain") -> AcceleratorRequest:
     """Create a request and bind it; return it."""
-    (uuid,) = binding.create_requests(profile, NOVA)
-    binding.bind_requests([BindSpec(uuid, "cmp1", PROVIDER, instance or str(uuid4()))], NOVA)
-    return AcceleratorRequest.objects.get(uuid=uuid)
+    (request,) = bind_new_requests(profile, PROVIDER, instance)
+    return request
 
 
 def answer(outcome: str = "succeeded", text: str = "") -> None:
     """Answer the open question as the host's agent."""
-    command = Command.objects.get(COMMAND_IS_OPEN)
-    command_queue.store_answers([CommandAnswer(command.host_id, command.id, outcome, text)])
-    command_endings.end_answered_commands()
+    answer_commands(Command.objects.get(COMMAND_IS_OPEN), outcome=outcome, text=text)
 
 
 def let_time_pass(**columns: datetime) -> None:
@@ -352,10 +341,7 @@ def test_a_mediated_device_is_given_again_when_its_detach_has_succeeded_which_is
     let_time_pass()
     assert bind().attach_handle_id != request.attach_handle_id
     assert device.state == "ready"
-    command_queue.store_answers(
-        [CommandAnswer(one.host_id, one.id, "succeeded") for one in Command.objects.filter(COMMAND_IS_OPEN)]
-    )
-    command_endings.end_answered_commands()
+    answer_commands(*Command.objects.filter(COMMAND_IS_OPEN))
     assert not ReleasedHandle.objects.exists()
 
 
@@ -368,10 +354,7 @@ def test_the_first_detach_that_succeeds_gives_a_mediated_device_free() -> None:
     command_endings.end_answered_commands()
     delete(AcceleratorRequest.objects.get(uuid=bound.uuid))
     assert {one.handle_id for one in ReleasedHandle.objects.all()} == {bound.attach_handle_id, failed.attach_handle_id}
-    command_queue.store_answers(
-        [CommandAnswer(one.host_id, one.id, "succeeded") for one in Command.objects.filter(COMMAND_IS_OPEN)]
-    )
-    command_endings.end_answered_commands()
+    answer_commands(*Command.objects.filter(COMMAND_IS_OPEN))
     assert not ReleasedHandle.objects.exists()
 
 

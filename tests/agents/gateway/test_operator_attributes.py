@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any
 
@@ -44,11 +45,26 @@ def placement() -> Iterator[PlacementModelSession]:
 
 def report_and_merge(socket: ClientConnection, seq: int) -> None:
     """Have the agent report the same card once more, and run the merge job."""
+    send_report(socket, seq)
+    agent_tasks.merge()
+
+
+def send_report(socket: ClientConnection, seq: int) -> None:
+    """Have the agent report the same card, and wait until the gateway has acknowledged the report."""
     answer = ask(socket, make_report(make_card(1), seq=seq))
     while isinstance(answer, wire.Welcome):  # the gateway has asked for the report again meanwhile
         answer = wire.decode_from_gateway(socket.recv(timeout=10))  # type: ignore[assignment]
     assert answer == wire.Ack(seq, "Report")
-    agent_tasks.merge()
+
+
+@contextmanager
+def connected_but_report_forgotten(agent: WireAgent) -> Iterator[ClientConnection]:
+    """Connect the agent, apply its report, and forget that it was applied, so that the gateway needs it again."""
+    with agent.connect() as socket:
+        report_and_merge(socket, 1)
+        with conductor.writing():
+            Host.objects.update(applied_hash="")
+        yield socket
 
 
 def call(client: Client, method: str, path: str, body: object = None) -> Any:
@@ -145,10 +161,7 @@ def test_an_agent_is_asked_for_its_report_even_if_the_notification_was_lost(
 ) -> None:
     monkeypatch.setattr("agents.gateway.asgi_app.REPORT_REQUEST_INTERVAL_S", 0.0)
     monkeypatch.setattr("agents.gateway.writer.CHANGES_POLL_S", 0.05)
-    with agent.connect() as socket:
-        report_and_merge(socket, 1)
-        with conductor.writing():
-            Host.objects.update(applied_hash="")
+    with connected_but_report_forgotten(agent) as socket:
         receive_report_request(socket)
 
 
@@ -156,18 +169,13 @@ def test_an_agent_is_not_asked_for_its_report_while_that_is_waiting_to_be_merged
     agent: WireAgent, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("agents.gateway.writer.CHANGES_POLL_S", 0.05)
-    with agent.connect() as socket:
-        report_and_merge(socket, 1)
-        with conductor.writing():
-            Host.objects.update(applied_hash="")
+    with connected_but_report_forgotten(agent) as socket:
         with pytest.raises(TimeoutError):
             socket.recv(timeout=1)  # the agent was told by its Welcome, a moment ago, that no report is applied
         monkeypatch.setattr("agents.gateway.asgi_app.REPORT_REQUEST_INTERVAL_S", 0.0)
         receive_report_request(socket)
         monkeypatch.setattr("agents.gateway.asgi_app.REPORT_REQUEST_INTERVAL_S", 1000.0)
-        answer = ask(socket, make_report(make_card(1), seq=2))
-        while isinstance(answer, wire.Welcome):
-            answer = wire.decode_from_gateway(socket.recv(timeout=10))  # type: ignore[assignment]
+        send_report(socket, 2)
         monkeypatch.setattr("agents.gateway.asgi_app.REPORT_REQUEST_INTERVAL_S", 0.0)
         with pytest.raises(TimeoutError):
             socket.recv(timeout=1)
@@ -180,10 +188,7 @@ def test_an_agent_that_ignores_the_requests_for_its_report_is_asked_less_and_les
 ) -> None:
     monkeypatch.setattr("agents.gateway.writer.CHANGES_POLL_S", 0.05)
     monkeypatch.setattr("agents.gateway.asgi_app.REPORT_REQUEST_INTERVAL_S", 0.2)
-    with agent.connect() as socket:
-        report_and_merge(socket, 1)
-        with conductor.writing():
-            Host.objects.update(applied_hash="")
+    with connected_but_report_forgotten(agent) as socket:
         times = []
         for _ in range(4):
             receive_report_request(socket)

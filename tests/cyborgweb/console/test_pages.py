@@ -16,7 +16,6 @@ from accelerators import conductor
 from accelerators.admin import device_summaries
 from accelerators.commands import command_queue
 from accelerators.commands.command_queue import CommandAnswer
-from accelerators.domain.caller import Caller
 from accelerators.domain.states import EventSource
 from accelerators.models import (
     AcceleratorRequest,
@@ -24,21 +23,19 @@ from accelerators.models import (
     Command,
     Deployable,
     Device,
-    DeviceProfile,
     Host,
     Intent,
     ReleasedHandle,
 )
-from accelerators.requests import binding
 from accelerators.ui import badges
 from accelerators.workflows import command_endings
 from agents.models import Agent
 from placement_sync.models import Discrepancy, DiscrepancyKind
 from tests.support.reports import apply_report, create_heard_host, get_or_create_host, make_card, make_driver_report
+from tests.support.requests import NOVA, bind_new_requests, create_profiles, offer_devices
 from tests.support.statements import count_statements
 
 pytestmark = pytest.mark.django_db
-NOVA = Caller("nova", "n", frozenset({"member"}), "p1", service=True)
 OTHER_HANDLE_INFO = '{"bus": "02", "device": "00", "domain": "0000", "function": "%x"}'
 
 
@@ -55,11 +52,8 @@ def create_ready_host(handles: int = 4, devices: int = 2) -> Host:
     host = create_heard_host("cmp1", 0)
     found = [make_card(bus + 1, handles=handles, numa_node=bus % 2) for bus in range(devices)]
     apply_report(host, make_driver_report(*found, driver="pci_driver"), seq=2)
-    with conductor.writing():
-        Device.objects.update(state="ready")
-        for deployable in Deployable.objects.all():
-            Deployable.objects.filter(pk=deployable.pk).update(rp_uuid=uuid4())
-        DeviceProfile.objects.get_or_create(name="small", defaults={"groups": [{"resources:FPGA": "1"}]})
+    offer_devices()
+    create_profiles(small={})
     return Host.objects.get()
 
 
@@ -67,9 +61,8 @@ def create_bound_requests(bus: int = 1, times: int = 1) -> AcceleratorRequest:
     """Bind this many requests to a card, each for an instance of its own; return the last one."""
     provider = str(Deployable.objects.get(device__address=f"0000:{bus:02x}:00.0").rp_uuid)
     for _ in range(times):
-        (uuid,) = binding.create_requests("small", NOVA)
-        binding.bind_requests([binding.BindSpec(uuid, "cmp1", provider, str(uuid4()))], NOVA)
-    return AcceleratorRequest.objects.get(uuid=uuid)
+        (request,) = bind_new_requests("small", provider)
+    return request
 
 
 def create_discrepancy(device: Device, instance: object) -> None:

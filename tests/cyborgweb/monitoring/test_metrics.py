@@ -29,7 +29,6 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families 
 from prometheus_client.parser import text_string_to_metric_families as parsed
 
 from accelerators import conductor
-from accelerators.domain.caller import Caller
 from accelerators.domain.errors import RefusedError
 from accelerators.domain.states import EventSource
 from accelerators.models import (
@@ -37,14 +36,12 @@ from accelerators.models import (
     AttachHandle,
     Attachment,
     Command,
-    Deployable,
     Device,
     DeviceProfile,
     Host,
     Rollout,
 )
 from accelerators.requests import binding, profiles
-from accelerators.requests.binding import BindSpec
 from accelerators.runtime import metric_files
 from agents import authentication, credentials, jobs, telemetry, wire
 from agents.gateway import metrics
@@ -56,6 +53,7 @@ from cyborgweb.wsgi import application
 from drivers.configuration import ConfigurationError
 from placement_sync.models import Discrepancy
 from tests.support.reports import apply_report, create_heard_host, get_or_create_host, make_card, make_driver_report
+from tests.support.requests import bind_new_requests, create_profiles, offer_devices
 from tests.support.webserver import serving, until
 from tests.support.wireagent import WireAgent, ask
 
@@ -163,25 +161,20 @@ def test_agent_messages_merges_and_http_requests_are_counted_in_the_next_scrape(
 
 
 def test_binds_are_counted_by_outcome() -> None:
-    nova, rp = Caller("nova", "n", frozenset({"member"}), "p1", service=True), str(uuid4())
+    provider = str(uuid4())
     apply_report(get_or_create_host(), make_driver_report(make_card(1, handles=2)))
+    offer_devices(provider)
+    create_profiles(one={})
     with conductor.writing():
-        Device.objects.update(state="ready")
-        Deployable.objects.update(rp_uuid=rp)
         first, _ = AttachHandle.objects.order_by("id")
         AttachHandle.objects.exclude(id=first.id).update(attach_type="MDEV")
-        DeviceProfile.objects.create(name="one", groups=[{"resources:FPGA": "1"}])
     profiles.clear_profile_cache()
     before = scrape()
 
-    def bind() -> None:
-        (uuid,) = binding.create_requests("one", nova)
-        binding.bind_requests([BindSpec(uuid, "cmp1", rp, str(uuid4()))], nova)
-
-    bind()
-    bind()
+    bind_new_requests("one", provider)
+    bind_new_requests("one", provider)
     with pytest.raises(RefusedError):
-        bind()
+        bind_new_requests("one", provider)
     with conductor.writing():
         AcceleratorRequest.objects.filter(state="BindStarted").update(deadline="2020-01-01T00:00:00Z")
     binding.fail_overdue_binds()
