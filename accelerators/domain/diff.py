@@ -123,9 +123,14 @@ class StoredDevice(msgspec.Struct, frozen=True, array_like=True):
         return str(self.facts[MODEL_INDEX])
 
     @property
-    def reported_by(self) -> tuple[object, object]:
-        """The driver and the backend that reported the device."""
-        return self.facts[DRIVER_INDEX], self.facts[BACKEND_INDEX]
+    def driver(self) -> str:
+        """The driver that reported the device."""
+        return str(self.facts[DRIVER_INDEX])
+
+    @property
+    def backend(self) -> str:
+        """The driver's backend that found the device; '' if the driver has no backends."""
+        return str(self.facts[BACKEND_INDEX])
 
     @property
     def health(self) -> tuple[str, str]:
@@ -207,8 +212,9 @@ class CombinedDriverReport:
         """Return a copy of this answer that includes the driver's next report.
 
         If the driver now reports an error, its devices and backends of the earlier reports are kept. If only a backend
-        reports an error, the devices of this backend are kept. A failure also lasts if the device is reported under
-        another key at the same address, unless it is another card.
+        reports an error, the devices of this backend are kept. The health of a device that was in an earlier report is
+        combined with the new one by `offer.combine_health`. A device that is reported under another key at the same
+        address counts as the same device, unless `may_be_same_card` denies it.
         """
         if later_report.error:
             return replace(self, error=later_report.error, faults=later_report.faults)
@@ -232,7 +238,7 @@ class CombinedDriverReport:
         """Return True if the list is complete for the device's backend, so that the device is missing if it is not in
         `devices`. The device must belong to this driver."""
         failed_backends = {backend.name for backend in self.backends if backend.error}
-        return self.devices is not None and device.facts[BACKEND_INDEX] not in failed_backends - self.answered_backends
+        return self.devices is not None and device.backend not in failed_backends - self.answered_backends
 
 
 def combine_reports(
@@ -294,8 +300,10 @@ def collect_changes(
         collected.missing_deployables,
         collected.attributes,
         collected.state_changes,
+        collected.gone_attributes,
+        collected.offer_changes,
+        collected.doubts_if_held,
     )
-    provider_relevant += (collected.gone_attributes, collected.offer_changes, collected.doubts_if_held)
     size_before = sum(map(len, provider_relevant))
     if host.boot_id and report.boot_id not in ("", host.boot_id):
         host = _end_programs_after_reboot(host, collected)
@@ -309,12 +317,12 @@ def collect_changes(
         _collect_device_changes(host, one, now, collected)
     reported = {one.stored.uuid for one in identified.accepted if one.stored}
     for stored_device in host.devices:
-        owner_report = driver_reports.get(str(stored_device.facts[DRIVER_INDEX]))
+        owner_report = driver_reports.get(stored_device.driver)
         if owner_report and owner_report.is_complete_for(stored_device) and stored_device.uuid not in reported:
             _mark_device_missing(
                 host,
                 stored_device,
-                driver_status.describe_missing_reason(str(stored_device.facts[DRIVER_INDEX]), report.drivers),
+                driver_status.describe_missing_reason(stored_device.driver, report.drivers),
                 identified.displaced.get(stored_device.uuid, ""),
                 now,
                 collected,
@@ -611,9 +619,7 @@ def _mark_device_missing(
     changes = _collect_state_change(device, "missing", returns_to, reason, now, collected)
     changes |= _end_programs(device, collected)[1]
     action = "device.quarantined" if device.state == "missing" else "device.missing"
-    collected.events.append(
-        _build_agent_event(host, action, device.uuid, str(device.facts[MODEL_INDEX]), changes, reason)
-    )
+    collected.events.append(_build_agent_event(host, action, device.uuid, device.model, changes, reason))
 
 
 def _end_programs_after_reboot(host: StoredHost, collected: InventoryChanges) -> StoredHost:
@@ -633,8 +639,8 @@ def _end_programs_after_reboot(host: StoredHost, collected: InventoryChanges) ->
                 if is_restored
                 else "the host was rebooted, so what the device was programmed with is lost"
             )
-            name = str(device.facts[MODEL_INDEX])
-            collected.events.append(_build_agent_event(host, "device.unclear", device.uuid, name, changes, reason))
+            event = _build_agent_event(host, "device.unclear", device.uuid, device.model, changes, reason)
+            collected.events.append(event)
     return msgspec.structs.replace(host, devices=tuple(devices))
 
 
@@ -676,7 +682,7 @@ def _build_driver_entries(
     result: dict[str, dict[str, Any]] = {}
     counts = {driver: len(answer.devices) for driver, answer in driver_reports.items() if answer.devices is not None}
     for stored_device in host.devices:
-        driver = str(stored_device.facts[DRIVER_INDEX])
+        driver = stored_device.driver
         if (
             driver in counts
             and stored_device.state != "missing"
@@ -693,7 +699,7 @@ def _build_driver_entries(
             "backends": _build_backend_entries(host, driver, driver_report, now, collected),
         }
     for driver, old in host.drivers.items():
-        if driver not in driver_reports and any(device.facts[0] == driver for device in host.devices):
+        if driver not in driver_reports and any(device.driver == driver for device in host.devices):
             error = "no longer enabled on this host"
             since = old["since"] if old.get("error") == error else now
             result[driver] = old | {"error": error, "since": since, "devices": old.get("devices", 0), "faults": []}

@@ -81,10 +81,10 @@ def identify_devices(
     reported = [(driver, device) for driver, report in driver_reports.items() for device in report.devices or ()]
     taken: dict[str, str] = {}
     for stored in stored_devices:
-        report = driver_reports.get(str(stored.reported_by[0]))
+        report = driver_reports.get(stored.driver)
         if report is not None and not report.is_complete_for(stored):
             places = _list_stored_places(stored) if stored.state != "missing" else []
-            owner = f"{stored.reported_by[0]}{SILENT_OWNER}"
+            owner = f"{stored.driver}{SILENT_OWNER}"
             taken.update(dict.fromkeys([*places, _name_identity(stored.key)], owner))
     reported_keys = {device.key for _, device in reported}
     unmatched: dict[str, list[StoredDevice]] = {}
@@ -126,7 +126,7 @@ def _rank_claimant(driver: str, device: Device, stored: StoredDevice | None) -> 
     `stored` is the stored device with the key of `device`, None if there is none. The rank is 0 if `stored` is held, 1
     if it is not held, and 2 if there is none, if it is missing, or if another driver or backend reported it.
     """
-    if stored is None or stored.reported_by != (driver, device.backend) or stored.state == "missing":
+    if stored is None or (stored.driver, stored.backend) != (driver, device.backend) or stored.state == "missing":
         return 2
     return 0 if stored.held_handles else 1
 
@@ -142,7 +142,7 @@ def _choose_same_device(driver: str, device: Device, at_address: Iterable[Stored
     ]
     return min(
         candidates,
-        key=lambda stored: (stored.state == "missing", not stored.held_handles, stored.reported_by[0] != driver),
+        key=lambda stored: (stored.state == "missing", not stored.held_handles, stored.driver != driver),
         default=None,
     )
 
@@ -200,11 +200,12 @@ def _judge_held_devices(
     judged: list[IdentifiedDevice] = []
     displaced: dict[str, str] = {}
     for one in accepted:
-        change = _describe_change(one.stored, one.device) if one.stored else ""
-        doubt = (change or _describe_new_name(one.stored, one.device)) if one.stored and one.stored.held_handles else ""
+        change, doubt = _describe_change(one.stored, one.device) if one.stored else "", ""
+        if one.stored and one.stored.held_handles:
+            doubt = change or _describe_new_name(one.stored, one.device)
         for place in _list_places(one.device) if held_places else ():
             holder = held_places.get(place)
-            if holder is not None and (one.stored is None or holder.uuid != one.stored.uuid):
+            if holder is not None and holder is not one.stored:
                 doubt = (
                     f"a request holds {place} through device {holder.uuid} ({holder.key}): {REMEDY}; each report "
                     "quarantines it again until the request has ended"
@@ -224,13 +225,13 @@ def _describe_change(stored: StoredDevice, device: Device) -> str:
 
     A key that lost its serial number is not stored, so each report finds this difference again; the reason says so.
     """
-    if stored.key != device.key and _with_key_to_store(device, stored).key == stored.key:
-        return (
-            f"a request holds it, and its identity changed from {stored.key} to {device.key}: {REMEDY}; each report "
-            "quarantines it again until the request has ended or the serial number can be read"
-        )
     if stored.key != device.key:
-        return f"a request holds it, and its identity changed from {stored.key} to {device.key}: {REMEDY}"
+        change = f"a request holds it, and its identity changed from {stored.key} to {device.key}: {REMEDY}"
+        if _with_key_to_store(device, stored).key != stored.key:
+            return change
+        return (
+            f"{change}; each report quarantines it again until the request has ended or the serial number can be read"
+        )
     if stored.address and stored.address != device.address:
         return f"a request holds it, and its address changed from {stored.address} to {device.address}: {REMEDY}"
     return ""
@@ -263,7 +264,7 @@ def _with_key_to_store(device: Device, stored: StoredDevice | None) -> Device:
 def _list_places(device: Device) -> list[str]:
     """Return the address of a device, if it has one, and the names of its attach handles.
 
-    Only one device of a host can have each of them.
+    Each of them can belong to only one device of the host.
     """
     handles = [
         _name_handle(handle.attach_type, handle.info, device.address)
