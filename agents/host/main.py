@@ -57,7 +57,6 @@ from drivers.isolation.host_writer import HostWriter
 from drivers.isolation.process import die_with_parent
 from drivers.isolation.runner import DriverProcess
 from drivers.machine import Machine
-from drivers.pci.ownership import resolve_conflicts
 from drivers.plan import MDEV_DEFINITIONS
 
 log = logging.getLogger("cyborg.agent")
@@ -104,7 +103,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _choose_log_level(arguments: argparse.Namespace) -> int:
-    """Return the least level of messages to log: only warnings where something else is printed."""
+    """Return the least level of messages to log. With `--once` and `check`, which print a result, it is WARNING."""
     if arguments.verbose:
         return logging.DEBUG
     return logging.WARNING if arguments.once or arguments.command else logging.INFO
@@ -162,11 +161,11 @@ async def _print_inventory(settings: AgentSettings, *, as_json: bool) -> int:
     extract_allowed_acts(driver_settings)
     drivers = _build_driver_set(settings, node, driver_settings, None).running
     try:
-        reports_by_driver = await asyncio.gather(*(driver.discover() for driver in drivers.values()))
-        limitations = {name: await _probe_limitations(driver) for name, driver in drivers.items()}
+        facts = await gathering.gather_drivers(list(drivers.values()), list(drivers))
     finally:
         await _close_drivers(drivers)
-    reports = [canonicalize_report(report) for report in resolve_conflicts(reports_by_driver)]
+    reports = [canonicalize_report(one.report) for one in facts]
+    limitations = {one.name: one.limitations for one in facts}
     sys.stdout.write(
         discovery_table.render_json(reports) if as_json else discovery_table.render_table(reports, name, limitations)
     )
@@ -213,17 +212,6 @@ async def _check_host(settings: AgentSettings, *, as_json: bool) -> int:
     text = checks.render_json(host, results, driver_facts) if as_json else checks.render_text(host, results)
     sys.stdout.write(text)
     return 1 if checks.has_failed(results) else 0
-
-
-async def _probe_limitations(driver: DriverProcess) -> tuple[str, ...]:
-    """Return the reasons why the driver cannot use all features of this host.
-
-    Return () when the driver itself fails: its report has that error already.
-    """
-    try:
-        return await driver.probe()
-    except DriverError:
-        return ()
 
 
 async def _run_daemon(settings: AgentSettings) -> int:
