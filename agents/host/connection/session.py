@@ -63,11 +63,7 @@ class GatewaySession:
         self._journal = link.journal
         self._socket = socket
         self._beat_s = min(max(welcome.beat_s, 0.05), 3600.0)
-        self._applied_hash = welcome.applied_hash
         self._max_bytes = welcome.max_bytes
-        self._jitter_s = min(max(welcome.jitter_s, 0.0), 300.0)
-        self._report_from = 0.0
-        """The time before which no report is sent (jitter), in seconds of the event loop's clock."""
         self._pending_acks = PendingAcks(self._beat_s, link.timing)
         self._too_large_hash = ""
         self._received_numbers: list[int] = []
@@ -76,6 +72,7 @@ class GatewaySession:
         """The highest seq of a report that was acknowledged on this connection."""
         self._clock = asyncio.get_running_loop().time
         self._pending_acks.last_ack_at = self._clock()
+        self._note_applied_report(welcome)
         link.authority.on_connect(lambda: self._pending_acks.is_gateway_answering(self._clock()))
 
     async def receive_messages(self) -> None:
@@ -95,7 +92,8 @@ class GatewaySession:
                 self._received_numbers.append(message.number)
                 self._link.command_sink.accept_command(message)
             elif isinstance(message, wire.Welcome):
-                self._handle_further_welcome(message)
+                self._note_applied_report(message)
+                self._link.wake.set()
             elif isinstance(message, wire.Writer):
                 self._link.authority.on_writer_epoch(message.epoch)
             elif isinstance(message, wire.Watch) and self._link.sampler is not None:
@@ -109,12 +107,15 @@ class GatewaySession:
             else:
                 self._link.drop_message(message)
 
-    def _handle_further_welcome(self, welcome: wire.Welcome) -> None:
-        """Note which report the gateway now has applied; if it is not the journal's, that one is sent again."""
+    def _note_applied_report(self, welcome: wire.Welcome) -> None:
+        """Note which report the conductor has applied, and choose a time before which no report is sent.
+
+        If the journal's report is another one, it is sent then. The time is random within the jitter of the Welcome (at
+        most 300 s), in seconds of the event loop's clock.
+        """
         self._applied_hash = welcome.applied_hash
-        self._jitter_s = min(max(welcome.jitter_s, 0.0), 300.0)
-        self._report_from = self._clock() + self._link.timing.draw_fraction() * self._jitter_s
-        self._link.wake.set()
+        jitter_s = min(max(welcome.jitter_s, 0.0), 300.0)
+        self._report_from = self._clock() + self._link.timing.draw_fraction() * jitter_s
 
     async def _send_next_key(self) -> None:
         """Create the next key and send NewKey; if the key cannot be written, log that and keep the current key.
@@ -185,7 +186,6 @@ class GatewaySession:
         draw_fraction = self._link.timing.draw_fraction
         now = self._clock()
         next_beat_at, seq = now + draw_fraction() * self._beat_s, 0
-        self._report_from = now + draw_fraction() * self._jitter_s
         while True:
             self._link.wake.clear()
             now = self._clock()
