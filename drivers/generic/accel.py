@@ -120,12 +120,15 @@ class AccelBackend(PciFunctionBackend, frozen=True, kw_only=True, forbid_unknown
         for sys_path, node in _iterate_off_pci(machine) if self.off_pci else ():
             name, driver = sys_path.rpartition("/")[2], machine.link(f"{sys_path}/driver")
             if any(fnmatchcase(driver, one.driver) and fnmatchcase(name, one.name) for one in self.off_pci):
-                devices.append(self._make_device_off_pci(machine, sys_path, node))
+                devices.append(self._make_device_off_pci(machine, sys_path, driver, node))
         return tuple(devices)
 
-    def _make_device_off_pci(self, machine: Machine, sys_path: str, node: str) -> Device:
-        """Return the device at a path that is not on PCI, with the handle of its node."""
-        name, driver = sys_path.rpartition("/")[2], machine.link(f"{sys_path}/driver")
+    def _make_device_off_pci(self, machine: Machine, sys_path: str, driver: str, node: str) -> Device:
+        """Return the device at a directory of /sys/devices that is not on PCI, with the handle of its node.
+
+        `driver` is its kernel driver, '' if it has none.
+        """
+        name = sys_path.rpartition("/")[2]
         vendor, _, model = machine.text(f"{sys_path}/of_node/compatible").partition("\0")[0].partition(",")
         part = Deployable(
             f"{machine.node}_{name}",

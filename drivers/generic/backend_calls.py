@@ -30,7 +30,7 @@ class BackendCall(threading.Thread, Generic[T]):
     """One question to a backend, in a daemon thread. When the thread has ended, `get_result` returns or raises the
     outcome.
 
-    `question` is the name of the question for messages, `function` gets the answer.
+    `question` is the name of the question in messages. `function` is called in the thread and returns the answer.
     """
 
     def __init__(self, question: str, function: Callable[[], T]) -> None:

@@ -9,6 +9,7 @@ not affected.
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
 from functools import partial
 from typing import ClassVar
 
@@ -188,19 +189,20 @@ class GenericDriver(Driver):
         backends = generic_settings.parse_backends(settings)
         if ask.backend in backends:
             return ask.backend, backends[ask.backend]
-        errors = ""
-        for first in (True, False):
-            for name, backend in backends.items():
-                if ask.key in self._keys.get(name, ()):
-                    return name, backend
-            if not may_discover:
-                raise Busy(f"it is not known which backend has {ask.key} until this host is scanned again")
-            if first:
-                findings = self._discover_backends(machine, settings, QUESTION_SHARE / 2)
-                errors = "; ".join(f"backend {one.name}: {one.error}" for one in findings.backends if one.error)
-        if errors:
+        if name := self._find_name_by_key(backends, ask.key):
+            return name, backends[name]
+        if not may_discover:
+            raise Busy(f"it is not known which backend has {ask.key} until this host is scanned again")
+        findings = self._discover_backends(machine, settings, QUESTION_SHARE / 2)
+        if name := self._find_name_by_key(backends, ask.key):
+            return name, backends[name]
+        if errors := "; ".join(f"backend {one.name}: {one.error}" for one in findings.backends if one.error):
             raise Failed(f"no backend of generic_driver that answers has {ask.key}; {errors}")
         raise Gone(f"no backend of generic_driver has {ask.key} (any more)")
+
+    def _find_name_by_key(self, backends: Iterable[str], key: str) -> str:
+        """Return the first of these backends whose last successful discovery found a device with this key, or ''."""
+        return next((name for name in backends if key in self._keys.get(name, ())), "")
 
     def _discover_backends(self, machine: Machine, settings: Settings, share: float) -> Findings:
         """Do what `discover` describes, within this share of the machine's deadline."""
@@ -236,7 +238,10 @@ class GenericDriver(Driver):
 
 
 class QuestionDeadline:
-    """Divides a share of the machine's deadline among `count` questions that are asked one after the other."""
+    """Divides time among `count` questions that are asked one after the other.
+
+    The time is the part `share` (0 to 1) of the machine's deadline; it begins when the object is created.
+    """
 
     def __init__(self, machine: Machine, count: int = 1, share: float = QUESTION_SHARE) -> None:
         self._end = time.monotonic() + share * machine.deadline_s
