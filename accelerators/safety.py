@@ -13,7 +13,7 @@ from typing import Any
 from django.db.models import BooleanField, F, Func, Q, QuerySet, TextField, Value
 from django.db.models.expressions import RawSQL
 
-from accelerators.domain import siblings
+from accelerators.domain import driver_status
 from accelerators.domain.errors import RefusalReason, RefusedError
 from accelerators.domain.states import DeviceState, HandleType
 from accelerators.models import AcceleratorRequest, Device, ReleasedHandle
@@ -108,7 +108,7 @@ def find_affected_siblings(device: Device, act: str) -> list[Device]:
     Costs one statement, and none if the driver declares that the act affects the device alone. `device.host` must be
     loaded.
     """
-    scope = siblings.get_scope(device.host.drivers.get(device.driver, {}), act)
+    scope = driver_status.get_declared_scope(device.host.drivers.get(device.driver, {}), act)
     prefix = get_affected_prefix(scope, device.address)
     if prefix is None:
         return []

@@ -1,6 +1,6 @@
-"""The state, version and generation of each driver in the column `Host.drivers`, as the host's agent reports them.
+"""The state, version, generation and declaration of each driver in the column `Host.drivers`.
 
-`diff` fills the other keys of an entry (error, since, devices, faults, backends).
+The agent of the host reports them. `diff` fills the other keys of an entry (error, since, devices, faults, backends).
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from msgspec import to_builtins
 
 from accelerators.domain.states import DriverState
 from drivers.inventory import DriverReport
+from drivers.plan import DEVICE_SCOPE
 
 DriverEntry = dict[str, Any]
 """The value of one driver in `Host.drivers`."""
@@ -19,6 +20,15 @@ DriverEntry = dict[str, Any]
 KNOWN_STATES = frozenset(word.value for word in DriverState)
 OFF_STATES = (DriverState.DISABLED, DriverState.ABSENT)
 """The states of a driver that does not run because it is not supposed to."""
+
+
+def get_declared_scope(entry: Mapping[str, Any], act: str) -> str:
+    """Return the scope (`drivers.inventory.Scope`) that a driver declares for an act; `device` if it declares none.
+
+    `entry` is the driver's entry in `Host.drivers`. `drivers.plan.get_affected_prefix` tells which devices a scope
+    covers.
+    """
+    return str(entry.get("declares", {}).get("affects", {}).get(act, DEVICE_SCOPE))
 
 
 def select_reported_drivers(reports: Iterable[DriverReport]) -> set[str]:

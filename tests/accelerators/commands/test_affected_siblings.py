@@ -9,7 +9,7 @@ from pytest_django import DjangoAssertNumQueries
 from accelerators import safety
 from accelerators.commands import command_queue
 from accelerators.commands.command_queue import CommandAnswer
-from accelerators.domain import siblings
+from accelerators.domain import driver_status
 from accelerators.domain.caller import Caller
 from accelerators.domain.errors import RefusalReason, RefusedError
 from accelerators.models import Command, Device, Host
@@ -112,7 +112,7 @@ def test_the_declaration_of_a_driver_is_stored_and_stays_when_an_older_agent_rep
     report_cards(None, seq=2)
     assert Host.objects.get().drivers["test_driver"]["declares"] == stored
     report_cards({}, seq=3)
-    assert siblings.get_scope(Host.objects.get().drivers["test_driver"], "reset") == "device"
+    assert driver_status.get_declared_scope(Host.objects.get().drivers["test_driver"], "reset") == "device"
 
 
 @pytest.mark.parametrize(
