@@ -74,8 +74,10 @@ class AcceleratorFilter(filters.FilterSet):
         if not wanted:
             return rows
         condition = Q(request__state__in=wanted)
-        condition |= ~IS_HELD & Q(release__isnull=True) if FREE in wanted else Q(pk__in=[])
-        condition |= Q(release__isnull=False) if RELEASED in wanted else Q(pk__in=[])
+        if FREE in wanted:
+            condition |= ~IS_HELD & Q(release__isnull=True)
+        if RELEASED in wanted:
+            condition |= Q(release__isnull=False)
         return rows.filter(condition)
 
 
