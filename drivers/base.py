@@ -20,8 +20,10 @@ from drivers.plan import Act, Ask, Plan, Vitals
 API = 1
 """Version of the protocol between the agent and a driver's process."""
 WIDE_ACTS: frozenset[Act] = frozenset({"uninstall", "partition", "reset"})
-"""Acts that may affect more devices than the one they are ordered for. All others also run without a person: a driver
-whose installing or programming affects several devices must report them as one device."""
+"""Acts that may affect more devices than the one they are ordered for.
+
+All other acts are also ordered automatically, where no person could confirm the effect on other devices. A driver whose
+`install` or `program` affects several devices must therefore report them as one device."""
 MAX_FAULTS = 256
 """Maximum length of `DriverReport.faults`."""
 
@@ -70,7 +72,7 @@ class Driver:
     min_kernel: ClassVar[str] = ""
     """The oldest Linux kernel that it can use, such as `6.2`; '' for any. An older kernel is reported as a lack."""
     affects: ClassVar[Mapping[Act, Scope]] = {}
-    """What else an act affects, if this is more than the device: only for the acts in WIDE_ACTS.
+    """The scope of each act that affects more than the device it is ordered for. Only acts in WIDE_ACTS may be named.
 
     The conductor shows the other devices before the act is confirmed, and refuses the act while one of them is held."""
 

@@ -30,7 +30,8 @@ _BAR_FILE = re.compile(rf"/sys/(?:.*/)?({PCI_ADDRESS.pattern}/resource\d+(?:_wc)
 FIRST_PID_NAMESPACE = "pid:[4026531836]"
 """The process namespace with which the kernel starts (PROC_PID_INIT_INO of include/linux/proc_ns.h)."""
 NVIDIA_MAJOR = 195
-"""The number of NVIDIA's character devices; they are the only ones of a card that its driver does not show in /sys."""
+"""The major number of NVIDIA's character devices. Unlike other drivers, NVIDIA's does not show in /sys to which PCI
+function its device nodes belong."""
 
 
 SYS_KEY = "sys:"
@@ -284,8 +285,9 @@ class Machine:
     def _list_node_descriptors(self, folder: str) -> list[str]:
         """Return the descriptors of a process that may be device nodes; none if the process has ended.
 
-        Only their texts are read, which does not wait for a file system: the status of a file on NFS may. Raises
-        PermissionError and other errors of the operating system if the descriptors cannot be listed.
+        The decision is made by the path to which each descriptor leads (readlink). Reading that path never waits for a
+        file system, as reading the status of a file on NFS may. Raises PermissionError and other errors of the
+        operating system if the descriptors cannot be listed.
         """
         paths = []
         try:

@@ -46,8 +46,8 @@ class HandleState(Choice):
 HELD_STATES = (HandleState.HELD, HandleState.BEING_BOUND, HandleState.MISSING_AND_HELD)
 PICTURE_WIDTH, COLUMN_WIDTH, GAP, PADDING = 1100, 508, 20, 16
 GUTTER, INSET, ICON_SPACE, RIGHT_MARGIN = 50, 22, 60, 14
-"""Widths. GUTTER: space for the tree, left of a column of cards. INSET: added to it for each nested box of bridges.
-ICON_SPACE: space for the icon in a card. RIGHT_MARGIN: right margin in a card."""
+"""Widths in pixels. GUTTER: space for the lines of the PCI tree, left of a column of cards. INSET: what each box of a
+bridge adds to this space. ICON_SPACE: space for the icon in a card. RIGHT_MARGIN: right margin in a card."""
 CARD_HEAD, AREA_HEAD, CELL_PITCH, CELL_SIZE, CARD_SPACING, BRIDGE_BOX_HEIGHT = 58, 46, 24, 20, 12, 24
 CARD_WIDTH = COLUMN_WIDTH - GUTTER
 """Width of a card if no bridges are known."""

@@ -86,7 +86,8 @@ def _record_attribute_change(
     """Record an event of the change, and raise an intent so that the host's deployables are synchronised with
     Placement.
 
-    Also have the host's report sent again and compared in full: the stored rows are no longer what the last one left.
+    Also have the host's report sent again and compared in full, because the stored attributes differ from those of the
+    last report now.
     """
     device, host = deployable.device, deployable.device.host
     conductor.forget_applied_report(host)

@@ -228,8 +228,8 @@ def _collect_attach_consequences(
     On failure all of them fail; only the command's own request may have left something on the host. On success other
     requests whose handles are made on the host get an `attach` command of their own now. After programming, the rest
     become Bound when Placement shows the new traits, or at once if no job writes to Placement; without programming they
-    become Bound at once. If the command's own request waits no longer, what the command may have made on the host is
-    ordered back.
+    become Bound at once. If the command's own request waits no longer, a `detach` is ordered, which removes what the
+    command may have made on the host.
     """
     command, own_request = ended.command, str(ended.command.request)
     if command.exclusive and ended.device:

@@ -59,11 +59,12 @@ class HandshakeThrottle:
         self._admitted_in_window, self._refused_before_window = 0, 0
 
     def admit_challenge(self, address: str) -> int:
-        """Decide about a request for a challenge: return 0 and keep a place, or the seconds for Retry-After.
+        """Return 0 if a request for a challenge is admitted, or the seconds for Retry-After if it is refused.
 
-        While more than half of the places are taken, an address that has its share of kept places is refused
-        (ADDRESS_SHARE). The limit of open sockets does not count here: an agent that fetches an image asks for a
-        challenge as well, and opens no socket.
+        An admitted request keeps one of the `max_handshakes` places, for at most CHALLENGE_HOLD_S seconds. While more
+        than half of the places are taken, an address that keeps its share of them (ADDRESS_SHARE) is refused. The limit
+        of open sockets does not count here: an agent that fetches an image asks for a challenge as well, and opens no
+        socket.
         """
         now = self._clock()
         while self._kept_places and self._kept_places[0][0] < now - CHALLENGE_HOLD_S:

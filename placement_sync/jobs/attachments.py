@@ -65,7 +65,9 @@ def run() -> None:
 
 
 def step() -> bool:
-    """Take one step of the attachment whose intent is due for the longest time; return True if there may be more to do.
+    """Take one step of the attachment whose intent has been due for the longest time.
+
+    Return True if there may be more to do.
 
     If nothing is due, detach attachments whose requests were deleted by others, and delete old ended attachments. A
     failed step is recorded with its intent and retried later; its error is not raised. If Placement cannot be reached,

@@ -41,7 +41,9 @@ def gateway() -> Iterator[AgentGateway]:
 
 @pytest.fixture
 def agent(gateway: AgentGateway, gateway_slot: GatewaySlot) -> WireAgent:
-    """Return an agent that can join as host `cmp1` at the gateway of this test; a file with another gateway has its
-    own."""
+    """Return an agent that can join as host `cmp1` at the gateway of this test.
+
+    A test file that uses another gateway has a fixture of its own.
+    """
     gateway_slot.gateway = gateway
     return WireAgent(gateway_slot.port, token=make_join_secret())

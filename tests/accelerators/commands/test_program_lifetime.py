@@ -1,4 +1,7 @@
-"""Test that what a device was programmed with is forgotten when it ends, so that the next bind programs it again."""
+"""Test that the bitstream and the function trait of a device are forgotten when its program ends.
+
+Then the next bind that needs them programs the device again.
+"""
 
 from __future__ import annotations
 

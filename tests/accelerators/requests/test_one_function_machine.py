@@ -40,12 +40,13 @@ DRIVERS = ("first_driver", "second_driver")
 
 
 class Reading(NamedTuple):
-    """What a driver makes of one slot."""
+    """How a driver reports the card in one slot."""
 
     driver: str
     is_serial_read: bool
     units: str
-    """`whole` for the function itself, `vfs` for two virtual functions, `mdevs` for two mediated devices."""
+    """The attach handles: `whole` for the function itself, `vfs` for two virtual functions, `mdevs` for two mediated
+    devices."""
     is_foreign: bool
     """Whether the provider is named after the other host."""
 
@@ -73,7 +74,7 @@ def make_handles(slot: int, units: str) -> tuple[AttachHandle, ...]:
 
 
 class FunctionMachine(RuleBasedStateMachine):
-    """Two hosts with two slots each. `serials` has the serial number of the card in each slot, '' for no card."""
+    """Two hosts with two slots each. `serials` maps (host, slot) to its card's serial number, or to ''."""
 
     @initialize(serials=st.permutations("abcd"))
     def begin(self, serials: list[str]) -> None:

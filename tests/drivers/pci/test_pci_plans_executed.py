@@ -53,9 +53,10 @@ class InProcessDriver:
 def run_on_host(
     root: Path, story: Callable[[ModelMachine, HostUnderTest], Awaitable[None]], gives: int = 4, vfs: int = 4
 ) -> None:
-    """Run a story on a host with a card for four virtual functions; its kernel driver makes at most `gives` of them.
+    """Run the coroutine `story` on a host with a card that can have `vfs` virtual functions.
 
-    With `vfs` 0 the card has none, but a companion function for sound in the same IOMMU group.
+    The card's kernel driver makes at most `gives` of them. With `vfs` 0 the card can have none, and there is a sound
+    function of the same card in its IOMMU group.
     """
 
     async def told() -> None:

@@ -163,7 +163,10 @@ class AgentModel:
 
 
 class TwoOwners(RuleBasedStateMachine):
-    """`held` and `releasing` are the conductor's: handle → instance. `guests` are the handles of running guests."""
+    """The conductor and Nova use mediated devices of one host at the same time.
+
+    `held` and `releasing` are the conductor's records: handle → instance. `guests` has the handles of running guests.
+    """
 
     @initialize()
     def start_example(self) -> None:
