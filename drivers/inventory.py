@@ -32,8 +32,8 @@ HandleType = Literal["PCI", "MDEV", "TEST_PCI", "DEV"]
 Health = Literal["ok", "degraded", "failed", "unknown"]
 BackendKind = Literal["pci", "mdev", "accel-class", "firmware", "remote"]
 Scope = Literal["device", "card", "bus", "host"]
-"""What an act on a device may affect: the device alone, all devices of its PCI slot (domain, bus and device number),
-all devices of its PCI bus, or all devices of the host."""
+"""The devices that an act on one device may affect: this device alone, all devices of its PCI slot (domain, bus and
+device number), all devices of its PCI bus, or all devices of the host."""
 ServiceName = Literal["passthrough", "sriov", "mdev", "program", "firmware", "reset", "health", "stats"]
 
 
@@ -190,7 +190,7 @@ class Backend(Struct, frozen=True, omit_defaults=True, gc=False):
 
 
 class DriverDeclaration(Struct, frozen=True, omit_defaults=True, gc=False):
-    """What a driver declares about itself, for operators and for the conductor; everything may be empty.
+    """The declaration of a driver about itself, for operators and for the conductor. Each field may be empty.
 
     `matches` are globs of kernel modaliases (`pci:v000010DEd*bc03*`) of the hardware that it takes; empty if only its
     settings select the hardware. `resource_classes` and `handle_types` are all that its devices may have. `min_kernel`

@@ -48,7 +48,7 @@ class OpenNodes(Struct, frozen=True, omit_defaults=True):
 
     `users` maps a node's number, such as `c226:0` (character) or `b259:0` (block), to the names of the processes. The
     memory of a PCI function, which a program can map, has its path in sysfs instead, such as `…/resource0`.
-    `unseen` says why processes may be missing in it; '' if every process of the host was looked at.
+    `unseen` is the reason why processes may be missing in `users`; '' if every process of the host was looked at.
     """
 
     users: dict[str, tuple[str, ...]] = {}
@@ -61,7 +61,7 @@ class Machine:
     deadline_s: float = 20.0
     """How long the caller of the driver waits for its answer, in seconds."""
     open_nodes: OpenNodes | None = None
-    """What the agent saw in place of this process, which may not look at others (`list_open_nodes`)."""
+    """The result of `list_open_nodes` in the agent, for a driver's process, which may not look at other processes."""
     look_again_s: float = 0.3
     """How long a process must have a node open in order to count, in seconds: udev and monitoring open nodes briefly.
     """

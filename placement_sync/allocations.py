@@ -35,7 +35,7 @@ class ConsumerAllocations(msgspec.Struct, frozen=True):
 
 
 class ClaimShare(msgspec.Struct, frozen=True):
-    """What an attachment claims of one provider."""
+    """The amount of a resource class that an attachment claims from one provider."""
 
     resource_class: str
     amount: int

@@ -20,7 +20,7 @@ NAME_PATTERN = re.compile(r"[A-Z0-9_]{1,255}")
 
 @dataclass(frozen=True)
 class DeployableRecord:
-    """What a provider is computed from.
+    """The stored data from which the desired provider of a deployable is computed.
 
     `total` is 0 while the deployable is missing. While `is_offered` is False (the device is not offered, or the
     deployable is missing) its provider stays, fully reserved. `rp_uuid` is '' until a provider id is recorded.

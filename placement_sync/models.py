@@ -30,7 +30,7 @@ class Tree(models.Model):
 
 
 class WrittenProvider(models.Model):
-    """What was last written to one provider, and how Placement showed it then (`seen`).
+    """The data that was last written to one provider, and the provider as Placement showed it then (`seen`).
 
     The next synchronization reads inventories and traits only of providers that changed since `seen`.
     """

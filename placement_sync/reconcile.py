@@ -31,7 +31,7 @@ class ObservedProvider:
 
 @dataclass(frozen=True)
 class WrittenRecord:
-    """What we last wrote to a provider, and how Placement showed it last (`seen`).
+    """The data that we last wrote to a provider, and the provider as Placement showed it last (`seen`).
 
     `classes` has more than one entry while an old resource class still has allocations.
     """

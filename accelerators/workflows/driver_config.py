@@ -64,7 +64,7 @@ class WantedDriver:
 
 
 class ChangeOrigin(NamedTuple):
-    """Who orders a change, why, and through which interface."""
+    """The origin of a change: the actor who orders it, the reason, and the interface (`source`)."""
 
     actor: str
     reason: str

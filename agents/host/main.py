@@ -252,7 +252,7 @@ async def _run_daemon(settings: AgentSettings) -> int:
 
 @dataclass(frozen=True)
 class _LoadedAgent:
-    """What the daemon has loaded before it starts the drivers: settings, key, journal and gateway address."""
+    """The data that the daemon loads before it starts the drivers: settings, key, journal and gateway address."""
 
     settings: AgentSettings
     driver_settings: Mapping[str, Any]

@@ -1,4 +1,4 @@
-"""What all verbs of `cyborg` share: common options, access to the API, and the form of their help.
+"""The parts that all verbs of `cyborg` share: common options, access to the API, and the form of their help.
 
 Connection and output options are accepted both before and after the verb.
 """

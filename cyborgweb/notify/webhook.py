@@ -48,8 +48,9 @@ class WebhookUrlError(CyborgwebError):
 
 @dataclass(frozen=True)
 class AllowedDestinations:
-    """What the configuration allows for webhooks, in addition to public addresses over HTTPS: unencrypted HTTP
-    (`allow_http`), and addresses in `networks`.
+    """The destinations that the configuration allows for webhooks, in addition to public addresses over HTTPS.
+
+    `allow_http` allows unencrypted HTTP; `networks` are the networks whose addresses are allowed.
     """
 
     allow_http: bool = False

@@ -1,4 +1,4 @@
-"""What users save for the console's lists: named views, private or shared, and the columns they want to see.
+"""The settings that users save for the console's lists: named views, private or shared, and the columns to show.
 
 `accelerators.ui.changelist` reads them through the registry LIST_MEMORY; the forms in the template
 `console/filter_chips.html` post to `store_list_memory`.

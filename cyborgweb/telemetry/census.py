@@ -50,7 +50,7 @@ class CensusBusyError(CyborgwebError, RefusedError):
 
 @dataclass(frozen=True)
 class CensusQuestion:
-    """What to ask: whether `count` more requests of the device profile `profile` fit on each of the `hosts`.
+    """The question of a census: do `count` more requests of the device profile `profile` fit on each of the `hosts`?
 
     `hosts` are names, None for all hosts. `profile` is a name; '' means that any free unit is enough for one request.
     `within_s` is the longest time to wait for the hosts' answers, in seconds.

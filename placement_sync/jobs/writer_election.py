@@ -37,7 +37,7 @@ MAX_PAYLOAD_BYTES = 400_000
 
 
 class WriteTurn(Enum):
-    """Whose turn it is to write for a host."""
+    """The component that may write to Placement for a host now."""
 
     CONDUCTOR = "conductor"
     AGENT = "agent"
