@@ -13,19 +13,18 @@ from accelerators.admin.topology_svg import MAX_CELLS, DeviceCard, HandleCell, H
 from accelerators.domain.choices import Tone
 from accelerators.domain.states import DeviceState, Health
 from accelerators.models import AttachHandle, Device, ReleasedHandle
-from accelerators.models.devices import build_offered_condition
+from accelerators.models.devices import HANDLE_USES, build_offered_condition
 from accelerators.ui import badges
 
 IS_MISSING = (
     Q(missing_since__isnull=False) | Q(deployable__missing_since__isnull=False) | Q(deployable__device__state="missing")
 )
-IS_HELD = Q(request__isnull=False)
 HANDLE_STATE = Case(
-    When(IS_MISSING & IS_HELD, then=Value(HandleState.MISSING_AND_HELD.value)),
+    When(IS_MISSING & HANDLE_USES["held"], then=Value(HandleState.MISSING_AND_HELD.value)),
     When(IS_MISSING, then=Value(HandleState.MISSING.value)),
     When(request__state="BindStarted", then=Value(HandleState.BEING_BOUND.value)),
-    When(IS_HELD, then=Value(HandleState.HELD.value)),
-    When(release__isnull=False, then=Value(HandleState.RELEASED.value)),
+    When(HANDLE_USES["held"], then=Value(HandleState.HELD.value)),
+    When(HANDLE_USES["released"], then=Value(HandleState.RELEASED.value)),
     When(
         build_offered_condition("deployable__device") & Q(deployable__device__busy_with=None),
         then=Value(HandleState.FREE.value),

@@ -8,7 +8,7 @@ from urllib.parse import urlencode
 
 from django.contrib import admin
 from django.core.exceptions import PermissionDenied
-from django.db.models import Count, Model, QuerySet
+from django.db.models import Count, Model, Q, QuerySet
 from django.http import HttpRequest, HttpResponse
 from django.template.response import TemplateResponse
 from django.urls import path, reverse
@@ -29,6 +29,7 @@ from accelerators.admin.filters import DeviceFreshnessListFilter, DrainingListFi
 from accelerators.devices import lifecycle
 from accelerators.domain import offer
 from accelerators.models import AttachHandle, Deployable, Device, Event
+from accelerators.models.devices import HANDLE_USES
 from accelerators.ui import badges, permissions, timeline
 from accelerators.ui.changelist import ReadOnlyModelAdmin
 from accelerators.ui.extensions import build_sections
@@ -314,20 +315,12 @@ class HandleUseListFilter(admin.SimpleListFilter):
     title, parameter_name = "use", "use"
 
     def lookups(self, request: HttpRequest, model_admin: Any) -> list[tuple[str, str]]:
-        """Return the three choices: held, free and released."""
-        return [("held", "held"), ("free", "free"), ("released", "released")]
+        """Return the names of HANDLE_USES."""
+        return [(use, use) for use in HANDLE_USES]
 
     def queryset(self, request: HttpRequest, queryset: QuerySet[AttachHandle]) -> QuerySet[AttachHandle]:
-        """Return the handles that a request holds, those that are free, those that are released or, if nothing is
-        chosen, all.
-
-        A released handle, which a guest may still use, is not free.
-        """
-        if self.value() == "released":
-            return queryset.filter(request__isnull=True, release__isnull=False)
-        if self.value() == "free":
-            return queryset.filter(request__isnull=True, release__isnull=True)
-        return queryset.filter(request__isnull=False) if self.value() else queryset
+        """Return the handles with the chosen use, or all if none of HANDLE_USES is chosen."""
+        return queryset.filter(HANDLE_USES.get(self.value() or "", Q()))
 
 
 @admin.register(AttachHandle)

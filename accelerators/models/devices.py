@@ -12,8 +12,16 @@ from accelerators.domain.states import AttributeOrigin, DeviceState, DeviceType,
 from accelerators.models import fields
 from accelerators.models.hosts import Host
 
-OFFERED_STATE_VALUES = (DeviceState.READY.value, DeviceState.INSTALLING.value)
+STATES_WITHOUT_DRAIN = (DeviceState.READY.value, DeviceState.INSTALLING.value)
 """States in which a device is offered or about to be; a draining device is never in one of them."""
+HANDLE_USES = {
+    "held": Q(request__isnull=False),
+    "free": Q(request__isnull=True, release__isnull=True),
+    "released": Q(request__isnull=True, release__isnull=False),
+}
+"""The uses of attach handles: name → condition for queries of AttachHandle.
+
+A `held` handle has a request. A `released` one is not free, because a guest may still use it (ReleasedHandle)."""
 UNHEALTHY_STATUSES = (Health.DEGRADED.value, Health.FAILED.value)
 
 
@@ -116,8 +124,8 @@ class Device(fields.Row):
             fields.one_of_constraint("drain_to", DrainTarget, "device_drain_known"),
             models.CheckConstraint(
                 condition=Q(drain_to__isnull=True)
-                | ~Q(state__in=OFFERED_STATE_VALUES)
-                & (Q(returns_to__isnull=True) | ~Q(returns_to__in=OFFERED_STATE_VALUES)),
+                | ~Q(state__in=STATES_WITHOUT_DRAIN)
+                & (Q(returns_to__isnull=True) | ~Q(returns_to__in=STATES_WITHOUT_DRAIN)),
                 name="device_that_drains_is_not_offered",
             ),
         ]

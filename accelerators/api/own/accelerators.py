@@ -36,10 +36,10 @@ from accelerators.devices import partitioning
 from accelerators.domain.errors import RefusedError
 from accelerators.domain.states import RequestState
 from accelerators.models import AcceleratorRequest, AttachHandle
+from accelerators.models.devices import HANDLE_USES
 
 FREE, RELEASED = "free", "released"
 """States of units without a request. A `released` unit is not free yet: a guest may still use it."""
-IS_HELD = Q(request__isnull=False)
 MAX_GENERATION = 2**63 - 1
 
 
@@ -74,10 +74,9 @@ class AcceleratorFilter(filters.FilterSet):
         if not wanted:
             return rows
         condition = Q(request__state__in=wanted)
-        if FREE in wanted:
-            condition |= ~IS_HELD & Q(release__isnull=True)
-        if RELEASED in wanted:
-            condition |= Q(release__isnull=False)
+        for state in (FREE, RELEASED):
+            if state in wanted:
+                condition |= HANDLE_USES[state]
         return rows.filter(condition)
 
 
@@ -273,8 +272,8 @@ class AcceleratorView(CollectionView):
         if not self.can_see_all_projects():
             return rows.filter(request__project_id=self.caller.project_id)
         if self.detail or self.request.query_params.get("attached") != "false":
-            return rows.filter(IS_HELD)
-        return rows.filter(IS_HELD | Q(missing_since__isnull=True, deployable__missing_since__isnull=True))
+            return rows.filter(HANDLE_USES["held"])
+        return rows.filter(HANDLE_USES["held"] | Q(missing_since__isnull=True, deployable__missing_since__isnull=True))
 
     def load_row_details(self, rows: list[AttachHandle]) -> list[AttachHandle]:
         """Load the state of all instances of the page, with one call of the registered source, and return `rows`
