@@ -28,7 +28,6 @@ KEPT_FIELDS = ("op", "layout", "image", "deployable", "driver")
 MAX_IMAGES = 50
 MAX_AFFECTED = 50
 """Maximum number of other affected devices that a confirmation page lists; the rest is counted."""
-OP_PARTICIPLES = {"uninstall": "uninstalled", "program": "programmed", "partition": "partitioned", "reset": "reset"}
 
 
 def list_available_commands(request: HttpRequest, device: Device, held: int) -> list[OrderableCommand]:
@@ -119,7 +118,7 @@ def _render_confirmation(admin: Any, request: HttpRequest, act: OrderableCommand
     """
     affected = safety.find_affected_siblings(device, act.op)
     try:
-        safety.refuse_unless_free(device, OP_PARTICIPLES[act.op])
+        safety.refuse_unless_free(device, command_queue.PAST_PARTICIPLES[act.op])
         safety.refuse_unless_siblings_free(device, affected, act.op)
         refusal = ""
     except RefusedError as refused:

@@ -61,7 +61,8 @@ ALLOWED_STATES = {
 """Commands that people can order for a device, and the device states in which each is possible."""
 HOST_OPS = ("rescan", "logs", "report")
 """Commands that people can order for a host."""
-_PAST_PARTICIPLES = {"uninstall": "uninstalled", "program": "programmed", "partition": "partitioned", "reset": "reset"}
+PAST_PARTICIPLES = {"uninstall": "uninstalled", "program": "programmed", "partition": "partitioned", "reset": "reset"}
+"""Destructive command → its past participle, which completes the messages of refusals: "it cannot be programmed"."""
 
 _ORDER_COLUMNS = ("op", "device", "handle", "part", "host", "arguments", "exclusive", "request", "actor", "reason")
 _json = msgspec.json.Encoder()
@@ -471,7 +472,7 @@ def _refuse_if_impossible(op: str, device: Device) -> None:
     refuse_if_busy(device, op)
     refuse_if_unreachable(device.host)
     if op in DESTRUCTIVE:
-        safety.refuse_unless_free(device, _PAST_PARTICIPLES[op])
+        safety.refuse_unless_free(device, PAST_PARTICIPLES[op])
 
 
 def _lock_affected_siblings(op: str, device: Device) -> list[Device]:

@@ -21,7 +21,6 @@ from drivers.plan import DESTRUCTIVE
 
 BULK_OPS = ("health", "reset")
 """Commands that a bulk action can place."""
-PAST_PARTICIPLES = {"reset": "reset"}
 
 
 def predict_refusal(
@@ -47,7 +46,7 @@ def predict_refusal(
     if not is_supported:
         return f"its driver does not support {op}"
     if op in DESTRUCTIVE and is_held:
-        return f"is held: it cannot be {PAST_PARTICIPLES[op]}"
+        return f"is held: it cannot be {command_queue.PAST_PARTICIPLES[op]}"
     return "is busy with a command" if is_busy and op in command_queue.EXCLUSIVE_OPS else ""
 
 

@@ -140,7 +140,7 @@ class MdevBackend(PciFunctionBackend, frozen=True, kw_only=True, forbid_unknown_
         unknown handle.
         """
         name, note, device = self.desired.mdev_type, f"{NOTES_FOLDER}/{ask.uuid}", f"{PCI_DEVICES}/{address}/{ask.uuid}"
-        holder, nodes = machine.text(note), list_guest_nodes(machine, device)
+        holder = machine.text(note)
         note_step = Step(
             does=f"note that {ask.uuid} is for {ask.consumer}",
             write=Write(note, ask.consumer),
@@ -154,7 +154,7 @@ class MdevBackend(PciFunctionBackend, frozen=True, kw_only=True, forbid_unknown_
                 owner = holder or "an unknown consumer"
                 raise Busy(f"the mediated device {ask.uuid} belongs to {owner}: detach it first")
             refuse_if_guest_uses(machine, [device])
-            return [msgspec.structs.replace(note_step, idle=nodes)]
+            return [msgspec.structs.replace(note_step, idle=list_guest_nodes(machine, device))]
         if ask.handle not in self._list_handles(machine, address):
             raise Gone(f"{address} has no such handle (any more)")
         if not self._read_available_count(machine, address):
