@@ -13,7 +13,7 @@ from typing import ClassVar, NamedTuple
 from msgspec import Struct
 
 from drivers.errors import Unsupported
-from drivers.inventory import Backend, Device, Fault, HandleType, Sample, Scope
+from drivers.inventory import MAX_FAULTS, Backend, Device, Fault, HandleType, Sample, Scope
 from drivers.machine import Machine
 from drivers.plan import Act, Ask, Plan, Vitals
 
@@ -24,8 +24,6 @@ WIDE_ACTS: frozenset[Act] = frozenset({"uninstall", "partition", "reset"})
 
 All other acts are also ordered automatically, where no person could confirm the effect on other devices. A driver whose
 `install` or `program` affects several devices must therefore report them as one device."""
-MAX_FAULTS = 256
-"""Maximum length of `DriverReport.faults`."""
 
 Settings = dict[str, object]
 

@@ -21,7 +21,9 @@ Word = Annotated[str, Meta(min_length=1, max_length=64, pattern=WORD)]
 """An identifier, such as a driver name or a metric."""
 Name = Annotated[str, Meta(min_length=1, max_length=255)]
 """A name that people read, such as a host, a deployable, a model or a device key."""
-Text = Annotated[str, Meta(max_length=4096)]
+MAX_TEXT, MAX_FAULTS = 4096, 256
+"""Maximum characters of a Text, and maximum number of faults in a report."""
+Text = Annotated[str, Meta(max_length=MAX_TEXT)]
 """Free text, such as a reason, or a JSON document as a string, such as board info."""
 Count = Annotated[int, Meta(ge=0, le=65_535)]
 
@@ -221,7 +223,7 @@ class DriverReport(Struct, frozen=True, omit_defaults=True, gc=False):
     driver: Word
     error: Text = ""
     devices: Annotated[tuple[Device, ...], Meta(max_length=4096)] = ()
-    faults: Annotated[tuple[Fault, ...], Meta(max_length=256)] = ()
+    faults: Annotated[tuple[Fault, ...], Meta(max_length=MAX_FAULTS)] = ()
     backends: Annotated[tuple[Backend, ...], Meta(max_length=256)] = ()
     version: Annotated[str, Meta(max_length=64)] = ""
     state: Annotated[str, Meta(max_length=16)] = ""

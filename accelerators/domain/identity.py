@@ -21,14 +21,12 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from drivers.inventory import Device, Fault
+from drivers.inventory import MAX_FAULTS, Device, Fault
 
 if TYPE_CHECKING:
     from accelerators.domain.diff import CombinedDriverReport, StoredDevice
 
 SERIAL_PREFIX = "serial:"
-MAX_FAULTS = 256
-"""Maximum number of faults of one driver, as in `drivers.inventory.DriverReport`."""
 REMEDY = "look at the hardware and at the servers that use it, then release the device"
 """The end of every reason for not offering a device: what the operator has to do."""
 SILENT_OWNER = ", which does not answer; when that driver answers again, this is decided anew"

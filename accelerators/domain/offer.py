@@ -11,6 +11,7 @@ The rule exists as a function (`is_offered`), as SQL (`IS_OFFERED_SQL`), and as 
 from __future__ import annotations
 
 from accelerators.domain.states import DeviceState, Health
+from drivers.inventory import MAX_TEXT
 
 OFFERED_STATE = DeviceState.READY
 """The only state in which a device is offered."""
@@ -20,8 +21,6 @@ IS_OFFERED_SQL = f"d.state = '{OFFERED_STATE.value}' AND d.status <> '{WITHHELD_
 """SQL condition that is true if the device with the table alias `d` is offered."""
 UNREADABLE_NOTE = " (its driver cannot read its health now)"
 """Text that is added to the reason of a failure while the driver reports `unknown`."""
-MAX_REASON = 4096
-"""Maximum length of the reason of a health, in characters, as in a report (`drivers.inventory.Text`)."""
 
 
 def is_offered(state: str, health: str) -> bool:
@@ -47,10 +46,10 @@ def combine_health(stored: tuple[str, str], reported: tuple[str, str]) -> tuple[
 
     `stored` and `reported` are pairs of a health and its reason. `reported` is returned, except that `unknown` does not
     end a failure: then the device stays failed with the stored reason, to which `UNREADABLE_NOTE` is added. The stored
-    reason is shortened for this if the text would have more than MAX_REASON characters.
+    reason is shortened for this if the text would have more than MAX_TEXT characters.
     """
     (stored_health, stored_reason), (reported_health, _) = stored, reported
     if stored_health != WITHHELD_HEALTH or reported_health != Health.UNKNOWN:
         return reported
-    reason = stored_reason.removesuffix(UNREADABLE_NOTE)[: MAX_REASON - len(UNREADABLE_NOTE)]
+    reason = stored_reason.removesuffix(UNREADABLE_NOTE)[: MAX_TEXT - len(UNREADABLE_NOTE)]
     return stored_health, reason + UNREADABLE_NOTE
