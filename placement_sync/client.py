@@ -272,9 +272,11 @@ class PlacementClient:
 
 @contextmanager
 def _parsing_answer(call: str) -> Iterator[None]:
-    """Raise PlacementUnavailableError if the block cannot read a body because it is not what Placement documents.
+    """Raise PlacementUnavailableError if the block, which reads a decoded answer, fails because a field is missing or
+    has a wrong type.
 
-    A proxy in front of Placement can answer 200 with a JSON object of its own.
+    Such answers occur: a proxy in front of Placement can answer 200 with a JSON object of its own. `call` is the method
+    and the path of the request, for the message.
     """
     try:
         yield

@@ -48,7 +48,7 @@ def build_device_load(device: Device) -> dict[str, Any]:
 
 
 def build_host_load(host: Host) -> dict[str, Any]:
-    """Return what the host's page shows of its load: a row for each device that is not retired, at most
+    """Return the template variables of the load on a host's page: a row for each device that is not retired, at most
     MAX_DEVICE_ROWS, the time of the last sample, and the text to show if there are no samples.
 
     Asks the host's agent to send samples every SAMPLE_INTERVAL_S seconds for the next SAMPLE_REQUEST_S seconds. There
