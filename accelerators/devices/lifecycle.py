@@ -383,8 +383,10 @@ def _refuse_unless_free(give_up_at: float, device: Device, before: LifecycleStat
 
 
 def _refuse_unless_idle(device: Device, after: LifecycleState) -> None:
-    """Raise RefusedError CONFLICT if a command is working on the device, IN_USE if it is held, or a guest may still use
-    it, and it would be installed (S1)."""
+    """Raise RefusedError CONFLICT if a command is working on the device.
+
+    Raise RefusedError IN_USE if the device would be installed while it is held or a guest may still use it (S1).
+    """
     command_queue.refuse_if_busy(device, "install")
     if after.effective_state == _S.INSTALLING and (
         holders := safety.find_requests_of_device(device).holders + safety.find_releases_of_device(device).holders

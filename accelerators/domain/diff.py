@@ -46,8 +46,9 @@ REPORTED_DEVICE_FIELDS = (
 )
 """The columns of a device that reports set, in the order of `StoredDevice.facts`."""
 RESTORED_BOOT = "restored"
-"""Stored as the boot id of a host after a restore of the database: then nothing is known of what was programmed since
-the backup, not even in flash memory. No kernel has this boot id."""
+"""The boot id that is stored for a host after a restore of the database. No kernel has this boot id.
+
+It is unknown then what was programmed since the backup, also into flash memory."""
 FOUND_EVENT_FIELDS = ("key", "driver", "type", "vendor", "model", "address", "status")
 """The columns that the event `device.found` contains. The other columns are in events only when they change later."""
 _get_reported_values = attrgetter(*REPORTED_DEVICE_FIELDS[1:])

@@ -183,8 +183,9 @@ class GenericDriver(Driver):
 
         If no backend has found the device yet, all backends are called (`discover`) once, in half of the time that the
         questions of a call have. Raises Invalid for unusable settings; Failed if a backend that may have the device
-        does not answer; Gone if all backends answer and none has it. Without `may_discover`, no backend is called
-        and Busy is raised instead: a round of samples has no time for it, and comes without the open device nodes.
+        does not answer; Gone if all backends answer and none has it. With `may_discover` False, no backend is called
+        and Busy is raised instead. Samples need this: they have no time for a discovery, and for them the agent does
+        not send the open device nodes, without which a discovery cannot tell what the host uses.
         """
         backends = generic_settings.parse_backends(settings)
         if ask.backend in backends:
