@@ -164,14 +164,13 @@ def explain_unusable_directory(directory: Path) -> str:
 async def _ask_driver(driver: DriverProcess) -> tuple[DriverReport, tuple[str, ...]]:
     """Return the driver's report, and the reasons why it cannot offer everything on this host.
 
-    A driver that fails when it is asked for these reasons gets none: usually it has failed in the discovery, too, and
-    the error is in the report.
+    If the driver fails when it is asked for these reasons, its error is the reason, unless it is already in the report.
     """
     report = await driver.discover()
     try:
         return report, await driver.probe()
-    except DriverError:
-        return report, ()
+    except DriverError as error:
+        return report, () if report.error else (str(error),)
 
 
 def _is_module_installed(machine: Machine, release: str, name: str) -> bool:

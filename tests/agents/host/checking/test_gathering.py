@@ -13,6 +13,8 @@ import pytest
 from agents.host.checking import checks, gathering
 from agents.host.checking.facts import SriovCard
 from agents.host.connection.http import GatewayEndpoint
+from drivers.errors import Failed
+from drivers.inventory import DriverReport
 from drivers.isolation.runner import DriverProcess
 from tests.agents.host.fake_gateway import FakeGateway
 from tests.support.modelmachine import ModelMachine
@@ -178,3 +180,19 @@ def test_enabled_drivers_settle_conflicts_and_others_are_asked_alone() -> None:
         assert len(fake.report.devices) == 1 and pci.report.faults[0].subject == "rules"
 
     asyncio.run(story())
+
+
+@pytest.mark.parametrize(("error", "limitations"), [("", ("it ended",)), ("it ended before", ())])
+def test_a_driver_that_ends_after_its_report_is_limited(
+    error: str, limitations: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def discover(driver: DriverProcess) -> DriverReport:
+        return DriverReport(driver.name, error=error)
+
+    async def probe(driver: DriverProcess) -> tuple[str, ...]:
+        raise Failed("it ended")
+
+    monkeypatch.setattr(DriverProcess, "discover", discover)
+    monkeypatch.setattr(DriverProcess, "probe", probe)
+    (facts,) = asyncio.run(gathering.gather_drivers([DriverProcess("fake_driver", "n", {})], ["fake_driver"]))
+    assert facts.limitations == limitations and facts.report.error == error
