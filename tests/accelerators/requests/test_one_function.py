@@ -15,6 +15,7 @@ from msgspec.structs import replace
 
 from accelerators import conductor, safety
 from accelerators.devices import lifecycle
+from accelerators.domain import groups
 from accelerators.domain.caller import Caller
 from accelerators.domain.device_actions import Action
 from accelerators.domain.diff import collect_changes
@@ -554,6 +555,27 @@ def test_S1_a_device_whose_function_was_released_through_another_device_is_not_r
     holders = safety.find_releases_of_device(two.deployable.device).holders
     assert bool(holders) == is_refused
     assert safety.find_releases_of_device(one.deployable.device).holders
+
+
+@pytest.mark.parametrize(("address", "is_refused"), [("0000:01:00.0", True), ("0000:02:00.0", False)])
+@pytest.mark.parametrize("is_released", [False, True])
+def test_S1_a_bind_does_not_program_a_card_of_which_a_guest_may_use_a_function_through_another_device(
+    host: Host, address: str, is_refused: bool, is_released: bool
+) -> None:
+    with conductor.writing():
+        (former,) = make_handles(host, address, ("PCI", "1"))
+        (present,) = make_handles(host, "0000:01:00.0", ("PCI", "2"))
+        Device.objects.filter(pk=present.deployable.device_id).update(state="ready")
+        Deployable.objects.filter(pk=present.deployable_id).update(rp_uuid=PROVIDER)
+        DeviceProfile.objects.update(groups=[{"resources:FPGA": "1", groups.FUNCTION_KEY: "adder"}])
+        if is_released:
+            ReleasedHandle.objects.create(handle=former, instance=uuid4(), ask_at=datetime.now(UTC))
+        else:
+            hold(former)
+    request = bind_request()
+    assert request.state == ("BindFailed" if is_refused else "BindStarted")
+    why = "had it, and its host has not confirmed" if is_released else "its device is held by request"
+    assert (why in request.fault) == is_refused
 
 
 @pytest.mark.parametrize("is_released", [False, True])
