@@ -38,6 +38,7 @@ from accelerators.models import (
 from accelerators.requests import binding, profiles
 from accelerators.requests.binding import BindSpec
 from drivers.inventory import Device as Card
+from tests.support.locks import wait_for_a_waiting_lock
 from tests.support.reports import apply_report, get_or_create_host, make_card, make_driver_report, make_report
 
 pytestmark = pytest.mark.django_db
@@ -466,21 +467,6 @@ def test_S1_a_bind_that_waited_for_the_release_of_its_function_is_refused(host: 
         wait_for_a_waiting_lock()
     thread.join(10)
     assert len(refusals) == 1 and "its host has not confirmed" in refusals[0]
-
-
-def wait_for_a_waiting_lock() -> None:
-    """Return when another connection to this database waits for a lock."""
-    end = time.monotonic() + 10
-    with connection.cursor() as cursor:
-        while time.monotonic() < end:
-            cursor.execute(
-                "SELECT count(*) FROM pg_locks l JOIN pg_stat_get_activity(NULL) a ON a.pid = l.pid"
-                " WHERE NOT l.granted AND a.datid = (SELECT oid FROM pg_database WHERE datname = current_database())"
-            )
-            if cursor.fetchone()[0]:
-                return
-            time.sleep(0.02)
-    pytest.fail("nothing waits for a lock")
 
 
 @pytest.mark.parametrize("is_missing", [True, False])
