@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 
 import pytest
-from django.db import connection
+from django.db import IntegrityError, connection
 
 from accelerators import conductor
 from accelerators.domain.caller import Caller
@@ -28,7 +28,7 @@ def test_of_two_people_who_switch_at_the_same_time_the_second_finds_what_the_fir
     def switch_too() -> None:
         try:
             results.append(switch(True, "bob"))
-        except Exception as error:
+        except IntegrityError as error:
             results.append(error)
         finally:
             connection.close()
