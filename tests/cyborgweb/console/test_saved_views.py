@@ -70,7 +70,7 @@ def test_the_own_views_and_columns_are_shown_however_many_views_others_share(ope
     viewer.post(SAVE_URL, {"name": "z", "query": ""})
     viewer.post(SAVE_URL, {"columns": ["model"]})
     names = list_view_names(viewer)
-    assert (names[:2], len(names), list_columns(viewer)) == (["z", "a0"], 50, ["model"])
+    assert (names[:2], len(names), list_columns(viewer)) == (["z", "a0"], 50, ["shown_model"])
 
 
 def test_users_of_one_project_see_only_their_own_saved_views(operator: Client) -> None:
