@@ -126,7 +126,7 @@ def _verify_seal(
 ) -> None:
     """Verify one seal and its events; add counts and findings to `result`.
 
-    `previous` is the seal before. If seals between the two are gone, an event that was inserted in front of those of the
+    `previous` is the seal before. If seals between the two are gone, an event that was inserted before those of the
     later one is not found, because the events of the gone seals stand there. `dropped` holds the months that were
     dropped; a month that was dropped during the verification is added.
     """
