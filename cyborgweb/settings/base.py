@@ -239,7 +239,7 @@ LOGGING = {
 
 UNFOLD = {
     "SITE_TITLE": "Accelerators",
-    "LOGIN": {"form": "cyborgweb.auth.login.LoginForm" if WITH_KEYSTONE else None},
+    "LOGIN": {"form": f"cyborgweb.auth.login.{'LoginForm' if WITH_KEYSTONE else 'LocalLoginForm'}"},
     "SITE_HEADER": "Accelerators",
     "SITE_SUBHEADER": "control plane",
     "SITE_SYMBOL": "memory",
