@@ -12,12 +12,12 @@ import os
 import shutil
 import subprocess
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
 
 import msgspec
-from django.db import connection, connections
+from django.db import DatabaseError, connection, connections
 from django.db.migrations.loader import MigrationLoader
 from django.db.migrations.recorder import MigrationRecorder
 from psycopg.conninfo import make_conninfo
@@ -82,7 +82,8 @@ def _lock_folder(folder: Path) -> Iterator[None]:
         try:
             yield
         finally:
-            cursor.execute("SELECT pg_advisory_unlock(hashtextextended(%s, 0))", [key])
+            with suppress(DatabaseError):  # the lock ends with a lost connection, too
+                cursor.execute("SELECT pg_advisory_unlock(hashtextextended(%s, 0))", [key])
 
 
 def _create_locked_backup(folder: Path, progress: ProgressCallback) -> BackupDescription:
