@@ -135,19 +135,21 @@ def update_user(person: keystone.AuthenticatedPerson) -> Any:
 
     Returns None if the roles give no group: a known user then loses all groups and staff rights, and an unknown one is
     not created. The user may be inactive. The user is found by Keystone's id, because a name can
-    be given to another person later, or exist in another domain. A lock on that id serializes logins of one person.
+    be given to another person later, or exist in another domain. Locks on that id and on the name serialize logins of
+    one person, and of persons with one name.
     """
     caller, console_roles = person.caller, (get_keys().console_viewer_roles, get_keys().console_tenant_roles)
     group = roles.choose_group(caller.roles, caller.project_id, *console_roles)
-    users = get_user_model().objects
+    users, username = get_user_model().objects, f"{person.caller.name}@{person.domain}"[:140]
     with transaction.atomic():
-        with connection.cursor() as cursor:  # two first logins of one person may come at the same time
-            cursor.execute("SELECT pg_advisory_xact_lock(hashtextextended(%s, 0))", [person.caller.user_id])
+        with connection.cursor() as cursor:  # two first logins of one person, or with one name, may come together
+            for key in (person.caller.user_id, username):
+                cursor.execute("SELECT pg_advisory_xact_lock(hashtextextended(%s, 0))", [key])
         keystone_user = KeystoneUser.objects.select_related("user").filter(keystone_id=person.caller.user_id).first()
         if keystone_user is None and not group:
             return None
         user = keystone_user.user if keystone_user else get_user_model()(password=make_password(None))
-        user.username = username = f"{person.caller.name}@{person.domain}"[:140]
+        user.username = username
         if users.filter(username=username).exclude(pk=user.pk).exists():
             user.username = f"{username} {person.caller.user_id[:8]}"
         user.is_staff, user.is_superuser = bool(group), group == roles.ADMINISTRATORS.group

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
+import threading
 from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 from typing import Any
@@ -12,15 +13,18 @@ import pytest
 from django.contrib import admin
 from django.contrib.auth.models import User
 from django.contrib.sessions.models import Session
+from django.db import IntegrityError, connection, transaction
 from django.http import HttpResponse
 from django.test import Client
 
+from accelerators.domain.caller import Caller
 from cyborgweb.auth import login_throttle, roles
-from cyborgweb.auth.keystone import get_token_cache
-from cyborgweb.auth.login import BACKEND_PATH, INACTIVE_TEXT, REFUSED_TEXT, UNAVAILABLE_TEXT, LoginForm
+from cyborgweb.auth.keystone import AuthenticatedPerson, get_token_cache
+from cyborgweb.auth.login import BACKEND_PATH, INACTIVE_TEXT, REFUSED_TEXT, UNAVAILABLE_TEXT, LoginForm, update_user
 from cyborgweb.models import KeystoneUser
 from tests.support.keystone import Keystone, vouching
 from tests.support.keystone import User as Person
+from tests.support.locks import wait_for_a_waiting_lock
 
 pytestmark = pytest.mark.django_db
 
@@ -224,6 +228,30 @@ def test_users_are_identified_by_their_keystone_id_and_not_by_name(client: Clien
     assert KeystoneUser.objects.get(keystone_id="f" * 32).user.username == "admin@Default ffffffff"
     first.refresh_from_db()
     assert first.is_superuser and KeystoneUser.objects.count() == 3
+
+
+@pytest.mark.django_db(transaction=True)
+def test_two_persons_with_one_name_who_log_in_at_the_same_time_get_two_users() -> None:
+    first, second = (
+        AuthenticatedPerson(Caller("anna", character * 32, frozenset({"admin"}), "p1"), "Default") for character in "ab"
+    )
+    names: list[str] = []
+
+    def log_in_too() -> None:
+        try:
+            names.append(update_user(second).username)
+        except IntegrityError as error:
+            names.append(str(error))
+        finally:
+            connection.close()
+
+    thread = threading.Thread(target=log_in_too, daemon=True)
+    with transaction.atomic():
+        assert update_user(first).username == "anna@Default"
+        thread.start()
+        wait_for_a_waiting_lock()
+    thread.join(10)
+    assert names == ["anna@Default bbbbbbbb"]
 
 
 def test_a_user_deactivated_in_the_console_cannot_log_in(client: Client, keystone: Keystone) -> None:
