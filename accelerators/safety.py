@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
-from django.db.models import BooleanField, F, Func, Q, QuerySet, TextField, Value
+from django.db.models import F, Func, IntegerField, QuerySet, TextField, Value
 from django.db.models.expressions import RawSQL
 
 from accelerators.domain import driver_status
@@ -39,9 +39,11 @@ class HolderCheckResult:
 HOLDS_ADDRESS = """accelerators_device.id = ANY(%s) AND accelerators_acceleratorrequest.claim
   && accelerators_whole_function(accelerators_device.host_id, accelerators_device.address)"""
 """Condition: the request holds the function at the address of one of these devices, or a part of it."""
-IS_RELEASED_AT_ADDRESS = """accelerators_releasedhandle.claim && (
-  SELECT accelerators_whole_function(d.host_id, d.address) FROM accelerators_device d WHERE d.id = %s)"""
-"""Condition: the released handle claims the function at the address of this device, or a part of it."""
+IS_RELEASED_OF_DEVICE = """accelerators_device.id = ANY(%s) AND (
+  accelerators_deployable.device_id = accelerators_device.id OR accelerators_releasedhandle.claim
+  && accelerators_whole_function(accelerators_device.host_id, accelerators_device.address))"""
+"""Condition: the released handle is one of these devices', or claims the function at the address of one of them, or a
+part of it."""
 REQUESTS_CHECK, RELEASES_CHECK = "requests", "releases"
 """Names of the holder checks for our own accelerator requests, and for handles that a guest may still use."""
 HOLDER_CHECKS: Registry[Callable[[Device], HolderCheckResult]] = Registry("holder check")
@@ -61,27 +63,26 @@ def find_requests_of_device(device: Device) -> HolderCheckResult:
 def find_releases_of_device(device: Device) -> HolderCheckResult:
     """Return up to five released functions of the device that a guest may still use: the holder check for them.
 
-    A function at the device's PCI address, or a part of it, that was released through another device also counts.
     Reads rows without locking them; `unknown` of the HolderCheckResult is always ''.
     """
-    at_address = RawSQL(IS_RELEASED_AT_ADDRESS, (device.pk,), output_field=BooleanField())
-    releases = _query_released_functions(Q(handle__deployable__device=device.pk) | Q(at_address))
+    releases = [release for _, release in find_releases_of_devices([device.pk])]
     return HolderCheckResult(tuple(f"a guest, perhaps: {release.description}" for release in releases[:5]))
 
 
-def query_releases_of_devices(devices: Collection[int]) -> QuerySet[ReleasedHandle]:
-    """Query the released PCI handles of these devices that their hosts have not confirmed as unused."""
-    return _query_released_functions(Q(handle__deployable__device__in=devices))
+def find_releases_of_devices(devices: Collection[int]) -> list[tuple[int, ReleasedHandle]]:
+    """Return the released PCI handles of these devices that their hosts have not confirmed as unused; one statement.
 
-
-def _query_released_functions(condition: Q) -> QuerySet[ReleasedHandle]:
-    """Query the released PCI handles with this condition that their hosts have not confirmed as unused.
-
-    Handles that are made on the host are left out: the agent knows them, refuses destructive acts while they exist, and
-    carries out the commands of a device in their order, so that the detach comes first.
+    A function at a device's PCI address, or a part of it, that was released through another device also counts: it is
+    the same hardware. Each handle stands behind the id of the device of `devices` that it concerns, and may stand there
+    more than once. Handles that are made on the host are left out: the agent knows them, refuses destructive acts while
+    they exist, and carries out the commands of a device in their order, so that the detach comes first.
     """
-    releases = ReleasedHandle.objects.filter(condition, handle__attach_type=HandleType.PCI)
-    return releases.select_related("handle__deployable").order_by("id")
+    releases = ReleasedHandle.objects.filter(handle__attach_type=HandleType.PCI)
+    of_devices = releases.select_related("handle__deployable").extra(
+        tables=["accelerators_device"], where=[IS_RELEASED_OF_DEVICE], params=[list(devices)]
+    )
+    concerned = RawSQL("accelerators_device.id", (), output_field=IntegerField())
+    return [(release.concerned_device, release) for release in of_devices.annotate(concerned_device=concerned)]
 
 
 def query_requests_of_devices(devices: Collection[int], *columns: str) -> QuerySet[Any, Any]:

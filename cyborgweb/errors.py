@@ -5,6 +5,7 @@ All exceptions of this package, each with the module that defines it:
     CyborgwebError                      cyborgweb.errors
       CliError                          cyborgweb.cli.exit_codes
       KeystoneUnavailableError          cyborgweb.auth.authentication
+      LoginThrottledError               cyborgweb.auth.login_throttle
       PolicyDeniedError                 cyborgweb.auth.policy
       PolicyFileError                   cyborgweb.auth.policy
       ReadOnlyError                     cyborgweb.auth.read_only

@@ -123,6 +123,10 @@ class DeviceAdmin(ReadOnlyModelAdmin):
         """
         return permissions.is_allowed(request)
 
+    def has_units_permission(self, request: HttpRequest) -> bool:
+        """Return whether the user may change the number of units of devices; Django asks this for `units`."""
+        return partitioning.may_change_units(request)
+
     def get_urls(self) -> list[Any]:
         """Add the URLs of `units_view`, `decide_view` and `order_view`."""
         decide, order = (self.admin_site.admin_view(view) for view in (self.decide_view, self.order_view))

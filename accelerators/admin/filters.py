@@ -25,10 +25,7 @@ class DeviceFreshnessListFilter(admin.SimpleListFilter):
         return [("yes", "stale"), ("no", "live")]
 
     def queryset(self, request: HttpRequest, queryset: QuerySet[Device]) -> QuerySet[Device]:
-        """Return the stale devices, the live ones or, if nothing is chosen, all.
-
-        If on a host only backends failed, their devices are in neither result (see `_select_hosts_with_stale_devices`).
-        """
+        """Return the stale devices, the live ones or, if nothing is chosen, all."""
         if self.value() not in ("yes", "no"):
             return queryset
         stale = Q(host__stale_since__isnull=False) | (Q(_error__isnull=False) & ~Q(_error=""))
@@ -41,13 +38,10 @@ class DeviceFreshnessListFilter(admin.SimpleListFilter):
 
 
 def _select_hosts_with_stale_devices() -> QuerySet[Host]:
-    """Query the hosts whose agent has not been heard from, or one of whose drivers has an error.
-
-    An error of a backend whose driver has none is not found.
-    """
+    """Query the hosts whose agent has not been heard from, or one of whose drivers or backends has an error."""
     has_error = Func(
         F("drivers"),
-        Value('$.*.error ? (@ <> "")'),
+        Value('$.* ? (@.error <> "" || @.backends.*.error <> "")'),
         function="jsonb_path_exists",
         template="%(function)s(%(expressions)s::jsonpath)",
         output_field=BooleanField(),

@@ -46,7 +46,12 @@ def change_units(admin: Any, request: HttpRequest, queryset: QuerySet[Device]) -
 
 
 change_units.short_description = "Change the number of units"  # type: ignore[attr-defined]
-change_units.allowed_permissions = ("decide",)  # type: ignore[attr-defined]
+change_units.allowed_permissions = ("units",)  # type: ignore[attr-defined]
+
+
+def may_change_units(request: HttpRequest) -> bool:
+    """Return whether the user may add units or remove them; False while everything is read only."""
+    return any(permissions.is_allowed(request, rule) for rule in (permissions.ADD_UNITS, permissions.REMOVE_UNITS))
 
 
 def build_units_context(request: HttpRequest, device: Device) -> dict[str, Any]:
@@ -55,7 +60,7 @@ def build_units_context(request: HttpRequest, device: Device) -> dict[str, Any]:
     Empty if the device does not let its number of units be chosen, or if the user may not change it. Costs one
     statement.
     """
-    if not (device.sized_by and permissions.is_allowed(request, permissions.CHANGE_UNITS)):
+    if not (device.sized_by and may_change_units(request)):
         return {}
     return {"units": partitioning.count_units([device])[device.pk], "units_url": f"{_page_url()}?device={device.uuid}"}
 
@@ -65,10 +70,13 @@ def handle_units_page(admin: Any, request: HttpRequest) -> HttpResponse:
 
     If the only device got a command, redirects to that command instead. Redirects to the list of devices if no valid
     device is chosen. If the whole change is refused, the page is shown with the reason. Raises PermissionDenied for
-    users whom neither the rule `cyborg:accelerator:create` nor Django's permission `accelerators.change_device` allows
-    this.
+    users whom neither a policy rule nor Django's permission `accelerators.change_device` allows this: the rule
+    `cyborg:accelerator:create` to add units, `cyborg:accelerator:delete` to remove some or all, one of them to see the
+    page.
     """
-    permissions.require_permission(request, permissions.CHANGE_UNITS)
+    rule = {"more": permissions.ADD_UNITS}.get(request.POST.get("change", ""), permissions.REMOVE_UNITS)
+    if request.method == "POST" or not may_change_units(request):
+        permissions.require_permission(request, rule)
     devices = _load_chosen_devices(request)
     if not devices:
         messages.error(request, "Select devices on which the number of units can be changed.")
@@ -154,6 +162,8 @@ def _render_page(
         "done": results is not None,
         "single_device": devices[0] if len(devices) == 1 else None,
         "layout_keys": sorted({word for one in devices for word in one.changeable.split() if word != one.sized_by}),
+        "may_add": permissions.is_allowed(request, permissions.ADD_UNITS),
+        "may_remove": permissions.is_allowed(request, permissions.REMOVE_UNITS),
         "form_values": {name: request.POST.get(name, "") for name in ("count", "layout", "reason")},
         "max_units": partitioning.MAX_UNITS,
         "max_reason_length": MAX_REASON,

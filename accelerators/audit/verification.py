@@ -26,6 +26,12 @@ WHERE (e.tx, e.id) > (%s, %s) AND (e.tx, e.id) <= (%s, %s) ORDER BY e.tx, e.id L
 """
 """The events between two seals, with their digests. It is raw SQL because PostgreSQL computes the digests, and because
 the ORM cannot compare rows, which lets the index find the range."""
+SELECT_LAST_SEALED_EVENTS = f"""
+SELECT l.id, l.digest FROM (SELECT e.tx, e.id, {EVENT_DIGEST} AS digest FROM accelerators_event e
+  WHERE (e.tx, e.id) > (%s, %s) AND (e.tx, e.id) <= (%s, %s) ORDER BY e.tx DESC, e.id DESC LIMIT %s) AS l
+ORDER BY l.tx, l.id
+"""
+"""The last events between two seals, with their digests: those of the later seal, if seals between the two are gone."""
 
 
 @dataclass(frozen=True)
@@ -86,14 +92,12 @@ def verify_seals(
     for seal in seals.order_by("number").iterator(chunk_size=500):
         if len(result.findings) >= MAX_FINDINGS:
             break
-        if missing_count := seal.number - previous.number - 1:
-            which = (
-                f"№{seal.number - 1} is" if missing_count == 1 else f"№{previous.number + 1} to №{seal.number - 1} are"
-            )
-            result.findings.append(SealFinding(seal.number - 1, 0, f"seal {which} gone"))
+        _report_gap(previous.number, seal.number, result)
         _verify_seal(seal, previous, anchors or {}, dropped, result)
         previous = seal
         progress(result.events + result.dropped, events_total)
+    else:
+        _report_gap(previous.number, min(newest_seal.number, last or newest_seal.number) + 1, result)
     for number, anchor in sorted((anchors or {}).items()):
         if number > newest_seal.number:
             text = f"seal №{number} ({anchor[:12]}…) was kept elsewhere and is gone: the end of the chain was cut off"
@@ -109,13 +113,22 @@ def verify_seals(
     return result
 
 
+def _report_gap(present: int, next_present: int, result: VerificationResult) -> None:
+    """Add a finding to `result` if the seals between these two numbers are gone."""
+    first, last = present + 1, next_present - 1
+    if first <= last:
+        which = f"seal №{last} is" if first == last else f"seals №{first} to №{last} are"
+        result.findings.append(SealFinding(last, 0, f"{which} gone"))
+
+
 def _verify_seal(
     seal: Seal, previous: Seal, anchors: Mapping[int, str], dropped: set[str], result: VerificationResult
 ) -> None:
     """Verify one seal and its events; add counts and findings to `result`.
 
-    `previous` is the seal before. `dropped` holds the months that were dropped; a month that was dropped during the
-    verification is added.
+    `previous` is the seal before. If seals between the two are gone, an event that was inserted before those of the
+    later one is not found, because the events of the gone seals stand there. `dropped` holds the months that were
+    dropped; a month that was dropped during the verification is added.
     """
     result.seals += 1
     if build_link(seal, previous.hash).hash != seal.hash:
@@ -124,8 +137,11 @@ def _verify_seal(
     if anchors.get(seal.number, seal.hash) != seal.hash:
         text = f"seal №{seal.number} differs from the one that was kept elsewhere: the chain was computed again"
         result.findings.append(SealFinding(seal.number, 0, text))
+    statement, count = SELECT_SEALED_EVENTS, seal.events + 1
+    if seal.number > previous.number + 1:
+        statement, count = SELECT_LAST_SEALED_EVENTS, seal.events
     with connection.cursor() as cursor:
-        cursor.execute(SELECT_SEALED_EVENTS, [previous.tx, previous.event, seal.tx, seal.event, seal.events + 1])
+        cursor.execute(statement, [previous.tx, previous.event, seal.tx, seal.event, count])
         rows = cursor.fetchall()
     if seal.events and not rows and seal.month not in dropped and Seal.objects.filter(drops=seal.month).exists():
         dropped.add(seal.month)  # the month was dropped during this verification

@@ -481,7 +481,8 @@ def _choose_programming_requests(
     """Return, for each device that must be programmed, the id of the request whose image it gets.
 
     Raises RefusedError NONE_FREE if requests of this bind need different images or different deployables of one device,
-    if another request holds the device, or if a guest may still use a released handle of it.
+    if another request holds the device, or if a guest may still use a released function of it. Requests and releases
+    through another device at the same PCI address count, too.
     """
     first_by_device: dict[int, _LockedRequest] = {}
     for request, _ in pairs:
@@ -497,9 +498,9 @@ def _choose_programming_requests(
     for device, uuid in safety.query_requests_of_devices([*first_by_device], "uuid") if first_by_device else ():
         why = f"its device is held by request {uuid}: it cannot be programmed for another"
         raise _build_none_free_error(handles[first_by_device[device].id].deployable, why)
-    for release in safety.query_releases_of_devices([*first_by_device]) if first_by_device else ():
+    for device, release in safety.find_releases_of_devices([*first_by_device]) if first_by_device else ():
         why = f"its device cannot be programmed: {release.description}"
-        raise _build_none_free_error(handles[first_by_device[release.handle.deployable.device_id].id].deployable, why)
+        raise _build_none_free_error(handles[first_by_device[device].id].deployable, why)
     return {device: request.id for device, request in first_by_device.items()}
 
 

@@ -12,7 +12,7 @@ from accelerators.ui.extensions import DENIAL_REASON
 UPDATE_DEVICE = "cyborg:device:update"
 CREATE_COMMAND = "cyborg:command:create"
 RESCAN = "cyborg:service:discover"
-CHANGE_UNITS = "cyborg:accelerator:create"
+ADD_UNITS, REMOVE_UNITS = "cyborg:accelerator:create", "cyborg:accelerator:delete"
 START_ROLLOUT = "cyborg:driver:rollout"
 ATTACH = DETACH = "cyborg:attachment:elevated"
 """The elevated rule, because the console shows the attachments of all projects and does not check which project owns an

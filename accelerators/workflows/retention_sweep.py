@@ -8,6 +8,8 @@ holder check says that it is held or cannot answer (`safety`), or if it is missi
 from __future__ import annotations
 
 import logging
+import random
+import time
 from datetime import UTC, datetime, timedelta
 
 from django.conf import settings
@@ -16,6 +18,7 @@ from django.db.models.functions import Coalesce
 
 from accelerators import conductor, safety
 from accelerators.audit import retention
+from accelerators.devices.lifecycle import HOLDER_CHECKS_TIMEOUT_S
 from accelerators.domain.errors import RefusedError
 from accelerators.domain.states import DriverState, EventSource
 from accelerators.models import AcceleratorRequest, AttachHandle, Attribute, Command, Deployable, Device
@@ -66,14 +69,18 @@ def remove_missing_devices(now: datetime | None = None) -> bool:
 
     Returns True if there may be more; False also if none of a full batch was free. A device's deployables, attributes
     and attach handles are deleted with it. Locks the devices and their hosts, makes all holder checks for each device,
-    and writes an event for each that is removed; raises a `provider` intent for each of their hosts.
+    for HOLDER_CHECKS_TIMEOUT_S at most in all (the devices that are left stay for a later call), and writes an event
+    for each that is removed; raises a `provider` intent for each of their hosts.
     """
     before = (now or datetime.now(UTC)) - timedelta(seconds=settings.KEYS.missing_retention_s)
     with conductor.writing():
-        # In random order: otherwise a batch of held devices would keep all others from being looked at.
+        # In random order: otherwise held devices, or slow holder checks, would keep all others from being looked at.
         removable_ids = list(_query_removable_devices(before).order_by("?").values_list("id", flat=True)[:BATCH_SIZE])
         removable = _query_removable_devices(before).filter(id__in=removable_ids)
-        devices = [d for d in conductor.lock_devices(removable, to_delete=True) if _is_free(d)]
+        locked = conductor.lock_devices(removable, to_delete=True)
+        random.shuffle(locked)
+        give_up_at = time.monotonic() + HOLDER_CHECKS_TIMEOUT_S
+        devices = [device for device in locked if time.monotonic() < give_up_at and _is_free(device)]
         for device in devices:
             conductor.record_event(
                 "device.removed",

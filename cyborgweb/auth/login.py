@@ -1,12 +1,14 @@
-"""The console's login with Keystone: name, password, domain and project (docs/adr/0004).
+"""The console's login: with a local password, or with Keystone by name, password, domain and project (docs/adr/0004).
 
-The settings use it when `CYBORG_AUTH=keystone`; local passwords are not accepted then. Neither password nor token is
-stored: a session holds the person's roles and project, from which `cyborgweb.auth.roles` makes a Caller.
+The settings use `LoginForm` when `CYBORG_AUTH=keystone`; local passwords are not accepted then. Neither password nor
+token is stored: a session holds the person's roles and project, from which `cyborgweb.auth.roles` makes a Caller.
 """
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -22,7 +24,7 @@ from django.views.decorators.debug import sensitive_variables
 from unfold.forms import AuthenticationForm
 
 from accelerators.domain.caller import ADMIN_ROLE
-from cyborgweb.auth import keystone, roles
+from cyborgweb.auth import keystone, login_throttle, roles
 from cyborgweb.auth.token_cache import TokenCheckUnavailableError
 from cyborgweb.models import KeystoneUser
 from cyborgweb.settings.keys import get_keys
@@ -31,6 +33,7 @@ log = logging.getLogger(__name__)
 
 
 REFUSED_TEXT = "Keystone does not accept this name, password, domain and project together."
+INACTIVE_TEXT = "Your user is deactivated in this console: ask an administrator to activate it."
 UNAVAILABLE_TEXT = "Keystone cannot be asked now; try again in a few seconds."
 
 
@@ -46,6 +49,24 @@ class KeystoneBackend(ModelBackend):
 
 
 BACKEND_PATH = f"{KeystoneBackend.__module__}.{KeystoneBackend.__qualname__}"
+
+
+class LocalLoginForm(AuthenticationForm):
+    """The login form for local passwords."""
+
+    @sensitive_variables()
+    def clean(self) -> dict[str, Any]:
+        """Check the password and return the form's data.
+
+        Raises ValidationError if the login is refused, or if the password cannot be checked now
+        (`cyborgweb.auth.login_throttle`). Checks nothing if a field is wrong.
+        """
+        data: dict[str, Any] = self.cleaned_data
+        if not self.errors:
+            with _throttle_attempt(self.request, data["username"]) as take_back:
+                data = super().clean()
+                take_back()
+        return data
 
 
 class LoginForm(AuthenticationForm):
@@ -69,46 +90,66 @@ class LoginForm(AuthenticationForm):
     def clean(self) -> dict[str, Any]:
         """Check the password with Keystone, update the person's user and groups, and return the form's data.
 
-        Raises ValidationError if Keystone cannot be asked or refuses the login, if the roles give no access to the
-        console, or if the person's user is not active here. Asks nothing if a field is wrong.
+        Raises ValidationError if Keystone cannot be asked or refuses the login, if the password cannot be checked now
+        (`cyborgweb.auth.login_throttle`), if the roles give no access to the console, or if the person's user is not
+        active here. Asks nothing if a field is wrong.
         """
         data: dict[str, Any] = self.cleaned_data
         if self.errors:
             return data
-        try:
-            person = keystone.check_password(data["username"], data["password"], data["domain"], data["project"])
-        except TokenCheckUnavailableError as error:
-            log.warning("a login could not be checked: %s", error.reason)
-            raise forms.ValidationError(UNAVAILABLE_TEXT) from None
-        if person is None:
-            raise forms.ValidationError(REFUSED_TEXT)
-        self.user_cache = update_user(person)
-        if self.user_cache is None:
+        with _throttle_attempt(self.request, f"{data['username']}@{data['domain']}") as take_back:
+            try:
+                person = keystone.check_password(data["username"], data["password"], data["domain"], data["project"])
+            except TokenCheckUnavailableError as error:
+                take_back()
+                log.warning("a login could not be checked: %s", error.reason)
+                raise forms.ValidationError(UNAVAILABLE_TEXT) from None
+            if person is None:
+                raise forms.ValidationError(REFUSED_TEXT)
+            take_back()
+        user = update_user(person)
+        if user is None:
             role_names = " or ".join(
                 dict.fromkeys((ADMIN_ROLE, *get_keys().console_viewer_roles, *get_keys().console_tenant_roles))
             )
             raise forms.ValidationError(f"The console needs the role {role_names} in the project; you do not have it.")
+        if not user.is_active:
+            raise forms.ValidationError(INACTIVE_TEXT)
+        self.user_cache = user
         return data
+
+
+@contextmanager
+def _throttle_attempt(request: Any, name: str) -> Iterator[Callable[[], None]]:
+    """Count a failed attempt to log in; the yielded function takes it back. Raises ValidationError if the password
+    cannot be checked now."""
+    try:
+        with login_throttle.throttle.attempt(name, login_throttle.get_client_address(request)) as take_back:
+            yield take_back
+    except login_throttle.LoginThrottledError as refused:
+        raise forms.ValidationError(str(refused)) from None
 
 
 def update_user(person: keystone.AuthenticatedPerson) -> Any:
     """Create or update the person's user, set the group that their roles give now, and return the user.
 
-    Returns None if the user is not active, or if the roles give no group. In the latter case a known user loses all
-    groups and staff rights, and an unknown one is not created. The user is found by Keystone's id, because a name can
-    be given to another person later, or exist in another domain. A lock on that id serializes logins of one person.
+    Returns None if the roles give no group: a known user then loses all groups and staff rights, and an unknown one is
+    not created. The user may be inactive. The user is found by Keystone's id, because a name can
+    be given to another person later, or exist in another domain. Locks on that id and on the name serialize logins of
+    one person, and of persons with one name.
     """
     caller, console_roles = person.caller, (get_keys().console_viewer_roles, get_keys().console_tenant_roles)
     group = roles.choose_group(caller.roles, caller.project_id, *console_roles)
-    users = get_user_model().objects
+    users, username = get_user_model().objects, f"{person.caller.name}@{person.domain}"[:140]
     with transaction.atomic():
-        with connection.cursor() as cursor:  # two first logins of one person may come at the same time
-            cursor.execute("SELECT pg_advisory_xact_lock(hashtextextended(%s, 0))", [person.caller.user_id])
+        with connection.cursor() as cursor:  # two first logins of one person, or with one name, may come together
+            for key in (person.caller.user_id, username):
+                cursor.execute("SELECT pg_advisory_xact_lock(hashtextextended(%s, 0))", [key])
         keystone_user = KeystoneUser.objects.select_related("user").filter(keystone_id=person.caller.user_id).first()
         if keystone_user is None and not group:
             return None
         user = keystone_user.user if keystone_user else get_user_model()(password=make_password(None))
-        user.username = username = f"{person.caller.name}@{person.domain}"[:140]
+        user.username = username
         if users.filter(username=username).exclude(pk=user.pk).exists():
             user.username = f"{username} {person.caller.user_id[:8]}"
         user.is_staff, user.is_superuser = bool(group), group == roles.ADMINISTRATORS.group
@@ -118,7 +159,7 @@ def update_user(person: keystone.AuthenticatedPerson) -> Any:
         user.groups.set([roles.get_group(group)] if group else [])
     # Django's login reads `backend`; `_store_caller_in_session` reads `keystone_caller`.
     vars(user).update(backend=BACKEND_PATH, keystone_caller=person.caller)
-    return user if group and user.is_active else None
+    return user if group else None
 
 
 @receiver(user_logged_in)

@@ -7,9 +7,10 @@ an API, `cyborgweb.middleware.requests` before every write of the console. It is
 
 from __future__ import annotations
 
+import threading
 import time
 
-from django.db import transaction
+from django.db import connection, transaction
 
 from accelerators import conductor
 from accelerators.api.own.errors import READ_ONLY, ApiError
@@ -26,7 +27,12 @@ TTL_S = 5.0
 RETRY_S = 30
 """The Retry-After of a refusal, in seconds."""
 
+_SWITCH_LOCK_ID = 0x72656164
+"""Key of the advisory lock that serializes switches: without the row, there is nothing else to lock."""
 _cached: tuple[float, Maintenance | None] | None = None
+_drop_count = 0
+_cache_lock = threading.Lock()
+"""Guards `_cached` and `_drop_count`, which counts how often `_cached` was dropped."""
 
 
 class ReadOnlyError(CyborgwebError, ApiError):
@@ -42,13 +48,17 @@ def get_maintenance() -> Maintenance | None:
     """Return the row of the read-only switch while everything is read only, otherwise None.
 
     The result is cached in this process for TTL_S seconds, or until a change is notified; so it costs one statement
-    every few seconds.
+    every few seconds. A row that was read before a notified change is not cached after it.
     """
     global _cached
-    cached = _cached
+    with _cache_lock:
+        cached, drop_count = _cached, _drop_count
     if cached is None or time.monotonic() > cached[0]:
         pubsub.start_listener()
-        _cached = cached = (time.monotonic() + TTL_S, Maintenance.objects.first())
+        cached = (time.monotonic() + TTL_S, Maintenance.objects.first())
+        with _cache_lock:
+            if _drop_count == drop_count:
+                _cached = cached
     return cached[1]
 
 
@@ -69,12 +79,14 @@ def switch_read_only(on: bool, actor: Caller, reason: str, source: EventSource) 
     """Make everything read only (`on`), or end that. Return the row that is now in force, None if changes are allowed.
 
     A change records an event in the same transaction and notifies all processes after the commit. If the switch is
-    already in that position, nothing changes. The existing row is locked. Raises RefusedError INVALID if the reason is
-    too long or contains NUL.
+    already in that position, nothing changes. Waits while another transaction switches. A change that a caller began
+    before is not stopped. Raises RefusedError INVALID if the reason is too long or contains NUL.
     """
-    check_reason(reason)
+    reason = check_reason(reason)
     with conductor.writing():
-        previous = Maintenance.objects.select_for_update().first()
+        with connection.cursor() as cursor:
+            cursor.execute("SELECT pg_advisory_xact_lock(%s)", [_SWITCH_LOCK_ID])
+        previous = Maintenance.objects.first()
         maintenance = previous
         if on and previous is None:
             maintenance = Maintenance.objects.create(pk=1, by=actor.name[:255], reason=reason)
@@ -97,8 +109,9 @@ def _notify_processes() -> None:
 
 def _drop_cached(_detail: str | None) -> None:
     """Forget the cached row of the read-only switch, so that the next `get_maintenance` reads the table."""
-    global _cached
-    _cached = None
+    global _cached, _drop_count
+    with _cache_lock:
+        _cached, _drop_count = None, _drop_count + 1
 
 
 pubsub.subscribe(TOPIC, _drop_cached)

@@ -16,15 +16,17 @@ import re
 import secrets
 import socket
 import ssl
+import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import lru_cache
 from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network, ip_address, ip_network
 from urllib.parse import urlsplit
 
 from cyborgweb.errors import CyborgwebError
+from drivers.errors import Failed
+from drivers.isolation.threads import start_in_thread
 
 CONNECT_TIMEOUT_S, ATTEMPT_TIMEOUT_S = 3.0, 10.0
 MAX_ANSWER_SIZE = 1024
@@ -38,8 +40,9 @@ HOST_NAME = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9.-]{0,251}[A-Za-z0-9])?\.?")
 IpAddress = IPv4Address | IPv6Address
 LookupFunction = Callable[[str, int], Sequence[str]]
 """Function that returns the addresses of a host name and port. Raises OSError."""
-_lookup_threads = ThreadPoolExecutor(64, thread_name_prefix="webhook-names")
-"""One thread per simultaneous attempt, so that a DNS server that hangs for one name delays no other."""
+_free_lookups = threading.BoundedSemaphore(64)
+"""Limits the names that are looked up at the same time, also after their attempts have timed out. There is one for each
+simultaneous attempt, so that a DNS server that hangs for one name delays no other."""
 
 
 class WebhookUrlError(CyborgwebError):
@@ -213,7 +216,7 @@ def _open_connection(destination: WebhookUrl, allowed: AllowedDestinations, look
     connection is possible, or the certificate is not accepted.
     """
     try:
-        address_texts = _lookup_threads.submit(lookup, destination.host, destination.port).result(CONNECT_TIMEOUT_S)
+        address_texts = _look_up(lookup, destination.host, destination.port)
     except TimeoutError:
         raise OSError(0, f"the name {destination.host} was not resolved in time") from None
     except (socket.gaierror, UnicodeError):
@@ -230,6 +233,32 @@ def _open_connection(destination: WebhookUrl, allowed: AllowedDestinations, look
     except BaseException:
         connection.close()
         raise
+
+
+def _look_up(lookup: LookupFunction, host: str, port: int) -> Sequence[str]:
+    """Look up the name in a daemon thread, and return its addresses.
+
+    A lookup cannot be cancelled: after the time-out its thread goes on, and does not delay the end of the process.
+    Raises TimeoutError after about `CONNECT_TIMEOUT_S` seconds, OSError if no thread can be started, and whatever
+    `lookup` raises.
+    """
+    end = time.monotonic() + CONNECT_TIMEOUT_S
+    if not _free_lookups.acquire(timeout=CONNECT_TIMEOUT_S):
+        raise TimeoutError
+
+    def run() -> Sequence[str]:
+        """Look up the name, and let another lookup begin."""
+        try:
+            return lookup(host, port)
+        finally:
+            _free_lookups.release()
+
+    try:
+        future = start_in_thread(run)
+    except Failed as error:
+        _free_lookups.release()
+        raise OSError(0, str(error)) from None
+    return future.result(_remaining_seconds(end))
 
 
 def _connect_to_first(addresses: Sequence[str], port: int) -> socket.socket:

@@ -14,7 +14,7 @@ from urllib.parse import parse_qsl, urlencode
 from django.contrib import admin, messages
 from django.contrib.auth.models import User
 from django.core.exceptions import BadRequest, PermissionDenied
-from django.db.models import Q
+from django.db.models import BooleanField, ExpressionWrapper, Q
 from django.http import Http404, HttpRequest, HttpResponseBase, HttpResponseNotAllowed, HttpResponseRedirect
 from django.urls import reverse
 
@@ -53,16 +53,17 @@ def load_list_memory(user: Any, model: str) -> ListMemory:
     MAX_VIEWS in all. A user who is limited to one project does not see the views of others, because names and searches
     reveal things about other projects.
     """
-    visible_of_others = Q() if get_only_project(user) else Q(shared=True)
-    saved = SavedView.objects.filter(Q(user_id=user.pk) | visible_of_others, of=model).select_related("user")
-    rows = list(saved.order_by("name", "id")[: 20 * MAX_VIEWS])
+    own = Q(user_id=user.pk)
+    visible = own if get_only_project(user) else own | Q(shared=True)
+    saved = SavedView.objects.filter(visible, of=model).select_related("user")
+    rows = list(saved.order_by(ExpressionWrapper(own, BooleanField()).desc(), "name", "id")[: MAX_VIEWS + 1])
     columns = next((row.columns for row in rows if not row.name and row.user_id == user.pk), [])
     views = [
         ListedView(row.pk, row.name, row.query, row.user_id == user.pk, row.user.get_username(), row.shared)
         for row in rows
         if row.name
     ]
-    return ListMemory(tuple(columns), tuple(sorted(views, key=lambda view: not view.is_own)[:MAX_VIEWS]))
+    return ListMemory(tuple(columns), tuple(views[:MAX_VIEWS]))
 
 
 def store_list_memory(request: HttpRequest, model: str) -> HttpResponseBase:
@@ -123,7 +124,8 @@ def _delete_view(request: HttpRequest, model: str, key: str) -> None:
     The outcome is shown as a message, also if nothing was deleted.
     """
     user = _require_user(request)
-    views = SavedView.objects.filter(Q(user=user) | Q(shared=user.is_superuser), of=model).exclude(name="")
+    may_delete = Q(user=user) | Q(shared=True) if user.is_superuser else Q(user=user)
+    views = SavedView.objects.filter(may_delete, of=model).exclude(name="")
     deleted_count, _ = views.filter(pk=int(key)).delete() if key.isdecimal() and len(key) < 19 else (0, {})
     if deleted_count:
         messages.success(request, "The view is deleted.")

@@ -12,12 +12,12 @@ import os
 import shutil
 import subprocess
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
 
 import msgspec
-from django.db import connection, connections
+from django.db import DatabaseError, connection, connections
 from django.db.migrations.loader import MigrationLoader
 from django.db.migrations.recorder import MigrationRecorder
 from psycopg.conninfo import make_conninfo
@@ -62,10 +62,32 @@ class BackupDescription(msgspec.Struct, frozen=True):
 def create_backup(folder: Path, progress: ProgressCallback) -> BackupDescription:
     """Write a backup to the new folder, completely or not at all, and return its description.
 
-    `progress` is called with the size of the dump in bytes while it grows. Raises BackupError if the folder exists,
-    `pg_dump` fails or a file cannot be read or written; PostgresError if no `pg_dump` fits the server. After an error
-    `<folder>.part` may be left, which the next call deletes.
+    `progress` is called with the size of the dump in bytes while it grows. Raises BackupError if the folder exists, if
+    another backup of this database into the same folder runs, if `pg_dump` fails or if a file cannot be read or
+    written; PostgresError if no `pg_dump` fits the server. After an error `<folder>.part` may be left, which the next
+    call deletes.
     """
+    with _lock_folder(folder):
+        return _create_locked_backup(folder, progress)
+
+
+@contextmanager
+def _lock_folder(folder: Path) -> Iterator[None]:
+    """Hold an advisory lock of the database for this folder; raise BackupError if another backup holds it."""
+    with connection.cursor() as cursor:
+        key = str(folder.absolute())
+        cursor.execute("SELECT pg_try_advisory_lock(hashtextextended(%s, 0))", [key])
+        if not cursor.fetchone()[0]:
+            raise BackupError(f"another backup is being written to {folder}: wait for its end, or name another folder")
+        try:
+            yield
+        finally:
+            with suppress(DatabaseError):  # the lock ends with a lost connection, too
+                cursor.execute("SELECT pg_advisory_unlock(hashtextextended(%s, 0))", [key])
+
+
+def _create_locked_backup(folder: Path, progress: ProgressCallback) -> BackupDescription:
+    """Write the backup as `create_backup` says; nobody else writes one to this folder."""
     if folder.exists():
         raise BackupError(f"{folder} exists already: name a new folder for the backup")
     unfinished = folder.with_name(f"{folder.name}.part")
@@ -114,16 +136,28 @@ def restore_dump(folder: Path, description: BackupDescription) -> None:
     does not have.
 
     The secret key is always replaced by the backup's, because the database's secrets are encrypted with that key. The
-    caller must have checked that the database is empty. Raises BackupError if `pg_restore` fails, PostgresError if no
-    `pg_restore` fits the server, OSError if a file cannot be put back; the database is restored by then.
+    caller must have checked that the database is empty. Raises PostgresError if no `pg_restore` fits the server, and
+    BackupError if a file of the backup cannot be read (nothing is restored then), if `pg_restore` fails, or if a file
+    cannot be put back. In the last case the database is restored, and the message says how to go on.
     """
     options = ["--single-transaction", "--exit-on-error", "--no-owner", "--no-privileges", str(folder / DUMP_FILE)]
+    state = get_keys().state_path
+    names = {SECRET_KEY_FILE, *(name for name in STATE_FILES if not (state / name).exists())} & {*description.files}
+    try:
+        contents = {name: (folder / name).read_bytes() for name in sorted(names)}
+    except OSError as error:
+        raise BackupError(f"{error.filename} cannot be read: {error.strerror}. Nothing was restored") from None
     _run_client_program("pg_restore", options)
     with connection.cursor() as cursor:
         cursor.execute("ANALYZE")
-    for name in set(description.files) & set(STATE_FILES):
-        if name == SECRET_KEY_FILE or not (get_keys().state_path / name).exists():
-            write_private(get_keys().state_path / name, (folder / name).read_bytes())
+    try:
+        for name, content in contents.items():
+            write_private(state / name, content)
+    except OSError as error:
+        raise BackupError(
+            f"{state} cannot be written: {error.strerror}. The database is restored: start nothing yet, copy"
+            f" {', '.join(contents)} from {folder} to {state}, then run: manage.py restore --loaded"
+        ) from None
 
 
 def refuse_other_connections() -> None:

@@ -13,9 +13,22 @@ from accelerators.domain import states
 from cyborgweb.database.postgres import Postgres
 from cyborgweb.settings import over_tls
 from cyborgweb.settings.keys import Keys, get_keys
+from drivers.configuration import ConfigurationError
 
 KEYS = get_keys()
 BASE_DIR = Path(__file__).resolve().parents[2]
+
+
+def _find_templates(base: Path) -> Path:
+    """Return the folder of the templates. Raises ConfigurationError if it is absent, as after an installation from a
+    wheel."""
+    folder = base / "templates"
+    if not folder.is_dir():
+        raise ConfigurationError(
+            f"{folder} does not exist: the conductor runs from a checkout (docs/install.md); a wheel has what the"
+            " agent and the command `cyborg` need, but not the console's pages"
+        )
+    return folder
 
 
 def _load_secret_key(settings: Keys) -> str:
@@ -129,7 +142,7 @@ APPEND_SLASH = True
 TEMPLATES = [
     {
         "BACKEND": "django.template.backends.django.DjangoTemplates",
-        "DIRS": [BASE_DIR / "templates"],
+        "DIRS": [_find_templates(BASE_DIR)],
         "APP_DIRS": True,
         "OPTIONS": {
             "context_processors": [
@@ -226,7 +239,7 @@ LOGGING = {
 
 UNFOLD = {
     "SITE_TITLE": "Accelerators",
-    "LOGIN": {"form": "cyborgweb.auth.login.LoginForm" if WITH_KEYSTONE else None},
+    "LOGIN": {"form": f"cyborgweb.auth.login.{'LoginForm' if WITH_KEYSTONE else 'LocalLoginForm'}"},
     "SITE_HEADER": "Accelerators",
     "SITE_SUBHEADER": "control plane",
     "SITE_SYMBOL": "memory",

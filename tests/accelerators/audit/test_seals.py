@@ -374,3 +374,26 @@ def test_a_verification_that_begins_behind_a_missing_seal_names_that_seal_only(t
     with open_connection_without_triggers() as other:
         other.execute("DELETE FROM accelerators_seal WHERE number = 3")
     assert verification.verify_seals(4).findings[0].text == "seal №3 is gone"
+
+
+@pytest.mark.parametrize(
+    ("gone", "last", "text", "number"),
+    [
+        ([3], 3, "seal №3 is gone", 3),
+        ([3], 9, "seal №3 is gone", 3),
+        ([2, 3], 3, "seals №2 to №3 are gone", 3),
+        ([2, 3], None, "seals №2 to №3 are gone", 3),
+        ([1, 2, 3], 2, "seals №1 to №2 are gone", 2),
+    ],
+)
+def test_missing_seals_are_named_once_and_their_events_are_not_called_inserted(
+    transactional_db: None, gone: list[int], last: int | None, text: str, number: int
+) -> None:
+    record_events(*(f"e{number}" for number in range(10)))
+    create_seals(2)
+    with open_connection_without_triggers() as other:
+        other.execute("DELETE FROM accelerators_seal WHERE number = ANY(%s)", [gone])
+    findings = verification.verify_seals(last=last).findings
+    assert (findings[0].text, findings[0].seal) == (text, number)
+    does_not_fit = [f"seal №{number + 1} does not fit: it was changed, or does not follow №{gone[0] - 1}"]
+    assert [finding.text for finding in findings[1:]] == (does_not_fit if last in (None, 9) else [])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from contextlib import suppress
 from datetime import UTC, datetime
 from typing import Any
@@ -15,6 +14,7 @@ from msgspec.structs import replace
 
 from accelerators import conductor, safety
 from accelerators.devices import lifecycle
+from accelerators.domain import groups
 from accelerators.domain.caller import Caller
 from accelerators.domain.device_actions import Action
 from accelerators.domain.diff import collect_changes
@@ -37,6 +37,7 @@ from accelerators.models import (
 from accelerators.requests import binding, profiles
 from accelerators.requests.binding import BindSpec
 from drivers.inventory import Device as Card
+from tests.support.locks import wait_for_a_waiting_lock
 from tests.support.reports import apply_report, get_or_create_host, make_card, make_driver_report, make_report
 
 pytestmark = pytest.mark.django_db
@@ -467,21 +468,6 @@ def test_S1_a_bind_that_waited_for_the_release_of_its_function_is_refused(host: 
     assert len(refusals) == 1 and "its host has not confirmed" in refusals[0]
 
 
-def wait_for_a_waiting_lock() -> None:
-    """Return when another connection to this database waits for a lock."""
-    end = time.monotonic() + 10
-    with connection.cursor() as cursor:
-        while time.monotonic() < end:
-            cursor.execute(
-                "SELECT count(*) FROM pg_locks l JOIN pg_stat_get_activity(NULL) a ON a.pid = l.pid"
-                " WHERE NOT l.granted AND a.datid = (SELECT oid FROM pg_database WHERE datname = current_database())"
-            )
-            if cursor.fetchone()[0]:
-                return
-            time.sleep(0.02)
-    pytest.fail("nothing waits for a lock")
-
-
 @pytest.mark.parametrize("is_missing", [True, False])
 def test_a_device_with_the_name_of_another_hosts_provider_can_be_released_and_gets_no_provider(
     host: Host, is_missing: bool
@@ -554,6 +540,27 @@ def test_S1_a_device_whose_function_was_released_through_another_device_is_not_r
     holders = safety.find_releases_of_device(two.deployable.device).holders
     assert bool(holders) == is_refused
     assert safety.find_releases_of_device(one.deployable.device).holders
+
+
+@pytest.mark.parametrize(("address", "is_refused"), [("0000:01:00.0", True), ("0000:02:00.0", False)])
+@pytest.mark.parametrize("is_released", [False, True])
+def test_S1_a_bind_does_not_program_a_card_of_which_a_guest_may_use_a_function_through_another_device(
+    host: Host, address: str, is_refused: bool, is_released: bool
+) -> None:
+    with conductor.writing():
+        (former,) = make_handles(host, address, ("PCI", "1"))
+        (present,) = make_handles(host, "0000:01:00.0", ("PCI", "2"))
+        Device.objects.filter(pk=present.deployable.device_id).update(state="ready")
+        Deployable.objects.filter(pk=present.deployable_id).update(rp_uuid=PROVIDER)
+        DeviceProfile.objects.update(groups=[{"resources:FPGA": "1", groups.FUNCTION_KEY: "adder"}])
+        if is_released:
+            ReleasedHandle.objects.create(handle=former, instance=uuid4(), ask_at=datetime.now(UTC))
+        else:
+            hold(former)
+    request = bind_request()
+    assert request.state == ("BindFailed" if is_refused else "BindStarted")
+    why = "had it, and its host has not confirmed" if is_released else "its device is held by request"
+    assert (why in request.fault) == is_refused
 
 
 @pytest.mark.parametrize("is_released", [False, True])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from datetime import UTC, datetime, timedelta
 
 import psycopg
@@ -78,6 +79,28 @@ def test_S1_a_missing_device_is_not_removed_unless_every_holder_check_says_it_is
     with safety.HOLDER_CHECKS.replaced("stranger", lambda device: HolderCheckResult()):
         remove_missing_devices(LATER)
     assert count_missing() == 0
+
+
+def test_holder_checks_of_many_missing_devices_end_in_time_and_the_others_are_removed_later(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    host = get_or_create_host()
+    apply_report(host, make_driver_report(*(make_card(number) for number in range(1, 9))))
+    apply_report(host, make_driver_report(), seq=2)
+    monkeypatch.setattr(retention_sweep, "HOLDER_CHECKS_TIMEOUT_S", 0.1)
+    asked: list[int] = []
+
+    def check(device: Device) -> HolderCheckResult:
+        asked.append(device.pk)
+        time.sleep(0.06)
+        return HolderCheckResult()
+
+    with safety.HOLDER_CHECKS.replaced("stranger", check):
+        remove_missing_devices(LATER)
+        assert 1 <= len(asked) <= 2 and count_missing() == 8 - len(asked)
+        while count_missing():
+            remove_missing_devices(LATER)
+    assert sorted(asked) == sorted({*asked}) and len(asked) == 8
 
 
 @pytest.mark.django_db(transaction=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
+import threading
 from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 from typing import Any
@@ -12,15 +13,18 @@ import pytest
 from django.contrib import admin
 from django.contrib.auth.models import User
 from django.contrib.sessions.models import Session
+from django.db import IntegrityError, connection, transaction
 from django.http import HttpResponse
 from django.test import Client
 
-from cyborgweb.auth import roles
-from cyborgweb.auth.keystone import get_token_cache
-from cyborgweb.auth.login import BACKEND_PATH, REFUSED_TEXT, UNAVAILABLE_TEXT, LoginForm
+from accelerators.domain.caller import Caller
+from cyborgweb.auth import login_throttle, roles
+from cyborgweb.auth.keystone import AuthenticatedPerson, get_token_cache
+from cyborgweb.auth.login import BACKEND_PATH, INACTIVE_TEXT, REFUSED_TEXT, UNAVAILABLE_TEXT, LoginForm, update_user
 from cyborgweb.models import KeystoneUser
 from tests.support.keystone import Keystone, vouching
 from tests.support.keystone import User as Person
+from tests.support.locks import wait_for_a_waiting_lock
 
 pytestmark = pytest.mark.django_db
 
@@ -70,7 +74,8 @@ def test_the_login_page_with_keystone_asks_for_name_password_domain_and_project(
 
 
 @pytest.fixture(autouse=True)
-def _cheap_hashes(settings: Any) -> None:
+def _cheap_hashes_and_no_failed_logins(settings: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(login_throttle, "throttle", login_throttle.LoginThrottle())
     settings.PASSWORD_HASHERS = ["django.contrib.auth.hashers.MD5PasswordHasher"]
 
 
@@ -85,6 +90,31 @@ def test_the_login_page_without_keystone_asks_for_name_and_password(client: Clie
     assert 'value="/admin/accelerators/host/"' in response.content.decode()
     inside = client.post("/admin/login/", {"username": "root", "password": "a long enough secret", "next": "/admin/"})
     assert inside["Location"] == "/admin/"
+
+
+def test_after_ten_wrong_passwords_the_name_is_refused_for_a_while_from_this_address_only(client: Client) -> None:
+    User.objects.create_superuser("root", password="a long enough secret")
+    right = {"username": "root", "password": "a long enough secret", "next": "/admin/"}
+    for number in range(12):
+        text = get_error_message(client.post("/admin/login/", {"username": "Root", "password": f"wrong {number}"}))
+        assert (text == login_throttle.THROTTLED_TEXT) == (number >= 10), number
+    # A header does not make another address of it, and the right password is not checked either.
+    refused = client.post("/admin/login/", right, headers={"x-forwarded-for": "192.0.2.1"})
+    assert get_error_message(refused) == login_throttle.THROTTLED_TEXT
+    assert client.post("/admin/login/", right, REMOTE_ADDR="192.0.2.1")["Location"] == "/admin/"
+
+
+def test_ten_wrong_passwords_are_not_passed_on_to_keystone_any_more(client: Client, keystone: Keystone) -> None:
+    for _ in range(12):
+        last = log_in(client, "admin", password="wrong")
+    assert (last, keystone.calls["log in"]) == (login_throttle.THROTTLED_TEXT, 10)
+    assert log_in(client, "manager") == ""
+
+
+def test_logins_that_keystone_cannot_check_do_not_count_as_failed(client: Client, keystone: Keystone) -> None:
+    keystone.fails_with = 500
+    for _ in range(12):
+        assert log_in(client, "admin") == UNAVAILABLE_TEXT
 
 
 def test_a_keystone_admin_becomes_a_superuser_of_the_console(client: Client, keystone: Keystone) -> None:
@@ -200,10 +230,34 @@ def test_users_are_identified_by_their_keystone_id_and_not_by_name(client: Clien
     assert first.is_superuser and KeystoneUser.objects.count() == 3
 
 
+@pytest.mark.django_db(transaction=True)
+def test_two_persons_with_one_name_who_log_in_at_the_same_time_get_two_users() -> None:
+    first, second = (
+        AuthenticatedPerson(Caller("anna", character * 32, frozenset({"admin"}), "p1"), "Default") for character in "ab"
+    )
+    names: list[str] = []
+
+    def log_in_too() -> None:
+        try:
+            names.append(update_user(second).username)
+        except IntegrityError as error:
+            names.append(str(error))
+        finally:
+            connection.close()
+
+    thread = threading.Thread(target=log_in_too, daemon=True)
+    with transaction.atomic():
+        assert update_user(first).username == "anna@Default"
+        thread.start()
+        wait_for_a_waiting_lock()
+    thread.join(10)
+    assert names == ["anna@Default bbbbbbbb"]
+
+
 def test_a_user_deactivated_in_the_console_cannot_log_in(client: Client, keystone: Keystone) -> None:
     assert log_in(client, "admin") == ""
     User.objects.update(is_active=False)
-    assert log_in(client, "admin") != "" and client.get("/admin/").status_code == 302
+    assert log_in(client, "admin") == INACTIVE_TEXT and client.get("/admin/").status_code == 302
 
 
 def test_a_session_without_roles_or_without_staff_status_gives_no_caller(client: Client, keystone: Keystone) -> None:

@@ -39,3 +39,22 @@ def test_the_page_of_a_host_shows_its_backends_and_their_services(operator: Clie
     assert "1 backend failing" in listed
     overview = operator.get(reverse("admin:index")).content.decode()
     assert "generic_driver:gpus" in overview and "1 driver" in overview
+
+
+def test_a_device_whose_backend_alone_failed_is_found_as_stale_and_not_as_live(operator: Client) -> None:
+    host = get_or_create_host()
+    cards = make_card(1, backend="nics"), make_card(2, backend="gpus")
+    works, failed = Backend("nics", "pci"), Backend("gpus", "mdev", error="the kernel holds it")
+    for seq, gpus in enumerate((Backend("gpus", "mdev"), failed), 1):
+        report = make_driver_report(*cards[: 3 - seq], driver="generic_driver", backends=(works, gpus))
+        apply_report(host, report, seq=seq)
+    found = {
+        answer: [
+            device.backend
+            for device in operator.get(reverse("admin:accelerators_device_changelist"), {"stale": answer})
+            .context["cl"]
+            .result_list
+        ]
+        for answer in ("yes", "no")
+    }
+    assert found == {"yes": ["gpus"], "no": ["nics"]}

@@ -52,6 +52,27 @@ def test_a_view_is_saved_shown_and_deleted_by_its_owner(operator: Client, viewer
     assert list_view_names(viewer) == []
 
 
+def test_nobody_deletes_the_private_view_of_another_user(operator: Client, viewer: Client) -> None:
+    operator.post(SAVE_URL, {"name": "of the operator", "query": ""})
+    viewer.post(SAVE_URL, {"name": "of the viewer", "query": ""})
+    for client, name in ((viewer, "of the operator"), (operator, "of the viewer")):
+        page = client.post(SAVE_URL, {"delete": SavedView.objects.get(name=name).pk}, follow=True)
+        assert "or you may not delete it" in page.content.decode()
+    assert SavedView.objects.count() == 2
+
+
+def test_the_own_views_and_columns_are_shown_however_many_views_others_share(operator: Client, viewer: Client) -> None:
+    other = User.objects.create(username="other")
+    views = (
+        SavedView(user=other, of="accelerators.device", name=f"a{number}", shared=True) for number in range(21 * 50)
+    )
+    SavedView.objects.bulk_create(views)
+    viewer.post(SAVE_URL, {"name": "z", "query": ""})
+    viewer.post(SAVE_URL, {"columns": ["model"]})
+    names = list_view_names(viewer)
+    assert (names[:2], len(names), list_columns(viewer)) == (["z", "a0"], 50, ["shown_model"])
+
+
 def test_users_of_one_project_see_only_their_own_saved_views(operator: Client) -> None:
     requests = reverse("admin:accelerators_acceleratorrequest_changelist")
     keep = reverse("list_keep", args=["accelerators.acceleratorrequest"])

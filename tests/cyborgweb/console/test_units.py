@@ -13,6 +13,7 @@ from django.test.utils import CaptureQueriesContext
 from django.urls import reverse
 
 from accelerators.models import Command, Device, Event
+from accelerators.ui.extensions import DENIAL_REASON
 from tests.accelerators.api.own.test_units import build_divisible_card, create_bound_request, get_device, report_cards
 
 pytestmark = pytest.mark.django_db
@@ -92,6 +93,27 @@ def test_viewers_cannot_change_units(client: Client) -> None:
     said = {"device": [str(get_device(1).uuid)], "change": "more", "count": "1"}
     assert [client.post(UNITS_URL, said).status_code, client.get(UNITS_URL).status_code] == [403, 403]
     assert not Command.objects.exists()
+
+
+@pytest.mark.parametrize(
+    ("rule", "allowed"),
+    [("cyborg:accelerator:create", ["more"]), ("cyborg:accelerator:delete", ["fewer", "none"]), ("", [])],
+)
+def test_adding_and_removing_units_need_the_same_rules_as_in_the_api(
+    operator: Client, rule: str, allowed: list[str]
+) -> None:
+    report_cards(*(build_divisible_card(n, 4) for n in range(1, 4)))
+    chosen = {"action": "change_units", "_selected_action": [get_device(1).pk]}
+    with DENIAL_REASON.replaced("roles", lambda request, asked, permission: "" if asked == rule else "not you"):
+        page = operator.get(UNITS_URL, {"device": str(get_device(1).uuid)})
+        assert re.findall(r'name="change" value="(\w+)"', page.content.decode()) == allowed
+        assert page.status_code == (200 if rule else 403)
+        by_action = operator.post("/admin/accelerators/device/", chosen).content.decode()
+        assert re.findall(r'name="change" value="(\w+)"', by_action) == allowed
+        for number, change in enumerate(("more", "fewer", "none"), 1):
+            said = {"device": [str(get_device(number).uuid)], "change": change, "count": "1"}
+            assert operator.post(UNITS_URL, said).status_code == (302 if change in allowed else 403)
+    assert Command.objects.count() == len(allowed)
 
 
 def test_the_units_page_takes_the_same_statements_for_many_devices(operator: Client) -> None:

@@ -6,6 +6,7 @@ import base64
 import hashlib
 import hmac
 import ssl
+import threading
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -82,6 +83,27 @@ def test_the_connection_goes_to_the_address_that_was_checked_without_a_second_lo
         assert post_message(url, {"webhook-id": "a"}, b"{}", WITH_LOOPBACK, lookup) == AttemptOutcome()
         assert asked == ["hook.example"]
         assert receiver.calls[0][0]["host"].startswith("hook.example:")
+
+
+def test_lookups_that_hang_are_bounded_and_do_not_keep_the_process_from_ending(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(webhook, "CONNECT_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(webhook, "_free_lookups", threading.BoundedSemaphore(2))
+    before, answer, asked = set(threading.enumerate()), threading.Event(), []
+
+    def lookup(host: str, port: int) -> list[str]:
+        asked.append(host)
+        answer.wait(20)
+        return ["127.0.0.1"]
+
+    for name in ("a", "b", "c", "d"):
+        error = post_message(f"https://{name}.example/", {}, b"{}", PUBLIC_ONLY, lookup).error
+        assert f"the name {name}.example was not resolved in time" in error
+    hanging = set(threading.enumerate()) - before
+    assert (asked, [thread.daemon for thread in hanging]) == (["a.example", "b.example"], [True, True])
+    answer.set()
+    for thread in hanging:
+        thread.join(10)
+    assert "that is not public" in post_message("https://e.example/", {}, b"{}", PUBLIC_ONLY, lookup).error
 
 
 @pytest.mark.parametrize(

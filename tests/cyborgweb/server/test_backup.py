@@ -5,9 +5,11 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import stat
 import subprocess
+import threading
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,7 @@ from typing import Any
 import pytest
 from django.contrib.sessions.models import Session
 from django.core.management import CommandError, call_command
+from django.db import connection
 from django.test import Client
 
 from accelerators import conductor
@@ -68,6 +71,57 @@ def test_restoring_a_folder_that_is_no_backup_or_of_a_later_release_is_refused(t
     (tmp_path / backup.DESCRIPTION_FILE).write_text("{}")
     with pytest.raises(CommandError, match="is not a backup of this release"):
         call_command("restore", str(tmp_path))
+
+
+def test_of_two_backups_into_one_folder_at_the_same_time_the_second_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, refusals, folders = tmp_path / "nightly", [], []
+
+    def back_up_too() -> None:
+        try:
+            backup.create_backup(folder, lambda size: None)
+        except backup.BackupError as error:
+            refusals.append(str(error))
+        finally:
+            connection.close()
+
+    def dump(*_: object) -> None:
+        if not folders:
+            folders.append(folder)
+            second = threading.Thread(target=back_up_too, daemon=True)
+            second.start()
+            second.join(20)
+
+    monkeypatch.setattr(backup, "_run_client_program", dump)
+    backup.create_backup(folder, lambda size: None)
+    assert refusals == [f"another backup is being written to {folder}: wait for its end, or name another folder"]
+    assert backup.read_description(folder)
+    with pytest.raises(backup.BackupError, match="exists already"):
+        backup.create_backup(folder, lambda size: None)
+
+
+def test_a_backup_without_its_secret_key_is_not_restored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    programs: list[str] = []
+    monkeypatch.setattr(backup, "_run_client_program", lambda name, *_: programs.append(name))
+    description = backup.BackupDescription(PAST_TIME, 17, (), (backup.SECRET_KEY_FILE,))
+    with pytest.raises(backup.BackupError, match=r"secret-key cannot be read: No such file .*Nothing was restored"):
+        backup.restore_dump(tmp_path, description)
+    assert programs == []
+
+
+def test_a_restore_that_cannot_put_back_the_secret_key_says_how_to_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(path: Path, content: bytes) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(backup, "_run_client_program", lambda *_: None)
+    monkeypatch.setattr(backup, "write_private", fail)
+    (tmp_path / backup.SECRET_KEY_FILE).write_text("key")
+    description = backup.BackupDescription(PAST_TIME, 17, (), (backup.SECRET_KEY_FILE,))
+    with pytest.raises(backup.BackupError, match=r"No space left .*copy secret-key from .*manage.py restore --loaded"):
+        backup.restore_dump(tmp_path, description)
 
 
 def test_restoring_over_a_database_with_tables_is_refused() -> None:

@@ -1,0 +1,134 @@
+"""Limit how fast passwords can be guessed at the console's login, and how much of a web process logins can take.
+
+Each web process counts for itself, in bounded memory. An attempt counts from its beginning until it has succeeded. One
+count is for a name from one address: it stops somebody who guesses. Another is for a name from all addresses: it is
+much higher, so that nobody can lock a person out from one address.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from ipaddress import IPv6Address, ip_address
+
+from django.http import HttpRequest
+
+from cyborgweb.errors import CyborgwebError
+from cyborgweb.settings.keys import get_keys
+
+log = logging.getLogger(__name__)
+
+MAX_FAILURES, MAX_FAILURES_OF_NAME = 10, 100
+"""Failed attempts after which a name is refused, from one address and from all addresses."""
+FORGET_ONE_S = 60.0
+"""Seconds after which one failed attempt is forgotten."""
+MAX_ENTRIES = 5000
+"""Names that are counted, and also pairs of a name and an address; the one that was tried least recently is dropped."""
+MAX_PARALLEL_CHECKS = 2
+"""Passwords that a process checks at the same time, so that its other request threads serve others: a check takes much
+processor time, or waits for Keystone."""
+THROTTLED_TEXT = "There were too many failed logins with this name. Wait a minute, then try again."
+BUSY_TEXT = "Too many people are logging in at this moment. Try again in a few seconds."
+
+
+class LoginThrottledError(CyborgwebError):
+    """The password is not checked now. The message says why and what to do."""
+
+
+class _FailureCounts:
+    """Failed attempts by key; each is forgotten after FORGET_ONE_S. Keeps MAX_ENTRIES keys."""
+
+    def __init__(self, max_failures: int, clock: Callable[[], float]) -> None:
+        self._max_failures, self._clock = max_failures, clock
+        self._counts: OrderedDict[object, tuple[float, float]] = OrderedDict()
+
+    def is_full(self, key: object) -> bool:
+        """Return whether the key has as many failed attempts as are allowed; such a key is then dropped last."""
+        is_full = self._get(key) > self._max_failures - 1
+        if is_full:
+            self._counts.move_to_end(key)
+        return is_full
+
+    def add(self, key: object, number: int) -> None:
+        """Add this number of failed attempts; a negative number takes some back."""
+        if (count := max(self._get(key) + number, 0.0)) > 0:
+            self._counts[key] = count, self._clock()
+            self._counts.move_to_end(key)
+            if len(self._counts) > MAX_ENTRIES:
+                self._counts.popitem(last=False)
+        else:
+            self._counts.pop(key, None)
+
+    def _get(self, key: object) -> float:
+        """Return the failed attempts of the key that are not forgotten."""
+        count, at = self._counts.get(key, (0.0, 0.0))
+        return max(count - (self._clock() - at) / FORGET_ONE_S, 0.0)
+
+
+class LoginThrottle:
+    """Decides whether a password may be checked now. Its methods may be called from any thread."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._lock = threading.Lock()
+        self._by_name = _FailureCounts(MAX_FAILURES_OF_NAME, clock)
+        self._by_name_and_address = _FailureCounts(MAX_FAILURES, clock)
+        self._running = 0
+
+    @contextmanager
+    def attempt(self, name: str, address: str) -> Iterator[Callable[[], None]]:
+        """Count a failed attempt to log in, and yield a function that takes it back. Call it unless the password was
+        wrong.
+
+        Raises LoginThrottledError if the name has failed too often, or if too many passwords are being checked.
+        """
+        account, pair = name.casefold(), (name.casefold(), _get_network(address))
+        with self._lock:
+            if self._by_name.is_full(account) or self._by_name_and_address.is_full(pair):
+                log.warning("logins with the name %.64r from %s are refused: too many have failed", name, address)
+                raise LoginThrottledError(THROTTLED_TEXT)
+            if self._running >= MAX_PARALLEL_CHECKS:
+                raise LoginThrottledError(BUSY_TEXT)
+            self._running += 1
+            self._by_name.add(account, 1)
+            self._by_name_and_address.add(pair, 1)
+
+        def take_back() -> None:
+            """Do not count this attempt as a failed one."""
+            with self._lock:
+                self._by_name.add(account, -1)
+                self._by_name_and_address.add(pair, -1)
+
+        try:
+            yield take_back
+        finally:
+            with self._lock:
+                self._running -= 1
+
+
+throttle = LoginThrottle()
+"""The throttle of this process."""
+
+
+def get_client_address(request: HttpRequest) -> str:
+    """Return the address of the client; behind a proxy (CYBORG_PUBLIC_URL), the one that the proxy saw.
+
+    That is the last address in `X-Forwarded-For`: a proxy sets the header or appends to it, so a client cannot choose
+    the last one. Without a proxy the header is ignored.
+    """
+    forwarded: str = request.META.get("HTTP_X_FORWARDED_FOR", "") if get_keys().public_url else ""
+    return forwarded.rpartition(",")[2].strip() or str(request.META.get("REMOTE_ADDR", ""))
+
+
+def _get_network(address: str) -> str:
+    """Return what counts as one address: the first 64 bits of an IPv6 address, which one machine can vary freely."""
+    try:
+        parsed = ip_address(address.partition("%")[0])
+    except ValueError:
+        return ""
+    if isinstance(parsed, IPv6Address):
+        return str(parsed.ipv4_mapped or IPv6Address(int(parsed) >> 64 << 64))
+    return str(parsed)

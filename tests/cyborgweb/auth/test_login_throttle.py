@@ -1,0 +1,112 @@
+"""Test how many failed logins of a name are allowed, from where, and that the counts are bounded."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from django.test import RequestFactory
+
+from cyborgweb.auth import login_throttle
+from cyborgweb.auth.login_throttle import (
+    BUSY_TEXT,
+    FORGET_ONE_S,
+    MAX_FAILURES,
+    MAX_FAILURES_OF_NAME,
+    THROTTLED_TEXT,
+    LoginThrottle,
+    LoginThrottledError,
+)
+
+
+def fail(throttle: LoginThrottle, name: str, address: str, times: int = 1) -> int:
+    """Fail to log in so often; return how many attempts were allowed."""
+    allowed = 0
+    for _ in range(times):
+        try:
+            with throttle.attempt(name, address):
+                allowed += 1
+        except LoginThrottledError as refused:
+            assert str(refused) == THROTTLED_TEXT
+    return allowed
+
+
+def test_a_name_is_refused_from_one_address_and_each_minute_allows_one_attempt_more() -> None:
+    now = [1000.0]
+    throttle = LoginThrottle(lambda: now[0])
+    assert fail(throttle, "root", "192.0.2.1", 20) == MAX_FAILURES
+    assert fail(throttle, "ROOT", "192.0.2.1") == 0
+    assert fail(throttle, "root", "192.0.2.2") == fail(throttle, "olga", "192.0.2.1") == 1
+    now[0] += FORGET_ONE_S + 0.1
+    assert fail(throttle, "root", "192.0.2.1", 5) == 1
+
+
+def test_a_name_is_refused_from_all_addresses_after_many_failures() -> None:
+    throttle = LoginThrottle()
+    allowed = [fail(throttle, "root", f"198.51.100.{number}", 20) for number in range(20)]
+    assert sum(allowed) == MAX_FAILURES_OF_NAME and allowed[0] == MAX_FAILURES and allowed[-1] == 0
+
+
+@pytest.mark.parametrize(
+    ("address", "other", "is_same"),
+    [
+        ("2001:db8::1", "2001:db8::ffff:2", True),
+        ("2001:db8::1", "2001:db8:0:1::1", False),
+        ("::ffff:192.0.2.1", "192.0.2.1", True),
+        ("fe80::1%eth0", "fe80::2", True),
+        ("", "unknown", True),
+    ],
+)
+def test_addresses_that_one_machine_can_choose_from_count_as_one(address: str, other: str, is_same: bool) -> None:
+    throttle = LoginThrottle()
+    fail(throttle, "root", address, MAX_FAILURES)
+    assert fail(throttle, "root", other) == (0 if is_same else 1)
+
+
+def test_a_login_that_succeeds_or_cannot_be_checked_does_not_count() -> None:
+    throttle = LoginThrottle()
+    for _ in range(3 * MAX_FAILURES):
+        with throttle.attempt("root", "192.0.2.1") as take_back:
+            take_back()
+    assert fail(throttle, "root", "192.0.2.1", 20) == MAX_FAILURES
+
+
+def test_only_two_passwords_are_checked_at_the_same_time() -> None:
+    throttle = LoginThrottle()
+    with throttle.attempt("a", "192.0.2.1"), throttle.attempt("b", "192.0.2.2"):
+        with pytest.raises(LoginThrottledError) as refused, throttle.attempt("c", "192.0.2.3"):
+            pytest.fail("a third password was checked")
+        assert str(refused.value) == BUSY_TEXT
+    assert fail(throttle, "c", "192.0.2.3") == 1
+
+
+def test_the_memory_for_counts_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(login_throttle, "MAX_ENTRIES", 20)
+    throttle = LoginThrottle()
+    allowed = 0
+    for number in range(200):
+        fail(throttle, f"name {number}", "192.0.2.1")
+        allowed += fail(throttle, "root", "192.0.2.1")
+    assert {len(counts._counts) for counts in (throttle._by_name, throttle._by_name_and_address)} == {20}
+    assert allowed == MAX_FAILURES, "a name that is tried again and again is not dropped"
+
+
+@pytest.mark.parametrize(
+    ("public_url", "forwarded", "address"),
+    [
+        ("", "192.0.2.9", "127.0.0.1"),
+        ("https://console.example", "192.0.2.9", "192.0.2.9"),
+        ("https://console.example", "203.0.113.5, 192.0.2.9", "192.0.2.9"),
+        ("https://console.example", "", "127.0.0.1"),
+    ],
+)
+def test_the_address_of_a_client_is_what_the_proxy_saw_and_never_what_the_client_says(
+    monkeypatch: pytest.MonkeyPatch, public_url: str, forwarded: str, address: str
+) -> None:
+    class FakeKeys:
+        def __getattr__(self, name: str) -> Any:
+            return public_url
+
+    monkeypatch.setattr(login_throttle, "get_keys", FakeKeys)
+    request = RequestFactory().post("/admin/login/", headers={"x-forwarded-for": forwarded})
+    assert login_throttle.get_client_address(request) == address
