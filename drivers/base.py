@@ -140,8 +140,9 @@ class Driver:
     def detach(self, machine: Machine, settings: Settings, ask: Ask) -> Plan:
         """Plan how to remove what `attach` created; no steps if it no longer exists. The default has no steps.
 
-        The detach of a `PCI` handle also asks whether a guest still uses its function. The agent finds that out itself
-        after this method, for every driver.
+        It must also succeed when the device is gone or another one is at its address: until then, the handle is kept
+        back. The detach of a `PCI` handle also asks whether a guest still uses its function. The agent finds that out
+        itself after this method, for every driver, and also if this method raises Gone.
         """
         return Plan()
 

@@ -199,20 +199,6 @@ class PciDriver(Driver):
             tuple(steps[:MAX_STEPS]), "as it was before its first change" if ask.first else "it was never changed"
         )
 
-    def detach(self, machine: Machine, settings: dict[str, object], ask: Ask) -> Plan:
-        """Return a plan without steps if no guest uses the function of `ask.handle`; libvirt itself detaches the
-        function.
-
-        Raises Busy while a guest uses it, Failed if that cannot be found out, and Invalid or Gone for an unknown handle
-        or device.
-        """
-        address = parse_handle(ask.handle)
-        if machine.exists(f"{PCI_DEVICES}/{address}"):
-            card = find_address(machine, ask.key, ask.address)
-            if address != card and machine.link(f"{PCI_DEVICES}/{address}/physfn") != card:
-                raise Invalid(f"{address} is not a function of {ask.key}")
-        return Plan(said=confirm_no_guest_uses(machine, ask.handle))
-
     def reset(self, machine: Machine, settings: dict[str, object], ask: Ask) -> Plan:
         """Plan a reset of the function by the kernel's own method; its virtual functions are reset with it.
 

@@ -145,8 +145,9 @@ class PlanRun:
         summaries = []
         try:
             for act in acts:
-                summaries.append(await self._run_act(act))
-                await self._check_detached(act)
+                summary = await self._run_act(act)
+                detached = await self._check_detached(act)
+                summaries.append(summary or detached)
         finally:
             if not self._writer.stuck:
                 await self._writer.close()
@@ -157,7 +158,7 @@ class PlanRun:
         summaries: list[str] = []
         try:
             for round_number in range(MAX_ROUNDS + 1):
-                plan = await self._planner.plan(act, self._ask)
+                plan = await plan_act(self._planner, act, self._ask)
                 if act == "program":
                     self.lifetime = plan.lifetime
                 if not plan.steps:
@@ -177,10 +178,11 @@ class PlanRun:
             raise await self._undo_steps(f"the agent cannot write to its journal ({error})") from None
         raise AssertionError("unreachable")
 
-    async def _check_detached(self, act: Act) -> None:
-        """Raise PlanFailedError if a guest still uses the function of a PCI handle, or if that is not known."""
+    async def _check_detached(self, act: Act) -> str:
+        """Return what `preflight.check_detached` returns. Raises PlanFailedError if a guest still uses the function of
+        a PCI handle, or if that is not known."""
         try:
-            await run_in_thread(lambda: preflight.check_detached(self._machine, act, self._ask))
+            return await run_in_thread(lambda: preflight.check_detached(self._machine, act, self._ask))
         except DriverError as error:
             raise await self._undo_steps(str(error)) from None
 
@@ -319,7 +321,7 @@ class PlanRun:
                 "unknown", f"{error}; the write hangs in the kernel, so nothing more is done", stuck_writer=self._writer
             ) from None
         try:
-            plan = await self._planner.plan(act, self._ask)
+            plan = await plan_act(self._planner, act, self._ask)
         except DriverError as problem:
             raise PlanFailedError(
                 "unknown", f"{error}; the driver cannot tell which steps are left: {problem}"
@@ -354,6 +356,20 @@ class PlanRun:
         return PlanFailedError(
             "failed", reason, undone=not not_undone, stuck_writer=self._writer if self._writer.stuck else None
         )
+
+
+async def plan_act(planner: Planner, act: Act, ask: Ask) -> Plan:
+    """Return the driver's plan. Raises the errors of `Planner.plan`.
+
+    If the device of a PCI function that is to be detached is gone, the plan has no steps: the card was pulled or
+    replaced, and whether a guest uses the function at the handle's address is asked of the kernel afterwards.
+    """
+    try:
+        return await planner.plan(act, ask)
+    except Gone:
+        if preflight.is_function_detach(act, ask):
+            return Plan()
+        raise
 
 
 def _describe_mismatch(machine: Machine, check: Check) -> str:

@@ -88,15 +88,20 @@ def check_attachments(act: Act, ask: Ask, attachments: Mapping[str, str]) -> Non
         raise Busy(f"the handle {ask.uuid} is attached to {others[ask.uuid]}: detach it first")
 
 
-def check_detached(machine: Machine, act: Act, ask: Ask) -> None:
-    """Raise a DriverError unless no guest uses the function of a PCI handle whose `detach` the driver has answered.
+def is_function_detach(act: Act, ask: Ask) -> bool:
+    """Return whether the act is the detach of a PCI function, which the kernel is asked about (`check_detached`)."""
+    return act == "detach" and ask.handle is not None and ask.handle.attach_type == "PCI"
 
-    The conductor gives the handle to others when the detach has succeeded. The kernel is asked as well as the driver,
-    because a driver that does not override `detach` answers that nothing is to be done. Other acts and handles of other
-    types are not checked.
+
+def check_detached(machine: Machine, act: Act, ask: Ask) -> str:
+    """Return that no guest uses the function of a PCI handle whose `detach` the driver has answered, as a sentence.
+
+    Raises DriverError if a guest uses it, or if that is not known. The conductor gives the handle to others when the
+    detach has succeeded. The kernel is asked as well as the driver, because a driver that does not override `detach`
+    answers that nothing is to be done; and it is asked about the function at the handle's address, because the card may
+    have been pulled or replaced since. Other acts and handles of other types are not checked: '' is returned.
     """
-    if act == "detach" and ask.handle is not None and ask.handle.attach_type == "PCI":
-        confirm_no_guest_uses(machine, ask.handle)
+    return confirm_no_guest_uses(machine, ask.handle) if is_function_detach(act, ask) else ""
 
 
 def refuse_if_guest_is_harmed(

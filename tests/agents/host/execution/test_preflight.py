@@ -13,7 +13,7 @@ import pytest
 from agents.host.execution.preflight import check_affected_attachments, check_attachments, check_plan_paths
 from agents.host.settings import extract_allowed_acts
 from drivers.configuration import ConfigurationError
-from drivers.errors import Busy, Denied
+from drivers.errors import Busy, Denied, Gone
 from drivers.inventory import AttachHandle, DriverDeclaration
 from drivers.isolation.driver_main import Manifest
 from drivers.isolation.host_writer import HostWriter
@@ -27,6 +27,7 @@ from tests.agents.host.execution.executor_host import (
     ScriptedDriver,
     make_command,
     plan_always,
+    plan_error,
     plan_once,
     run_host,
     write_step,
@@ -307,6 +308,30 @@ def test_S1_a_detach_does_not_succeed_while_a_guest_has_the_function_although_th
                 async with run_host(tmp_path, ScriptedDriver(), machine=model.machine) as host:
                     result = await host.wait_for_result(1)
                     assert result.outcome == "unknown" and "a guest still uses 0000:01:00.1" in result.text
+
+    asyncio.run(story())
+
+
+@pytest.mark.parametrize("is_interrupted", [False, True])
+def test_a_function_is_detached_although_its_driver_does_not_find_the_card_any_more(
+    tmp_path: Path, is_interrupted: bool
+) -> None:
+    async def story() -> None:
+        model = make_model_with_guest_functions(tmp_path)
+        driver = ScriptedDriver({"detach": plan_error(Gone("the device is not card any more"))})
+        command = make_command(1, "detach", handle=VF_HANDLE, uuid="u", consumer="c")
+        if is_interrupted:
+            async with run_host(tmp_path, driver, machine=model.machine) as host:
+                host.journal.command_log.store_command(command)
+                host.journal.command_log.mark_started(command, "boot1")
+        async with run_host(tmp_path, driver, machine=model.machine) as host:
+            if is_interrupted:
+                result = await host.wait_for_result(1)
+            else:
+                with model.holding(VF_GROUP):
+                    assert (await host.run_commands(command)).outcome == "refused"
+                result = await host.run_commands(msgspec.structs.replace(command, number=2, id="2"))
+            assert (result.outcome, "no guest uses 0000:01:00.1" in result.text) == ("succeeded", True), result.text
 
     asyncio.run(story())
 
