@@ -126,7 +126,9 @@ class Driver:
     def uninstall(self, machine: Machine, settings: Settings, ask: Ask) -> Plan:
         """Plan how to restore the state that the device had before the agent first changed it (`ask.first`).
 
-        Raises Unsupported unless the driver overrides it.
+        It is called again as `install` is. It is also complete if it raises Gone after the steps of a plan, or if its
+        plan has the same steps as the one before and everything in their `seen` is true. Raises Unsupported unless the
+        driver overrides it.
         """
         raise self._unsupported_error("uninstall")
 

@@ -156,9 +156,10 @@ class PlanRun:
     async def _run_act(self, act: Act) -> str:
         """Plan one act and run its steps, for REPEATED_ACTS until the plan is empty. Raises PlanFailedError."""
         summaries: list[str] = []
+        plan = Plan()
         try:
             for round_number in range(MAX_ROUNDS + 1):
-                plan = await plan_act(self._planner, act, self._ask)
+                plan = await self._plan_round(act, plan)
                 if act == "program":
                     self.lifetime = plan.lifetime
                 if not plan.steps:
@@ -177,6 +178,24 @@ class PlanRun:
         except sqlite3.OperationalError as error:
             raise await self._undo_steps(f"the agent cannot write to its journal ({error})") from None
         raise AssertionError("unreachable")
+
+    async def _plan_round(self, act: Act, previous: Plan) -> Plan:
+        """Return the driver's plan for the next round, without steps if the act is complete. Raises DriverError.
+
+        `previous` is the plan of the round before, without steps in the first round. An `uninstall` is also complete if
+        its device has vanished after the steps of a round, and if the driver plans the steps of that round again
+        although the effects of all of them are seen: many files cannot tell whether they were written.
+        """
+        try:
+            plan = await plan_act(self._planner, act, self._ask)
+        except Gone:
+            if act == "uninstall" and previous.steps:
+                return Plan()
+            raise
+        if act == "uninstall" and previous.steps and plan.steps == previous.steps:
+            if not await self._find_mismatch(tuple(check for step in plan.steps for check in step.seen)):
+                return Plan(said=plan.said)
+        return plan
 
     async def _check_detached(self, act: Act) -> str:
         """Return what `preflight.check_detached` returns. Raises PlanFailedError if a guest still uses the function of
