@@ -192,10 +192,9 @@ class PlanRun:
             if act == "uninstall" and previous.steps:
                 return Plan()
             raise
-        if act == "uninstall" and previous.steps and plan.steps == previous.steps:
-            if not await self._find_mismatch(tuple(check for step in plan.steps for check in step.seen)):
-                return Plan(said=plan.said)
-        return plan
+        is_repeated = act == "uninstall" and bool(previous.steps) and plan.steps == previous.steps
+        effects = tuple(check for step in plan.steps for check in step.seen)
+        return Plan(said=plan.said) if is_repeated and not await self._find_mismatch(effects) else plan
 
     async def _check_detached(self, act: Act) -> str:
         """Return what `preflight.check_detached` returns. Raises PlanFailedError if a guest still uses the function of
