@@ -25,8 +25,9 @@ from msgspec import Meta, Struct
 from drivers.base import Driver, Findings, at_most
 from drivers.errors import Busy, DriverError, Failed, Gone, Invalid, Unsupported
 from drivers.inventory import AttachHandle, Attribute, Deployable, Device, DeviceType, Fault, HandleType, Sample
-from drivers.machine import MAX_TABLE, PCI_ADDRESS, PCI_DEVICES, Machine
+from drivers.machine import MAX_TABLE, PCI_DEVICES, Machine
 from drivers.pci import binding, guest_usage, iommu, pci_health, sriov
+from drivers.pci.addresses import normalize_address, read_handle_address
 from drivers.pci.host_usage import find_functions_used_by_host, list_interfaces
 from drivers.plan import Act, Ask, Plan, Step, Vitals, Write
 
@@ -424,8 +425,8 @@ def _permit_beside_host(view: binding.HostUsage, address: str, rule: PciRule) ->
     card itself is left out, so that it does not prevent the change. The host's use of a virtual function is never left
     out.
     """
-    names = {address, *(list_interfaces(view.machine, address) if rule.vfs_beside_host else ())}
-    if not names & {*rule.vfs_beside_host}:
+    interfaces = list_interfaces(view.machine, address) if rule.vfs_beside_host else ()
+    if not any(name in interfaces or normalize_address(name) == address for name in rule.vfs_beside_host):
         return view
     return replace(view, in_use={used: reason for used, reason in view.in_use.items() if used != address})
 
@@ -582,13 +583,12 @@ def confirm_no_guest_uses(machine: Machine, handle: AttachHandle | None) -> str:
 
 
 def parse_handle(handle: AttachHandle | None, attach_type: HandleType = "PCI") -> str:
-    """Return the PCI address of a handle of this type. Raises Invalid for a handle of another type or without one."""
-    try:
-        fields = json.loads(handle.info) if handle and handle.attach_type == attach_type else {}
-        address = f"{fields['domain']}:{fields['bus']}:{fields['device']}.{fields['function']}"
-    except (ValueError, KeyError):
-        address = ""
-    if not PCI_ADDRESS.fullmatch(address):
+    """Return the PCI address of a handle of this type, as sysfs writes it, however the handle spells it.
+
+    Raises Invalid for a handle of another type or without an address.
+    """
+    address = read_handle_address(handle.info) if handle and handle.attach_type == attach_type else ""
+    if not address:
         raise Invalid(f"{handle} is not the handle of a PCI function")
     return address
 
