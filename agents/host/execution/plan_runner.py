@@ -207,9 +207,9 @@ class PlanRun:
     def _check_affected_devices(self, act: Act) -> None:
         """Raise Busy when the act affects another device with an attached handle, as the driver declares it.
 
-        Call it when the driver has answered, because its manifest comes with its first answer.
+        Call it when the driver has answered (`_get_scope`).
         """
-        scope = self._planner.manifest.declares.affects.get(act, DEVICE_SCOPE)
+        scope = self._get_scope(act)
         if scope == DEVICE_SCOPE:
             return
         this_device = (self._driver, self._ask.key)
@@ -219,6 +219,10 @@ class PlanRun:
         preflight.check_affected_attachments(
             act, scope, device.address if device else None, [(key, one.address if one else None) for key, one in others]
         )
+
+    def _get_scope(self, act: Act) -> str:
+        """Return what the act affects, as the driver declares it in the manifest that comes with its first answer."""
+        return self._planner.manifest.declares.affects.get(act, DEVICE_SCOPE)
 
     async def _run_steps(self, act: Act, plan: Plan) -> None:
         """Check all paths of the plan, then run its steps. Raises DriverError and sqlite3.OperationalError."""
@@ -236,6 +240,8 @@ class PlanRun:
                 lambda write: preflight.owns_write_off_pci(self._machine, self._ask.key, write),
             )
         )
+        scope = self._get_scope(act)
+        await run_in_thread(lambda: preflight.refuse_if_guest_in_scope(self._machine, act, self._address, scope))
         for step_number, step in enumerate(plan.steps):
             self._report_progress(step_number * 100 // len(plan.steps), step.does)
             if asyncio.get_running_loop().time() > self._deadline:
@@ -301,7 +307,7 @@ class PlanRun:
     async def _refuse_if_guest_is_harmed(self, write: Write) -> None:
         """Raise Busy or Denied as `preflight.refuse_if_guest_is_harmed`, for the act and the device of this run."""
         act, key, address = self._act, self._ask.key, self._address
-        scope = self._planner.manifest.declares.affects.get(act, DEVICE_SCOPE)
+        scope = self._get_scope(act)
         await run_in_thread(lambda: preflight.refuse_if_guest_is_harmed(self._machine, act, write, key, address, scope))
 
     async def _find_mismatch(self, checks: tuple[Check, ...]) -> str:

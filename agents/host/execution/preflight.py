@@ -18,6 +18,8 @@ FILES_TAKING_ADDRESS = frozenset({"bind", "unbind", "drivers_probe", "new_id", "
 """Files below /sys/bus/pci that act on the device whose address is written into them."""
 FILES_TAKING_AWAY = frozenset({"sriov_numvfs", "unbind", "remove", "reset", "reset_subordinate"})
 """Files whose write takes a device away from its user; the kernel waits in it, unkillably, while a guest has it."""
+FILES_AFFECTING_SCOPE = FILES_TAKING_AWAY - FILES_TAKING_ADDRESS
+"""Those of them that may affect all devices in the scope of the act; the others take away the named device only."""
 
 
 def find_device_addresses(machine: Machine, address: str | None) -> frozenset[str]:
@@ -110,19 +112,40 @@ def refuse_if_guest_is_harmed(
     """Raise Busy if a guest uses what the write may take away, and Denied if it is not known whether one does.
 
     `key` and `address` are those of the device, and `scope` is what the driver declares for the act. A destructive act
-    is refused while a guest uses the device or another function that the act affects; in any other act, only the writes
-    to FILES_TAKING_AWAY are checked. Whether a guest uses a function is asked of the kernel, whichever driver planned
+    is refused while a guest uses the device; in any other act, only the writes to FILES_TAKING_AWAY are checked. The
+    other functions that a destructive act affects are checked before each write to FILES_AFFECTING_SCOPE, and once
+    before the plan (`refuse_if_guest_in_scope`): there may be hundreds, and a guest that starts at that moment finds
+    its group busy. Whether a guest uses a function is asked of the kernel, whichever driver planned
     the write and whichever kernel driver the function is bound to (`drivers.pci.guest_usage`).
     """
     folders = _list_devices_taken_away(machine, write)
     if act in DESTRUCTIVE:
         addresses = find_device_addresses(machine, address)
-        if (prefix := get_affected_prefix(scope, address)) is not None:
-            addresses |= {one for one in machine.pci_functions() if one.startswith(prefix)}
+        if write.path.rpartition("/")[2] in FILES_AFFECTING_SCOPE:
+            addresses |= _find_scope_addresses(machine, scope, address)
         folders += (f"{PCI_DEVICES}/{one}" for one in sorted(addresses))
     if (sys_path := get_sys_path(key)) and (act in DESTRUCTIVE or folders):
         folders.append(sys_path)
     refuse_if_guest_uses(machine, dict.fromkeys(folders))
+
+
+def refuse_if_guest_in_scope(machine: Machine, act: Act, address: str | None, scope: str) -> None:
+    """Raise Busy if a guest uses a function that a destructive act affects beside its device, Denied if that is not
+    known.
+
+    The arguments are those of `refuse_if_guest_is_harmed`. Nothing is checked for an act that affects the device alone.
+    """
+    if act in DESTRUCTIVE:
+        refuse_if_guest_uses(
+            machine, (f"{PCI_DEVICES}/{one}" for one in sorted(_find_scope_addresses(machine, scope, address)))
+        )
+
+
+def _find_scope_addresses(machine: Machine, scope: str, address: str | None) -> frozenset[str]:
+    """Return the PCI functions of the host that an act with this scope affects; none if it affects the device alone."""
+    if (prefix := get_affected_prefix(scope, address)) is None:
+        return frozenset()
+    return frozenset(one for one in machine.pci_functions() if one.startswith(prefix))
 
 
 def _list_devices_taken_away(machine: Machine, write: Write) -> list[str]:

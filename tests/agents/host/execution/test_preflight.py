@@ -521,6 +521,39 @@ def test_S3_an_act_is_refused_while_a_guest_has_a_function_of_another_device_tha
     asyncio.run(story())
 
 
+@pytest.mark.parametrize("late", [False, True])
+def test_S3_the_functions_of_a_wide_scope_are_asked_before_a_plan_and_again_before_the_step_that_resets(
+    tmp_path: Path, late: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def story() -> None:
+        model = make_model_with_guest_functions(tmp_path)
+        card = model.pci("0000:01:02.0", "0x1234", "0x0001", "0x120000", group=9)
+        path, asked = "/sys/bus/pci/devices/0000:01:02.0", []
+        monkeypatch.setattr(model.tree_machine, "is_open", lambda node: asked.append(node) or node in model.held)
+        manifest = Manifest("drv", writes=WRITABLE_PATHS, declares=DriverDeclaration(affects={"reset": "bus"}))
+        steps = [Step(f"set {number}", Write(f"{path}/driver_override", str(number))) for number in range(20)]
+        driver = ScriptedDriver(
+            {"reset": plan_once(*steps, Step("reset it", Write(f"{path}/reset", "1")))},
+            {"card": "0000:01:02.0"},
+            manifest=manifest,
+        )
+        write = model.write
+
+        def start_guest(path: str, value: str) -> None:
+            """Start a guest on another function of the bus while the first step is done."""
+            model.held.add(VF_GROUP) if late else None
+            write(path, value)
+
+        monkeypatch.setattr(model, "write", start_guest)
+        async with run_host(tmp_path, driver, hand=lambda _: model.hand(), machine=model.machine) as host:
+            result = await host.run_commands(make_command(1, "reset"))
+        assert asked.count(VF_GROUP) == 2, "not before each of the 21 steps"
+        assert model.resets == ([] if late else [card.name])
+        assert result.outcome == ("failed" if late else "succeeded")
+
+    asyncio.run(story())
+
+
 def test_an_attached_device_whose_address_is_not_known_counts_as_affected() -> None:
     check_affected_attachments("reset", "device", CARD, [("other", None)])
     check_affected_attachments("reset", "card", CARD, [])
