@@ -289,26 +289,28 @@ class PlanRun:
             pause = min(pause * 2, LONGEST_POLL_S)
 
     async def _check_preconditions(self, step: Step) -> None:
-        """Raise Busy if a check in `step.expect` does not hold, if a device node in `step.idle` is open, or if the
-        write would take something away from a guest that uses it.
+        """Raise Busy if a check in `step.expect` does not hold, if a device node in `step.idle` is open, if the write
+        would take something away from a guest or the host, or if one of these cannot be found out in time.
 
-        Raises Denied if it is not known whether a guest uses it, and the errors of reading the host, such as Timeout.
+        Raises Denied if it is not known whether a guest uses it, and the other errors of reading the host. Timeout is
+        not raised, because it would leave open whether the write was done.
         """
-        if mismatch := await self._find_mismatch(step.expect):
-            raise Busy(f"{step.does}: not started, because {mismatch}")
-        for node in step.idle:
-            if await run_in_thread(lambda node=node: self._machine.is_open(node)):  # type: ignore[misc]
-                raise Busy(f"{step.does}: not started, because {node} is open: a process uses the device")
         try:
-            await self._refuse_if_guest_is_harmed(step.write)
+            if mismatch := await self._find_mismatch(step.expect):
+                raise Busy(mismatch)
+            for node in step.idle:
+                if await run_in_thread(lambda node=node: self._machine.is_open(node)):  # type: ignore[misc]
+                    raise Busy(f"{node} is open: a process uses the device")
+            await self._refuse_if_user_is_harmed(step.write)
         except DriverError as error:
-            raise type(error)(f"{step.does}: not started, because {error}") from None
+            kind = Busy if isinstance(error, Timeout) else type(error)
+            raise kind(f"{step.does}: not started, because {error}") from None
 
-    async def _refuse_if_guest_is_harmed(self, write: Write) -> None:
-        """Raise Busy or Denied as `preflight.refuse_if_guest_is_harmed`, for the act and the device of this run."""
+    async def _refuse_if_user_is_harmed(self, write: Write) -> None:
+        """Raise what `preflight.refuse_if_user_is_harmed` raises, for the act and the device of this run."""
         act, key, address = self._act, self._ask.key, self._address
         scope = self._get_scope(act)
-        await run_in_thread(lambda: preflight.refuse_if_guest_is_harmed(self._machine, act, write, key, address, scope))
+        await run_in_thread(lambda: preflight.refuse_if_user_is_harmed(self._machine, act, write, key, address, scope))
 
     async def _find_mismatch(self, checks: tuple[Check, ...]) -> str:
         """Return the reason of the first check that does not hold, '' if all hold.
@@ -366,7 +368,7 @@ class PlanRun:
         for step in reversed(self._completed_steps):
             try:
                 for write in step.undo:
-                    await self._refuse_if_guest_is_harmed(write)
+                    await self._refuse_if_user_is_harmed(write)
                     await self._writer.write(write.path, write.value, step.timeout_s)
                 (undone if step.undo else not_undone).append(step.does)
             except DriverError as error:

@@ -9,9 +9,11 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 from drivers.errors import Busy, Denied, Invalid
 from drivers.machine import PCI_ADDRESS, PCI_DEVICES, Machine, get_sys_path
+from drivers.pci.binding import HostUsage
 from drivers.pci.functions import confirm_no_guest_uses, parse_handle
 from drivers.pci.guest_usage import refuse_if_guest_uses
-from drivers.pci.iommu import list_card_functions
+from drivers.pci.host_usage import find_functions_used_by_host
+from drivers.pci.iommu import list_card_functions, list_virtual_functions
 from drivers.plan import DESTRUCTIVE, DEVICE_SCOPE, MDEV_DEFINITIONS, Act, Ask, Plan, Write, get_affected_prefix, stray
 
 FILES_TAKING_ADDRESS = frozenset({"bind", "unbind", "drivers_probe", "new_id", "remove_id"})
@@ -106,10 +108,11 @@ def check_detached(machine: Machine, act: Act, ask: Ask) -> str:
     return confirm_no_guest_uses(machine, ask.handle) if is_function_detach(act, ask) else ""
 
 
-def refuse_if_guest_is_harmed(
+def refuse_if_user_is_harmed(
     machine: Machine, act: Act, write: Write, key: str, address: str | None, scope: str = DEVICE_SCOPE
 ) -> None:
-    """Raise Busy if a guest uses what the write may take away, and Denied if it is not known whether one does.
+    """Raise Busy if a guest or the host itself uses what the write may take away, or if it is unknown what the host
+    uses; Denied if it is not known whether a guest does; and another DriverError if the host cannot be asked.
 
     `key` and `address` are those of the device, and `scope` is what the driver declares for the act. A destructive act
     is refused while a guest uses the device; in any other act, only the writes to FILES_TAKING_AWAY are checked. The
@@ -117,6 +120,8 @@ def refuse_if_guest_is_harmed(
     before the plan (`refuse_if_guest_in_scope`): there may be hundreds, and a guest that starts at that moment finds
     its group busy. Whether a guest uses a function is asked of the kernel, whichever driver planned
     the write and whichever kernel driver the function is bound to (`drivers.pci.guest_usage`).
+    What the host uses is asked in any act, about the functions that the write takes away from it
+    (`_list_functions_taken_from_host`, `drivers.pci.host_usage`).
     """
     folders = _list_devices_taken_away(machine, write)
     if act in DESTRUCTIVE:
@@ -127,13 +132,39 @@ def refuse_if_guest_is_harmed(
     if (sys_path := get_sys_path(key)) and (act in DESTRUCTIVE or folders):
         folders.append(sys_path)
     refuse_if_guest_uses(machine, dict.fromkeys(folders))
+    if functions := _list_functions_taken_from_host(machine, write):
+        HostUsage(machine, find_functions_used_by_host(machine, functions), for_act=False).refuse_if_used(functions)
+
+
+def _list_functions_taken_from_host(machine: Machine, write: Write) -> list[str]:
+    """Return the PCI functions that a write takes away from the host, if the host uses them.
+
+    `driver_override` names another driver for a function. `unbind` takes a function away, and its virtual functions
+    with it. `sriov_numvfs` removes the virtual functions, while the card itself stays with the host: an operator may
+    have permitted that beside the host's use of the card (`vfs_beside_host`). A reset or removal concerns all functions
+    of the card.
+    """
+    folder, _, name = write.path.rpartition("/")
+    address = write.value.strip() if name in FILES_TAKING_ADDRESS else machine.resolve(folder).rpartition("/")[2]
+    if not folder.startswith("/sys/") or not PCI_ADDRESS.fullmatch(address):
+        return []
+    match name:
+        case "driver_override" if write.value.strip():
+            return [address]
+        case "unbind":
+            return [address, *list_virtual_functions(machine, address)]
+        case "sriov_numvfs":
+            return list_virtual_functions(machine, address)
+        case "remove" | "reset" | "reset_subordinate":
+            return list_card_functions(machine, address)
+    return []
 
 
 def refuse_if_guest_in_scope(machine: Machine, act: Act, address: str | None, scope: str) -> None:
     """Raise Busy if a guest uses a function that a destructive act affects beside its device, Denied if that is not
     known.
 
-    The arguments are those of `refuse_if_guest_is_harmed`. Nothing is checked for an act that affects the device alone.
+    The arguments are those of `refuse_if_user_is_harmed`. Nothing is checked for an act that affects the device alone.
     """
     if act in DESTRUCTIVE:
         refuse_if_guest_uses(
