@@ -28,6 +28,7 @@ from drivers.inventory import AttachHandle, Attribute, Deployable, Device, Devic
 from drivers.machine import MAX_TABLE, PCI_DEVICES, Machine
 from drivers.pci import binding, guest_usage, iommu, pci_health, sriov
 from drivers.pci.addresses import normalize_address, read_handle_address
+from drivers.pci.config_space import read_config_space
 from drivers.pci.host_usage import find_functions_used_by_host, list_interfaces
 from drivers.plan import Act, Ask, Plan, Step, Vitals, Write
 
@@ -607,7 +608,8 @@ def _make_device_key(machine: Machine, function: PciFunction) -> str:
 def _read_serial_number(machine: Machine, path: str) -> str:
     """Return the Device Serial Number (capability of PCIe 7.9.3) in hex, '' if there is none or it cannot be read.
 
-    Only root can read more than the first 64 bytes of `config`, so other users always get ''. While the function is
+    Only root can read more than the first 64 bytes of `config`, so other users always get ''; so does a read that does
+    not return in time. While the function is
     powered off (D3cold), the result is the last one of this process, because reading would power the function on. Only
     the first read does: without the serial number, a device would get another identity once a guest uses it.
     """
@@ -615,7 +617,7 @@ def _read_serial_number(machine: Machine, path: str) -> str:
     try:
         if place in _last_serial_numbers and pci_health.is_powered_off(machine, path):
             return _last_serial_numbers[place]
-        config = machine.read_bytes(f"{path}/config", 4096)
+        config = read_config_space(machine, path, 4096)
     except DriverError:
         return ""
     _last_serial_numbers[place] = serial = _parse_serial_number(config)
