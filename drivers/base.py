@@ -126,7 +126,9 @@ class Driver:
     def uninstall(self, machine: Machine, settings: Settings, ask: Ask) -> Plan:
         """Plan how to restore the state that the device had before the agent first changed it (`ask.first`).
 
-        Raises Unsupported unless the driver overrides it.
+        It is called again as `install` is. It is also complete if it raises Gone after the steps of a plan, or if its
+        plan has the same steps as the one before and everything in their `seen` is true. Raises Unsupported unless the
+        driver overrides it.
         """
         raise self._unsupported_error("uninstall")
 
@@ -140,8 +142,9 @@ class Driver:
     def detach(self, machine: Machine, settings: Settings, ask: Ask) -> Plan:
         """Plan how to remove what `attach` created; no steps if it no longer exists. The default has no steps.
 
-        The detach of a `PCI` handle also asks whether a guest still uses its function. The agent finds that out itself
-        after this method, for every driver.
+        It must also succeed when the device is gone or another one is at its address: until then, the handle is kept
+        back. The detach of a `PCI` handle also asks whether a guest still uses its function. The agent finds that out
+        itself after this method, for every driver, and also if this method raises Gone.
         """
         return Plan()
 

@@ -65,9 +65,9 @@ class Machine:
     look_again_s: float = 0.3
     """How long a process must have a node open in order to count, in seconds: udev and monitoring open nodes briefly.
     """
-    claim_again_s: float = 0.05
-    """How long a claim on a disk must last in order to count, in seconds: another process of the agent that asks the
-    same question (`is_claimed`) claims the disk for a moment.
+    open_again_s: float = 0.05
+    """How long a node that allows one opener must be open in order to count, in seconds: another process of the agent
+    that asks the same question (`is_open`, `is_claimed`), udev, and programs that list hardware open it for a moment.
     """
 
     def __init__(
@@ -180,43 +180,53 @@ class Machine:
     def is_open(self, path: str) -> bool:
         """Return whether a process has opened a device node that allows only one opener, such as `/dev/vfio/12`.
 
-        It opens the node itself for a moment and checks for EBUSY. Returns False for a node that does not exist. Raises
-        Denied or another DriverError if the node cannot be opened for a different reason.
+        It opens the node itself for a moment (`_open_unless_busy`). Returns False for a node that does not exist.
+        Raises Denied or another DriverError if the node cannot be opened for a different reason.
         """
         try:
-            os.close(os.open(self._host_path(path), os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC))
+            fd = self._open_unless_busy(path, os.O_RDONLY)
         except OSError as error:
-            if error.errno == errno.EBUSY:
-                return True
             if error.errno not in (errno.ENOENT, errno.ENODEV, errno.ENXIO):
                 raise from_os(error, path) from None
-        return False
+            return False
+        if fd is not None:
+            os.close(fd)
+        return fd is None
 
     def is_claimed(self, path: str, number: str) -> bool:
         """Return whether the kernel or a program has claimed a block device or one of its partitions for itself.
 
         Mounts in any namespace, swap, RAID, LVM, multipath, bcache and ZFS claim their devices (block/bdev.c). The
         device is opened for a moment with O_RDONLY and O_EXCL, which fails with EBUSY if it is claimed; this reads and
-        changes nothing. If it is claimed, it is opened once more after `claim_again_s`. `number` is the device's `dev`
-        in sysfs. Raises Gone if this process has no such node, Failed if the node is another device, and Denied or
-        another DriverError if it cannot be opened.
+        changes nothing. `number` is the device's `dev` in sysfs. Raises Gone if this process has no such node, Failed
+        if the node is another device, and Denied or another DriverError if it cannot be opened.
         """
-        for is_last in (False, True):
-            try:
-                fd = os.open(self._host_path(path), os.O_RDONLY | os.O_EXCL | os.O_NONBLOCK | os.O_CLOEXEC)
-                break
-            except OSError as error:
-                if error.errno != errno.EBUSY:
-                    raise from_os(error, path) from None
-                if is_last:
-                    return True
-            time.sleep(self.claim_again_s)
+        try:
+            fd = self._open_unless_busy(path, os.O_RDONLY | os.O_EXCL)
+        except OSError as error:
+            raise from_os(error, path) from None
+        if fd is None:
+            return True
         try:
             if _format_number(os.fstat(fd)) != f"b{number}":
                 raise Failed(f"{path} is not the block device {number}")
         finally:
             os.close(fd)
         return False
+
+    def _open_unless_busy(self, path: str, flags: int) -> int | None:
+        """Open a device node and return its descriptor; None if it is busy (EBUSY), now and again after `open_again_s`.
+
+        Raises OSError if it cannot be opened for a different reason.
+        """
+        for pause_s in (self.open_again_s, 0.0):
+            try:
+                return os.open(self._host_path(path), flags | os.O_NONBLOCK | os.O_CLOEXEC)
+            except OSError as error:
+                if error.errno != errno.EBUSY:
+                    raise
+            time.sleep(pause_s)
+        return None
 
     def list_open_nodes(self) -> OpenNodes:
         """Return which processes have device nodes of PCI hardware open, and whether all processes could be looked at.

@@ -23,7 +23,7 @@ from drivers.errors import Unsupported, from_os
 from drivers.inventory import Device, DriverReport
 from drivers.isolation.driver_main import Manifest
 from drivers.isolation.host_writer import HostWriter
-from drivers.machine import Machine
+from drivers.machine import MAX_READ, Machine, OpenNodes
 from drivers.pci.ownership import resolve_conflicts
 from drivers.plan import Act, Ask, Plan, Vitals
 
@@ -50,7 +50,7 @@ class Rehearsal:
         self, driver: Driver, root: Path, settings: Mapping[str, object] | None = None, *, kernel: Kernel = keep
     ) -> None:
         roots = {f"/{name}": str(root / name) for name in ("sys", "proc", "dev", "state")}
-        self.machine = Machine("node-1", **{f"{path[1:]}_root": real for path, real in roots.items()})
+        self.machine = _SimulatedMachine("node-1", **{f"{path[1:]}_root": real for path, real in roots.items()})
         connection = sqlite3.connect(":memory:")
         connection.executescript(CREATE_COMMAND_TABLES)
         self._planner = _InProcessDriver(driver, self.machine, dict(settings or {}))
@@ -94,6 +94,19 @@ class Rehearsal:
         """Ask the driver for a new report and return the device with this key, None when the driver does not find
         it."""
         return next((device for device in self.report().devices if device.key == key), None)
+
+
+class _SimulatedMachine(Machine):
+    """A host on which nothing is mounted and no program runs, unless the folder has `/proc/self/mountinfo` and a first
+    process: before some steps the agent asks what the host itself uses."""
+
+    def read(self, path: str, limit: int = MAX_READ) -> str:
+        """As `Machine.read`; a missing table of mounts is empty."""
+        return "" if path == "/proc/self/mountinfo" and not self.exists(path) else super().read(path, limit)
+
+    def list_open_nodes(self) -> OpenNodes:
+        """As `Machine.list_open_nodes`; without a first process, no node is open."""
+        return super().list_open_nodes() if self.exists("/proc/1") else OpenNodes()
 
 
 @dataclass

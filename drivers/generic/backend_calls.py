@@ -12,9 +12,10 @@ import threading
 import time
 from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 
-from drivers.errors import Busy, DriverError, Failed
+from drivers.errors import Busy, Failed
+from drivers.isolation.thread_call import ThreadCall
 
 T = TypeVar("T")
 
@@ -24,43 +25,6 @@ number up to the second; an answer in time sets it back to the first."""
 MIN_TIMEOUT_S = 0.05
 """Minimum time-out of a question, in seconds. With less time a question is not asked: a late answer would not show that
 the backend is slow."""
-
-
-class BackendCall(threading.Thread, Generic[T]):
-    """One question to a backend, in a daemon thread. When the thread has ended, `get_result` returns or raises the
-    outcome.
-
-    `question` is the name of the question in messages. `function` is called in the thread and returns the answer.
-    """
-
-    def __init__(self, question: str, function: Callable[[], T]) -> None:
-        super().__init__(daemon=True)
-        self.question, self._function = question, function
-        self._results: list[T] = []
-        self._error: DriverError | None = None
-
-    def run(self) -> None:
-        """Call the function, and keep its result or its error; nothing is raised. Call `start`, not this method."""
-        try:
-            self._results.append(self._function())
-        except DriverError as error:
-            self._error = error if str(error) else type(error)("it gave no reason")
-        except BaseException as error:  # noqa: BLE001 - an error of one backend must not affect the others
-            self._error = Failed(f"it raised {type(error).__name__}: {error}")
-
-    def has_ended_within(self, timeout_s: float) -> bool:
-        """Wait at most `timeout_s` seconds until the thread has ended; return whether it has ended."""
-        self.join(max(0.0, timeout_s))
-        return not self.is_alive()
-
-    def get_result(self) -> T:
-        """Return what the function returned. Call this once only, after the thread has ended: the result is not kept.
-
-        Raises the DriverError that the function raised, and Failed for any other error of the function.
-        """
-        if self._error is not None:
-            raise self._error
-        return self._results.pop()  # the last question is kept, but not its answer, which may be large
 
 
 class BackendCaller:
@@ -75,7 +39,7 @@ class BackendCaller:
     def __init__(self, name: str) -> None:
         self.name, self.suspension = name, ""
         self._lock = threading.Lock()
-        self._last_call: BackendCall[Any] | None = None
+        self._last_call: ThreadCall[Any] | None = None
         self._pause_s, self._next_attempt_at = FIRST_PAUSE_S, 0.0
 
     def call(self, question: str, function: Callable[[], T], timeout_s: float) -> T:
@@ -84,7 +48,7 @@ class BackendCaller:
         If another question is under way, waiting for its end takes a part of this time. Raises Failed, without asking,
         while the backend is suspended; Failed for a late answer (also to the question before), which suspends the
         backend; Failed if no thread can be started; Busy if `timeout_s` is less than MIN_TIMEOUT_S, or if another
-        thread's call takes all of it; and the errors of `BackendCall.get_result`.
+        thread's call takes all of it; and the errors of `ThreadCall.get_result`.
         """
         end = time.monotonic() + timeout_s
         if timeout_s < MIN_TIMEOUT_S:
@@ -112,7 +76,7 @@ class BackendCaller:
         does not lose its devices because its load is read slowly. Only if this question still has not returned when a
         later `call` has waited for it in vain, that `call` suspends the backend. Raises Busy while another question has
         not returned; Failed while the backend is suspended, if the answer does not arrive within `timeout_s` seconds,
-        or if no thread can be started; and the errors of `BackendCall.get_result`.
+        or if no thread can be started; and the errors of `ThreadCall.get_result`.
         """
         if not self._lock.acquire(blocking=False):
             raise Busy(f"backend {self.name}: another question has not returned")
@@ -137,13 +101,13 @@ class BackendCaller:
         with self._lock:
             self._pause_s, self._next_attempt_at = FIRST_PAUSE_S, 0.0
 
-    def _start_call(self, question: str, function: Callable[[], T]) -> BackendCall[T]:
+    def _start_call(self, question: str, function: Callable[[], T]) -> ThreadCall[T]:
         """Start a thread that asks the question; return the call. The lock must be held, and the last question must
         have ended.
 
         Raises Failed if no thread can be started.
         """
-        call = BackendCall(question, function)
+        call = ThreadCall(question, function)
         try:
             call.start()
         except RuntimeError as error:

@@ -23,8 +23,7 @@ from drivers.generic import settings as generic_settings
 from drivers.generic.backend import BackendBase
 from drivers.generic.backend_calls import BackendCaller
 from drivers.inventory import Backend, Deployable, Device, Fault, HandleType, Sample, Service
-from drivers.machine import PCI_DEVICES, Machine
-from drivers.pci import functions
+from drivers.machine import Machine
 from drivers.plan import Act, Ask, Plan, Vitals
 
 QUESTION_SHARE = 0.6
@@ -130,17 +129,16 @@ class GenericDriver(Driver):
     def detach(self, machine: Machine, settings: Settings, ask: Ask) -> Plan:
         """Plan how to remove what `attach` created; only the kind `mdev` has steps.
 
-        A PCI function that does not exist any more is used by nobody, whichever backend had it. What remains of a
+        Other handles need no step, whichever backend had them and whether their card is still there. What remains of a
         mediated device is removed although no backend has its card any more. Raises the errors of `_plan_act`, and
         Invalid for an unusable handle.
         """
-        is_function = ask.handle is not None and ask.handle.attach_type == "PCI"
-        if is_function and not machine.exists(f"{PCI_DEVICES}/{functions.parse_handle(ask.handle)}"):
-            return Plan(said=functions.confirm_no_guest_uses(machine, ask.handle))
+        if ask.handle is not None and ask.handle.attach_type != "MDEV":
+            return Plan()
         try:
             return self._plan_act("detach", machine, settings, ask)
         except Gone:
-            if ask.handle is None or ask.handle.attach_type != "MDEV":
+            if ask.handle is None:
                 raise
             return mdev.plan_detach_without_backend(machine, ask)
 

@@ -25,8 +25,10 @@ from msgspec import Meta, Struct
 from drivers.base import Driver, Findings, at_most
 from drivers.errors import Busy, DriverError, Failed, Gone, Invalid, Unsupported
 from drivers.inventory import AttachHandle, Attribute, Deployable, Device, DeviceType, Fault, HandleType, Sample
-from drivers.machine import MAX_TABLE, PCI_ADDRESS, PCI_DEVICES, Machine
+from drivers.machine import MAX_TABLE, PCI_DEVICES, Machine
 from drivers.pci import binding, guest_usage, iommu, pci_health, sriov
+from drivers.pci.addresses import normalize_address, read_handle_address
+from drivers.pci.config_space import read_config_space
 from drivers.pci.host_usage import find_functions_used_by_host, list_interfaces
 from drivers.plan import Act, Ask, Plan, Step, Vitals, Write
 
@@ -198,20 +200,6 @@ class PciDriver(Driver):
         return Plan(
             tuple(steps[:MAX_STEPS]), "as it was before its first change" if ask.first else "it was never changed"
         )
-
-    def detach(self, machine: Machine, settings: dict[str, object], ask: Ask) -> Plan:
-        """Return a plan without steps if no guest uses the function of `ask.handle`; libvirt itself detaches the
-        function.
-
-        Raises Busy while a guest uses it, Failed if that cannot be found out, and Invalid or Gone for an unknown handle
-        or device.
-        """
-        address = parse_handle(ask.handle)
-        if machine.exists(f"{PCI_DEVICES}/{address}"):
-            card = find_address(machine, ask.key, ask.address)
-            if address != card and machine.link(f"{PCI_DEVICES}/{address}/physfn") != card:
-                raise Invalid(f"{address} is not a function of {ask.key}")
-        return Plan(said=confirm_no_guest_uses(machine, ask.handle))
 
     def reset(self, machine: Machine, settings: dict[str, object], ask: Ask) -> Plan:
         """Plan a reset of the function by the kernel's own method; its virtual functions are reset with it.
@@ -438,8 +426,8 @@ def _permit_beside_host(view: binding.HostUsage, address: str, rule: PciRule) ->
     card itself is left out, so that it does not prevent the change. The host's use of a virtual function is never left
     out.
     """
-    names = {address, *(list_interfaces(view.machine, address) if rule.vfs_beside_host else ())}
-    if not names & {*rule.vfs_beside_host}:
+    interfaces = list_interfaces(view.machine, address) if rule.vfs_beside_host else ()
+    if not any(name in interfaces or normalize_address(name) == address for name in rule.vfs_beside_host):
         return view
     return replace(view, in_use={used: reason for used, reason in view.in_use.items() if used != address})
 
@@ -596,13 +584,12 @@ def confirm_no_guest_uses(machine: Machine, handle: AttachHandle | None) -> str:
 
 
 def parse_handle(handle: AttachHandle | None, attach_type: HandleType = "PCI") -> str:
-    """Return the PCI address of a handle of this type. Raises Invalid for a handle of another type or without one."""
-    try:
-        fields = json.loads(handle.info) if handle and handle.attach_type == attach_type else {}
-        address = f"{fields['domain']}:{fields['bus']}:{fields['device']}.{fields['function']}"
-    except (ValueError, KeyError):
-        address = ""
-    if not PCI_ADDRESS.fullmatch(address):
+    """Return the PCI address of a handle of this type, as sysfs writes it, however the handle spells it.
+
+    Raises Invalid for a handle of another type or without an address.
+    """
+    address = read_handle_address(handle.info) if handle and handle.attach_type == attach_type else ""
+    if not address:
         raise Invalid(f"{handle} is not the handle of a PCI function")
     return address
 
@@ -621,7 +608,8 @@ def _make_device_key(machine: Machine, function: PciFunction) -> str:
 def _read_serial_number(machine: Machine, path: str) -> str:
     """Return the Device Serial Number (capability of PCIe 7.9.3) in hex, '' if there is none or it cannot be read.
 
-    Only root can read more than the first 64 bytes of `config`, so other users always get ''. While the function is
+    Only root can read more than the first 64 bytes of `config`, so other users always get ''; so does a read that does
+    not return in time. While the function is
     powered off (D3cold), the result is the last one of this process, because reading would power the function on. Only
     the first read does: without the serial number, a device would get another identity once a guest uses it.
     """
@@ -629,7 +617,7 @@ def _read_serial_number(machine: Machine, path: str) -> str:
     try:
         if place in _last_serial_numbers and pci_health.is_powered_off(machine, path):
             return _last_serial_numbers[place]
-        config = machine.read_bytes(f"{path}/config", 4096)
+        config = read_config_space(machine, path, 4096)
     except DriverError:
         return ""
     _last_serial_numbers[place] = serial = _parse_serial_number(config)

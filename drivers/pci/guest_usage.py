@@ -10,7 +10,8 @@ drivers/vfio/{group,device_cdev,vfio_main}.c of Linux 6.12; Documentation/ABI/te
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import functools
+from collections.abc import Iterable, Iterator
 from typing import Literal, NamedTuple
 
 from drivers.errors import Busy, Denied, DriverError
@@ -42,17 +43,29 @@ def is_bound_to_vfio(machine: Machine, folder: str) -> bool:
 def find_guest_uses(machine: Machine, folders: Iterable[str]) -> dict[str, GuestUse]:
     """Return whether a guest uses each of the PCI functions or mediated devices: directory in sysfs → GuestUse.
 
+    See `iterate_guest_uses`.
+    """
+    return dict(iterate_guest_uses(machine, folders))
+
+
+def iterate_guest_uses(machine: Machine, folders: Iterable[str]) -> Iterator[tuple[str, GuestUse]]:
+    """Yield (directory in sysfs, GuestUse) for each of the PCI functions or mediated devices.
+
     A function also counts as used if a guest uses one of its mediated devices, because they vanish when the function is
     unbound from its driver. The node of each VFIO group is opened for a moment: while a guest has it open, the kernel
     refuses a second opener, also if the guest uses the device's own node. Only on a kernel without groups
     (CONFIG_VFIO_GROUP=n) this is not possible; there the open file descriptors of all processes are read, once for all
     devices. If something cannot be read, the state is `unknown`; no DriverError is raised for it.
     """
-    parts = {folder: (folder, *_list_mediated_devices(machine, folder)) for folder in folders}
-    group_uses = {part: _read_group_use(machine, part) for some in parts.values() for part in some}
-    open_nodes = machine.list_open_nodes() if None in group_uses.values() else OpenNodes()
-    uses = {part: use or _find_cdev_use(machine, part, open_nodes) for part, use in group_uses.items()}
-    return {folder: _choose_worst([uses[part] for part in some]) for folder, some in parts.items()}
+    list_open_nodes = functools.cache(machine.list_open_nodes)
+    for folder in folders:
+        parts = (folder, *_list_mediated_devices(machine, folder))
+        yield (
+            folder,
+            _choose_worst(
+                [_read_group_use(machine, part) or _find_cdev_use(machine, part, list_open_nodes()) for part in parts]
+            ),
+        )
 
 
 def _choose_worst(uses: list[GuestUse]) -> GuestUse:
@@ -67,9 +80,11 @@ def _list_mediated_devices(machine: Machine, folder: str) -> list[str]:
 
 
 def refuse_if_guest_uses(machine: Machine, folders: Iterable[str]) -> None:
-    """Raise Busy if a guest uses one of the devices, and Denied if their use is unknown. `folders` are directories in
-    sysfs."""
-    for folder, use in find_guest_uses(machine, folders).items():
+    """Raise Busy if a guest uses one of the devices, and Denied if the use of one is unknown.
+
+    `folders` are directories in sysfs. The devices after the first such one are not asked about.
+    """
+    for folder, use in iterate_guest_uses(machine, folders):
         name = folder.rpartition("/")[2]
         if use.state == "used":
             raise Busy(f"{name} cannot be changed: a guest uses it ({use.reason})")

@@ -8,14 +8,14 @@ settings moves a device to another driver. The functions here are pure: they rea
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import msgspec
 
 from drivers.base import at_most
-from drivers.inventory import Device, DriverReport, Fault
+from drivers.inventory import AttachHandle, Device, DriverReport, Fault
+from drivers.pci.addresses import read_handle_address
 
 
 def resolve_conflicts(
@@ -110,9 +110,16 @@ def _describe_problem(device: Device, same_key: int) -> str:
     if len(set(names)) < len(names):
         return "two of its deployables have the same name"
     for deployable in device.deployables:
-        if len({handle.info for handle in deployable.handles}) < len(deployable.handles):
+        if len({*map(_identify_handle, deployable.handles)}) < len(deployable.handles):
             return f"two attach handles of {deployable.name} are the same"
+        if any(one.attach_type == "PCI" and not read_handle_address(one.info) for one in deployable.handles):
+            return f"a PCI handle of {deployable.name} names no PCI address"
     return ""
+
+
+def _identify_handle(handle: AttachHandle) -> str:
+    """Return what no two handles of a deployable may have in common: the function of a PCI handle, else its text."""
+    return (read_handle_address(handle.info) if handle.attach_type == "PCI" else "") or handle.info
 
 
 def _list_claims(device: Device) -> list[str]:
@@ -121,16 +128,5 @@ def _list_claims(device: Device) -> list[str]:
     names = []
     for deployable in device.deployables:
         names.append(f"deployable {deployable.name}")
-        addresses += [
-            _parse_handle_address(handle.info) for handle in deployable.handles if handle.attach_type == "PCI"
-        ]
+        addresses += [read_handle_address(handle.info) for handle in deployable.handles if handle.attach_type == "PCI"]
     return [*dict.fromkeys(filter(None, addresses)), f"identity {device.key}", *names]
-
-
-def _parse_handle_address(info: str) -> str:
-    """Return the PCI address in a handle's JSON; '' if it contains none."""
-    try:
-        fields = json.loads(info)
-        return f"{fields['domain']}:{fields['bus']}:{fields['device']}.{fields['function']}"
-    except (ValueError, KeyError, TypeError):
-        return ""

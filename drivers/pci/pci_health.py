@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from drivers.errors import DriverError, Failed, Gone
+from drivers.errors import DriverError, Failed, Gone, Timeout
 from drivers.inventory import Health, Sample
 from drivers.machine import PCI_ADDRESS, PCI_DEVICES, Machine
+from drivers.pci import config_space
 from drivers.plan import Signal
 
 ERROR_KINDS = ("correctable", "nonfatal", "fatal")
@@ -44,18 +45,21 @@ HWMON_METRICS = (
 def read_status(machine: Machine, address: str) -> tuple[Health, str]:
     """Return the health of a function and its reason ('' for ok).
 
-    It is `failed` if the function does not answer on the bus, if the kernel cannot set its power state, or if its link
-    is down. It is `degraded` if its PCIe link is narrower than it could be, or if the kernel has counted fatal errors
-    of the function or of the port above it. It is `unknown` if its configuration space cannot be read, and while it is
-    powered off to save energy: then it is not read, because that would power it on. The link speed is ignored, because
-    an idle link slows down but keeps its width. Raises Gone if the function is absent, and another DriverError if its
-    power state cannot be read.
+    It is `failed` if the function does not answer on the bus, if the kernel cannot set its power state, if its link
+    is down, or if reading its configuration space waits for longer than any reset takes (`config_space`). It is
+    `degraded` if its PCIe link is narrower than it could be, or if the kernel has counted fatal errors of the
+    function or of the port above it. It is `unknown` if its configuration space cannot be read, and while it is
+    powered off to save energy: then it is not read, because that would power it on. The link speed is ignored,
+    because an idle link slows down but keeps its width. Raises Gone if the function is absent, and another
+    DriverError if its power state cannot be read.
     """
     path = _find_answering_path(machine, address)
     if is_powered_off(machine, path):
         return "unknown", "it is powered off while nobody uses it (D3cold), so its health is not read"
     try:
         failure = _find_failure(machine, path)
+    except Timeout as error:
+        return "failed" if config_space.is_stuck(path) else "unknown", str(error)
     except DriverError as error:
         if isinstance(error, Gone) and not machine.exists(f"{PCI_DEVICES}/{address}"):
             raise
@@ -76,7 +80,7 @@ def _find_failure(machine: Machine, path: str) -> str:
     """
     if machine.text(f"{path}/power_state") == "error":
         return "the kernel cannot set its power state: power the host off and on, or replace the card"
-    id_bytes = machine.read_start(f"{path}/config", 4)
+    id_bytes = config_space.read_config_space(machine, path, 4)
     if len(id_bytes) < 4:
         raise Failed(f"{path}/config: it ends after {len(id_bytes)} bytes")
     ids = int.from_bytes(id_bytes, "little")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -87,10 +88,15 @@ def test_a_disk_is_claimed_only_if_an_exclusive_open_gives_ebusy_and_unknown_aft
             machine.is_claimed("/dev/sda", "8:0")
 
 
-def test_a_disk_that_is_claimed_only_for_a_moment_does_not_count_as_claimed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    "ask",
+    [lambda machine: machine.is_claimed("/dev/sda", "8:0"), lambda machine: machine.is_open("/dev/vfio/12")],
+    ids=["disk", "node"],
+)
+def test_what_a_program_has_open_only_for_a_moment_does_not_count_as_used(
+    ask: Callable[[Machine], bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    machine, attempts = Machine("n", dev_root=str(tmp_path)), []
+    machine, attempts = Machine("n"), []
 
     def answer(path: str, flags: int) -> int:
         attempts.append(path)
@@ -101,7 +107,7 @@ def test_a_disk_that_is_claimed_only_for_a_moment_does_not_count_as_claimed(
     kernel = os.open
     monkeypatch.setattr("os.open", answer)
     monkeypatch.setattr("drivers.machine._format_number", lambda _: "b8:0")
-    assert not machine.is_claimed("/dev/sda", "8:0")
+    assert not ask(machine)
     assert len(attempts) == 2
 
 

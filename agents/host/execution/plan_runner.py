@@ -145,8 +145,9 @@ class PlanRun:
         summaries = []
         try:
             for act in acts:
-                summaries.append(await self._run_act(act))
-                await self._check_detached(act)
+                summary = await self._run_act(act)
+                detached = await self._check_detached(act)
+                summaries.append(summary or detached)
         finally:
             if not self._writer.stuck:
                 await self._writer.close()
@@ -155,9 +156,10 @@ class PlanRun:
     async def _run_act(self, act: Act) -> str:
         """Plan one act and run its steps, for REPEATED_ACTS until the plan is empty. Raises PlanFailedError."""
         summaries: list[str] = []
+        plan = Plan()
         try:
             for round_number in range(MAX_ROUNDS + 1):
-                plan = await self._planner.plan(act, self._ask)
+                plan = await self._plan_round(act, plan)
                 if act == "program":
                     self.lifetime = plan.lifetime
                 if not plan.steps:
@@ -177,19 +179,37 @@ class PlanRun:
             raise await self._undo_steps(f"the agent cannot write to its journal ({error})") from None
         raise AssertionError("unreachable")
 
-    async def _check_detached(self, act: Act) -> None:
-        """Raise PlanFailedError if a guest still uses the function of a PCI handle, or if that is not known."""
+    async def _plan_round(self, act: Act, previous: Plan) -> Plan:
+        """Return the driver's plan for the next round, without steps if the act is complete. Raises DriverError.
+
+        `previous` is the plan of the round before, without steps in the first round. An `uninstall` is also complete if
+        its device has vanished after the steps of a round, and if the driver plans the steps of that round again
+        although the effects of all of them are seen: many files cannot tell whether they were written.
+        """
         try:
-            await run_in_thread(lambda: preflight.check_detached(self._machine, act, self._ask))
+            plan = await plan_act(self._planner, act, self._ask)
+        except Gone:
+            if act == "uninstall" and previous.steps:
+                return Plan()
+            raise
+        is_repeated = act == "uninstall" and bool(previous.steps) and plan.steps == previous.steps
+        effects = tuple(check for step in plan.steps for check in step.seen)
+        return Plan(said=plan.said) if is_repeated and not await self._find_mismatch(effects) else plan
+
+    async def _check_detached(self, act: Act) -> str:
+        """Return what `preflight.check_detached` returns. Raises PlanFailedError if a guest still uses the function of
+        a PCI handle, or if that is not known."""
+        try:
+            return await run_in_thread(lambda: preflight.check_detached(self._machine, act, self._ask))
         except DriverError as error:
             raise await self._undo_steps(str(error)) from None
 
     def _check_affected_devices(self, act: Act) -> None:
         """Raise Busy when the act affects another device with an attached handle, as the driver declares it.
 
-        Call it when the driver has answered, because its manifest comes with its first answer.
+        Call it when the driver has answered (`_get_scope`).
         """
-        scope = self._planner.manifest.declares.affects.get(act, DEVICE_SCOPE)
+        scope = self._get_scope(act)
         if scope == DEVICE_SCOPE:
             return
         this_device = (self._driver, self._ask.key)
@@ -199,6 +219,10 @@ class PlanRun:
         preflight.check_affected_attachments(
             act, scope, device.address if device else None, [(key, one.address if one else None) for key, one in others]
         )
+
+    def _get_scope(self, act: Act) -> str:
+        """Return what the act affects, as the driver declares it in the manifest that comes with its first answer."""
+        return self._planner.manifest.declares.affects.get(act, DEVICE_SCOPE)
 
     async def _run_steps(self, act: Act, plan: Plan) -> None:
         """Check all paths of the plan, then run its steps. Raises DriverError and sqlite3.OperationalError."""
@@ -216,6 +240,8 @@ class PlanRun:
                 lambda write: preflight.owns_write_off_pci(self._machine, self._ask.key, write),
             )
         )
+        scope = self._get_scope(act)
+        await run_in_thread(lambda: preflight.refuse_if_guest_in_scope(self._machine, act, self._address, scope))
         for step_number, step in enumerate(plan.steps):
             self._report_progress(step_number * 100 // len(plan.steps), step.does)
             if asyncio.get_running_loop().time() > self._deadline:
@@ -263,26 +289,28 @@ class PlanRun:
             pause = min(pause * 2, LONGEST_POLL_S)
 
     async def _check_preconditions(self, step: Step) -> None:
-        """Raise Busy if a check in `step.expect` does not hold, if a device node in `step.idle` is open, or if the
-        write would take something away from a guest that uses it.
+        """Raise Busy if a check in `step.expect` does not hold, if a device node in `step.idle` is open, if the write
+        would take something away from a guest or the host, or if one of these cannot be found out in time.
 
-        Raises Denied if it is not known whether a guest uses it, and the errors of reading the host, such as Timeout.
+        Raises Denied if it is not known whether a guest uses it, and the other errors of reading the host. Timeout is
+        not raised, because it would leave open whether the write was done.
         """
-        if mismatch := await self._find_mismatch(step.expect):
-            raise Busy(f"{step.does}: not started, because {mismatch}")
-        for node in step.idle:
-            if await run_in_thread(lambda node=node: self._machine.is_open(node)):  # type: ignore[misc]
-                raise Busy(f"{step.does}: not started, because {node} is open: a process uses the device")
         try:
-            await self._refuse_if_guest_is_harmed(step.write)
+            if mismatch := await self._find_mismatch(step.expect):
+                raise Busy(mismatch)
+            for node in step.idle:
+                if await run_in_thread(lambda node=node: self._machine.is_open(node)):  # type: ignore[misc]
+                    raise Busy(f"{node} is open: a process uses the device")
+            await self._refuse_if_user_is_harmed(step.write)
         except DriverError as error:
-            raise type(error)(f"{step.does}: not started, because {error}") from None
+            kind = Busy if isinstance(error, Timeout) else type(error)
+            raise kind(f"{step.does}: not started, because {error}") from None
 
-    async def _refuse_if_guest_is_harmed(self, write: Write) -> None:
-        """Raise Busy or Denied as `preflight.refuse_if_guest_is_harmed`, for the act and the device of this run."""
+    async def _refuse_if_user_is_harmed(self, write: Write) -> None:
+        """Raise what `preflight.refuse_if_user_is_harmed` raises, for the act and the device of this run."""
         act, key, address = self._act, self._ask.key, self._address
-        scope = self._planner.manifest.declares.affects.get(act, DEVICE_SCOPE)
-        await run_in_thread(lambda: preflight.refuse_if_guest_is_harmed(self._machine, act, write, key, address, scope))
+        scope = self._get_scope(act)
+        await run_in_thread(lambda: preflight.refuse_if_user_is_harmed(self._machine, act, write, key, address, scope))
 
     async def _find_mismatch(self, checks: tuple[Check, ...]) -> str:
         """Return the reason of the first check that does not hold, '' if all hold.
@@ -319,7 +347,7 @@ class PlanRun:
                 "unknown", f"{error}; the write hangs in the kernel, so nothing more is done", stuck_writer=self._writer
             ) from None
         try:
-            plan = await self._planner.plan(act, self._ask)
+            plan = await plan_act(self._planner, act, self._ask)
         except DriverError as problem:
             raise PlanFailedError(
                 "unknown", f"{error}; the driver cannot tell which steps are left: {problem}"
@@ -340,7 +368,7 @@ class PlanRun:
         for step in reversed(self._completed_steps):
             try:
                 for write in step.undo:
-                    await self._refuse_if_guest_is_harmed(write)
+                    await self._refuse_if_user_is_harmed(write)
                     await self._writer.write(write.path, write.value, step.timeout_s)
                 (undone if step.undo else not_undone).append(step.does)
             except DriverError as error:
@@ -354,6 +382,20 @@ class PlanRun:
         return PlanFailedError(
             "failed", reason, undone=not not_undone, stuck_writer=self._writer if self._writer.stuck else None
         )
+
+
+async def plan_act(planner: Planner, act: Act, ask: Ask) -> Plan:
+    """Return the driver's plan. Raises the errors of `Planner.plan`.
+
+    If the device of a PCI function that is to be detached is gone, the plan has no steps: the card was pulled or
+    replaced, and whether a guest uses the function at the handle's address is asked of the kernel afterwards.
+    """
+    try:
+        return await planner.plan(act, ask)
+    except Gone:
+        if preflight.is_function_detach(act, ask):
+            return Plan()
+        raise
 
 
 def _describe_mismatch(machine: Machine, check: Check) -> str:

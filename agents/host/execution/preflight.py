@@ -9,15 +9,19 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 from drivers.errors import Busy, Denied, Invalid
 from drivers.machine import PCI_ADDRESS, PCI_DEVICES, Machine, get_sys_path
+from drivers.pci.binding import HostUsage
 from drivers.pci.functions import confirm_no_guest_uses, parse_handle
 from drivers.pci.guest_usage import refuse_if_guest_uses
-from drivers.pci.iommu import list_card_functions
+from drivers.pci.host_usage import find_functions_used_by_host
+from drivers.pci.iommu import list_card_functions, list_virtual_functions
 from drivers.plan import DESTRUCTIVE, DEVICE_SCOPE, MDEV_DEFINITIONS, Act, Ask, Plan, Write, get_affected_prefix, stray
 
 FILES_TAKING_ADDRESS = frozenset({"bind", "unbind", "drivers_probe", "new_id", "remove_id"})
 """Files below /sys/bus/pci that act on the device whose address is written into them."""
 FILES_TAKING_AWAY = frozenset({"sriov_numvfs", "unbind", "remove", "reset", "reset_subordinate"})
 """Files whose write takes a device away from its user; the kernel waits in it, unkillably, while a guest has it."""
+FILES_AFFECTING_SCOPE = FILES_TAKING_AWAY - FILES_TAKING_ADDRESS
+"""Those of them that may affect all devices in the scope of the act; the others take away the named device only."""
 
 
 def find_device_addresses(machine: Machine, address: str | None) -> frozenset[str]:
@@ -88,36 +92,91 @@ def check_attachments(act: Act, ask: Ask, attachments: Mapping[str, str]) -> Non
         raise Busy(f"the handle {ask.uuid} is attached to {others[ask.uuid]}: detach it first")
 
 
-def check_detached(machine: Machine, act: Act, ask: Ask) -> None:
-    """Raise a DriverError unless no guest uses the function of a PCI handle whose `detach` the driver has answered.
+def is_function_detach(act: Act, ask: Ask) -> bool:
+    """Return whether the act is the detach of a PCI function, which the kernel is asked about (`check_detached`)."""
+    return act == "detach" and ask.handle is not None and ask.handle.attach_type == "PCI"
 
-    The conductor gives the handle to others when the detach has succeeded. The kernel is asked as well as the driver,
-    because a driver that does not override `detach` answers that nothing is to be done. Other acts and handles of other
-    types are not checked.
+
+def check_detached(machine: Machine, act: Act, ask: Ask) -> str:
+    """Return that no guest uses the function of a PCI handle whose `detach` the driver has answered, as a sentence.
+
+    Raises DriverError if a guest uses it, or if that is not known. The conductor gives the handle to others when the
+    detach has succeeded. The kernel is asked as well as the driver, because a driver that does not override `detach`
+    answers that nothing is to be done; and it is asked about the function at the handle's address, because the card may
+    have been pulled or replaced since. Other acts and handles of other types are not checked: '' is returned.
     """
-    if act == "detach" and ask.handle is not None and ask.handle.attach_type == "PCI":
-        confirm_no_guest_uses(machine, ask.handle)
+    return confirm_no_guest_uses(machine, ask.handle) if is_function_detach(act, ask) else ""
 
 
-def refuse_if_guest_is_harmed(
+def refuse_if_user_is_harmed(
     machine: Machine, act: Act, write: Write, key: str, address: str | None, scope: str = DEVICE_SCOPE
 ) -> None:
-    """Raise Busy if a guest uses what the write may take away, and Denied if it is not known whether one does.
+    """Raise Busy if a guest or the host itself uses what the write may take away, or if it is unknown what the host
+    uses; Denied if it is not known whether a guest does; and another DriverError if the host cannot be asked.
 
     `key` and `address` are those of the device, and `scope` is what the driver declares for the act. A destructive act
-    is refused while a guest uses the device or another function that the act affects; in any other act, only the writes
-    to FILES_TAKING_AWAY are checked. Whether a guest uses a function is asked of the kernel, whichever driver planned
+    is refused while a guest uses the device; in any other act, only the writes to FILES_TAKING_AWAY are checked. The
+    other functions that a destructive act affects are checked before each write to FILES_AFFECTING_SCOPE, and once
+    before the plan (`refuse_if_guest_in_scope`): there may be hundreds, and a guest that starts at that moment finds
+    its group busy. Whether a guest uses a function is asked of the kernel, whichever driver planned
     the write and whichever kernel driver the function is bound to (`drivers.pci.guest_usage`).
+    What the host uses is asked in any act, about the functions that the write takes away from it
+    (`_list_functions_taken_from_host`, `drivers.pci.host_usage`).
     """
     folders = _list_devices_taken_away(machine, write)
     if act in DESTRUCTIVE:
         addresses = find_device_addresses(machine, address)
-        if (prefix := get_affected_prefix(scope, address)) is not None:
-            addresses |= {one for one in machine.pci_functions() if one.startswith(prefix)}
+        if write.path.rpartition("/")[2] in FILES_AFFECTING_SCOPE:
+            addresses |= _find_scope_addresses(machine, scope, address)
         folders += (f"{PCI_DEVICES}/{one}" for one in sorted(addresses))
     if (sys_path := get_sys_path(key)) and (act in DESTRUCTIVE or folders):
         folders.append(sys_path)
     refuse_if_guest_uses(machine, dict.fromkeys(folders))
+    if functions := _list_functions_taken_from_host(machine, write):
+        HostUsage(machine, find_functions_used_by_host(machine, functions), for_act=False).refuse_if_used(functions)
+
+
+def _list_functions_taken_from_host(machine: Machine, write: Write) -> list[str]:
+    """Return the PCI functions that a write takes away from the host, if the host uses them.
+
+    `driver_override` names another driver for a function. `unbind` takes a function away, and its virtual functions
+    with it. `sriov_numvfs` removes the virtual functions, while the card itself stays with the host: an operator may
+    have permitted that beside the host's use of the card (`vfs_beside_host`). A reset or removal concerns all functions
+    of the card.
+    """
+    folder, _, name = write.path.rpartition("/")
+    address = write.value.strip() if name in FILES_TAKING_ADDRESS else machine.resolve(folder).rpartition("/")[2]
+    if not folder.startswith("/sys/") or not PCI_ADDRESS.fullmatch(address):
+        return []
+    match name:
+        case "driver_override" if write.value.strip():
+            return [address]
+        case "unbind":
+            return [address, *list_virtual_functions(machine, address)]
+        case "sriov_numvfs":
+            return list_virtual_functions(machine, address)
+        case "remove" | "reset" | "reset_subordinate":
+            return list_card_functions(machine, address)
+    return []
+
+
+def refuse_if_guest_in_scope(machine: Machine, act: Act, address: str | None, scope: str) -> None:
+    """Raise Busy if a guest uses a function that a destructive act affects beside its device, Denied if that is not
+    known.
+
+    The arguments are those of `refuse_if_user_is_harmed`. Nothing is checked for an act that affects the device alone.
+    """
+    if act in DESTRUCTIVE:
+        refuse_if_guest_uses(
+            machine, (f"{PCI_DEVICES}/{one}" for one in sorted(_find_scope_addresses(machine, scope, address)))
+        )
+
+
+def _find_scope_addresses(machine: Machine, scope: str, address: str | None) -> frozenset[str]:
+    """Return the PCI functions of the host that an act with this scope affects; none if it affects the device alone."""
+    if (prefix := get_affected_prefix(scope, address)) is None:
+        return frozenset()
+    return frozenset(one for one in machine.pci_functions() if one.startswith(prefix))
 
 
 def _list_devices_taken_away(machine: Machine, write: Write) -> list[str]:

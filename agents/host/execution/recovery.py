@@ -19,7 +19,7 @@ from agents.host.execution.command_semantics import (
     record_effects,
 )
 from agents.host.execution.images import ImageCache
-from agents.host.execution.plan_runner import HostContext, PlanFailedError, PlanRun
+from agents.host.execution.plan_runner import HostContext, PlanFailedError, PlanRun, plan_act
 from agents.host.journal.command_log import AppliedEffect
 from drivers.errors import DriverError
 from drivers.isolation.threads import run_in_thread
@@ -48,13 +48,15 @@ async def determine_interrupted_result(
     ask = build_ask(command, images.to_driver_image(command.image) if command.image else None, context)
     try:
         for act in list_acts(command):
-            plan = await planner.plan(act, ask)
+            plan = await plan_act(planner, act, ask)
             if plan.steps:
                 return ExecutionResult(
                     "unknown", f"{unknown_text}: still to be done: {plan.steps[0].does}", rescan_driver=driver
                 )
-            await run_in_thread(lambda act=act: preflight.check_detached(machine, act, ask))  # type: ignore[misc]
-            summaries.append(plan.said)
+            detached = await run_in_thread(
+                lambda act=act: preflight.check_detached(machine, act, ask)  # type: ignore[misc]
+            )
+            summaries.append(plan.said or detached)
             if act == "program":
                 lifetime = plan.lifetime
         record_effects(command, ask, context.command_log, context.boot_id, lifetime)

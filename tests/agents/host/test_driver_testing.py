@@ -95,3 +95,12 @@ def test_a_rehearsal_writes_and_removes_the_state_files_of_the_driver(tmp_path: 
     assert host.health(device.key).status == "ok"
     host.do("uninstall", Ask(device.key))
     assert not made.exists()
+
+
+def test_a_rehearsal_resets_a_card_although_its_folder_has_no_processes_and_no_mounts(root: Path) -> None:
+    card = root / CARD_PATH.lstrip("/")
+    (card / "reset").write_text("")
+    (card / "class").write_text("0x030000\n")
+    (card / "driver").symlink_to("../../drivers/nouveau")
+    settings = {"paths": [f"{CARD_PATH}/reset"]}
+    assert Rehearsal(PaintingDriver(), root, settings).do("reset", Ask("card")) == f"paint {CARD_PATH}/reset"

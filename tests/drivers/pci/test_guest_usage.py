@@ -116,6 +116,21 @@ def test_a_vfio_driver_of_which_the_kernel_shows_no_node_is_unknown(host: ModelM
     assert find_use(host).state == "unknown" and "unbind it by hand" in find_use(host).reason
 
 
+def test_a_refusal_stops_at_the_first_function_that_a_guest_uses(
+    host: ModelMachine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bind(host, "vfio-pci")
+    other = "0000:02:00.0"
+    host.pci(other, "0x15b3", "0x101e", "0x020000", group=8)
+    host.write(f"/sys/bus/pci/devices/{other}/driver_override", "vfio-pci")
+    host.write("/sys/bus/pci/drivers/vfio-pci/bind", other)
+    asked: list[str] = []
+    monkeypatch.setattr(host.tree_machine, "is_open", lambda node: asked.append(node) or node in host.held)
+    with host.holding("/dev/vfio/7"), pytest.raises(Busy):
+        refuse_if_guest_uses(host.machine, [FOLDER, f"/sys/bus/pci/devices/{other}"])
+    assert asked == ["/dev/vfio/7"]
+
+
 def test_the_model_removes_the_group_with_its_last_function_as_the_kernel_does(host: ModelMachine) -> None:
     host.load("xe_vfio_pci", vfio="group")
     bind(host, "xe_vfio_pci")

@@ -11,7 +11,7 @@ import pytest
 from drivers.base import Findings
 from drivers.errors import Busy, Gone, Invalid
 from drivers.inventory import Attribute, Device, Fault
-from drivers.machine import MAX_READ, Machine
+from drivers.machine import Machine
 from drivers.pci import functions
 from drivers.pci.functions import PciDriver
 from drivers.pci.host_usage import find_functions_used_by_host
@@ -369,13 +369,13 @@ def test_a_card_that_is_powered_off_is_not_woken_again_for_its_serial_number(
     host.file(path / "config", make_config_space(bytes.fromhex("000a1b2c3d4e5f60")))
     host.file(path / "power/runtime_status", "suspended\n")
     reads: list[str] = []
-    read_bytes = Machine.read_bytes
+    read_start = Machine.read_start
 
-    def record_read(machine: Machine, name: str, limit: int = MAX_READ) -> bytes:
+    def record_read(machine: Machine, name: str, count: int) -> bytes:
         reads.extend([name] * name.endswith("/config"))
-        return read_bytes(machine, name, limit)
+        return read_start(machine, name, count)
 
-    monkeypatch.setattr(Machine, "read_bytes", record_read)
+    monkeypatch.setattr(Machine, "read_start", record_read)
     key = only_device(discover(host, {"vendor": "10de"})).key
     assert (key, len(reads)) == ("serial:10de:000a1b2c3d4e5f60:0", 1), "its identity is known before a guest wakes it"
     for ask in (Ask(key, address=T4), Ask(key)):

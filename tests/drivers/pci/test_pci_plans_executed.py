@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from drivers.errors import DriverError
-from drivers.inventory import DriverReport
+from drivers.inventory import AttachHandle, DriverReport
 from drivers.isolation.driver_main import Manifest
 from drivers.pci import sriov
 from drivers.pci.functions import PciDriver
@@ -118,3 +118,29 @@ def test_the_executor_binds_a_companion_function_with_its_card_and_gives_it_back
         assert [host.driver_of(address) for address in (CARD, COMPANION)] == ["nvme", "snd"]
 
     run_on_host(tmp_path, story, vfs=0)
+
+
+def test_a_function_of_a_card_that_was_replaced_at_its_address_is_detached_and_nothing_else_is_done_to_the_new_card(
+    tmp_path: Path,
+) -> None:
+    async def story(host: ModelMachine, agent_host: HostUnderTest) -> None:
+        config = host.sys / f"bus/pci/devices/{CARD}/config"
+        ids = config.read_bytes().ljust(256, b"\0")
+        for serial in (1, 2):
+            host.file(config, ids + make_serial_capability(serial))
+            await agent_host.run_commands(make_command(serial, "rescan"))
+        handle = AttachHandle("PCI", '{"bus": "01", "device": "00", "domain": "0000", "function": "0"}')
+        old = f"serial:1b36:{1:016x}:0"
+        detach = make_command(3, "detach", handle=handle, uuid="u", consumer="c", key=old)
+        result = await agent_host.run_commands(detach)
+        assert (result.outcome, result.text) == ("succeeded", f"no guest uses {CARD}")
+        for number, op in enumerate(("uninstall", "partition", "reset"), 4):
+            assert (await agent_host.run_commands(make_command(number, op, key=old))).outcome == "refused"
+        assert host.writes == []
+
+    run_on_host(tmp_path, story)
+
+
+def make_serial_capability(number: int) -> bytes:
+    """Return the extended capability with this Device Serial Number, as configuration space has it at 0x100."""
+    return (0x0003 | 1 << 16).to_bytes(4, "little") + number.to_bytes(8, "little")

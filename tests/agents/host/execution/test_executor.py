@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import os
 import shutil
@@ -13,7 +14,7 @@ import pytest
 
 from agents import wire
 from agents.host.execution import command_semantics
-from drivers.errors import Busy, Failed, Invalid
+from drivers.errors import Busy, DriverError, Failed, Gone, Invalid
 from drivers.inventory import AttachHandle, Device, DriverReport, Health
 from drivers.plan import Ask, Check, Plan, Step, Vitals, Write
 from tests.agents.host.execution.executor_host import (
@@ -116,11 +117,46 @@ def test_an_act_of_many_steps_is_planned_again_until_no_step_is_left_but_at_most
         driver = ScriptedDriver({op: lambda _: plans.pop(0)})
         async with run_host(tmp_path, driver) as host:
             assert (await host.run_commands(make_command(1, op))).text == "ready"
-            driver.plans[op] = plan_always(write_step("mode", "3", undo="0"))
+            numbers = itertools.count()
+            driver.plans[op] = lambda _: Plan((write_step("mode", "3", undo="0", timeout_s=60 + next(numbers)),))
             result = await host.run_commands(make_command(2, op))
             assert result.outcome == "failed"
             assert "after 4 rounds of steps this is still to be done: set mode to 3. Undone" in result.text
             assert (host.file_content("numvfs"), host.file_content("mode")) == ("1", "0")
+
+    asyncio.run(story())
+
+
+def test_an_uninstall_that_plans_the_same_step_again_is_done_when_the_effect_of_the_step_is_there(
+    tmp_path: Path,
+) -> None:
+    async def story() -> None:
+        step, opposite = (write_step("mode", value, seen=(Check(f"{CARD_PATH}/mode", value),)) for value in "34")
+        driver = ScriptedDriver({"uninstall": plan_always(step), "install": plan_always(step)})
+        async with run_host(tmp_path, driver) as host:
+            result = await host.run_commands(make_command(1, "uninstall"))
+            assert (result.outcome, result.text) == ("succeeded", "set mode to 3")
+            assert len(driver.plan_calls) == 2
+            assert (await host.run_commands(make_command(2, "install"))).outcome == "failed", "it must be complete"
+            driver.plans["uninstall"] = plan_always(step, opposite)
+            result = await host.run_commands(make_command(3, "uninstall"))
+            assert (result.outcome, "after 4 rounds" in result.text) == ("failed", True), "one effect is gone"
+
+    asyncio.run(story())
+
+
+@pytest.mark.parametrize(("op", "outcome"), [("uninstall", "succeeded"), ("partition", "failed")])
+def test_an_uninstall_that_makes_its_device_vanish_is_done_and_not_undone(
+    tmp_path: Path, op: str, outcome: str
+) -> None:
+    async def story() -> None:
+        answers: list[Plan | DriverError] = [Plan((write_step("mode", "3", undo="0"),)), Gone("there is no card")]
+        driver = ScriptedDriver({op: lambda _: answers.pop(0)})
+        async with run_host(tmp_path, driver) as host:
+            assert (await host.run_commands(make_command(1, op))).outcome == outcome
+            assert host.file_content("mode") == ("3" if outcome == "succeeded" else "0")
+            answers.append(Gone("there is no card"))
+            assert (await host.run_commands(make_command(2, op))).outcome == "refused", "no step was done"
 
     asyncio.run(story())
 

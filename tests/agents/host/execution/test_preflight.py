@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 
+from agents import wire
 from agents.host.execution.preflight import check_affected_attachments, check_attachments, check_plan_paths
 from agents.host.settings import extract_allowed_acts
 from drivers.configuration import ConfigurationError
-from drivers.errors import Busy, Denied
+from drivers.errors import Busy, Denied, Gone, Timeout
 from drivers.inventory import AttachHandle, DriverDeclaration
 from drivers.isolation.driver_main import Manifest
 from drivers.isolation.host_writer import HostWriter
+from drivers.machine import OpenNodes
 from drivers.plan import Ask, Plan, Step, Write
 from tests.agents.host.execution.executor_host import (
     CARD,
@@ -27,6 +30,7 @@ from tests.agents.host.execution.executor_host import (
     ScriptedDriver,
     make_command,
     plan_always,
+    plan_error,
     plan_once,
     run_host,
     write_step,
@@ -311,6 +315,30 @@ def test_S1_a_detach_does_not_succeed_while_a_guest_has_the_function_although_th
     asyncio.run(story())
 
 
+@pytest.mark.parametrize("is_interrupted", [False, True])
+def test_a_function_is_detached_although_its_driver_does_not_find_the_card_any_more(
+    tmp_path: Path, is_interrupted: bool
+) -> None:
+    async def story() -> None:
+        model = make_model_with_guest_functions(tmp_path)
+        driver = ScriptedDriver({"detach": plan_error(Gone("the device is not card any more"))})
+        command = make_command(1, "detach", handle=VF_HANDLE, uuid="u", consumer="c")
+        if is_interrupted:
+            async with run_host(tmp_path, driver, machine=model.machine) as host:
+                host.journal.command_log.store_command(command)
+                host.journal.command_log.mark_started(command, "boot1")
+        async with run_host(tmp_path, driver, machine=model.machine) as host:
+            if is_interrupted:
+                result = await host.wait_for_result(1)
+            else:
+                with model.holding(VF_GROUP):
+                    assert (await host.run_commands(command)).outcome == "refused"
+                result = await host.run_commands(msgspec.structs.replace(command, number=2, id="2"))
+            assert (result.outcome, "no guest uses 0000:01:00.1" in result.text) == ("succeeded", True), result.text
+
+    asyncio.run(story())
+
+
 @pytest.mark.parametrize("can_see", [True, False])
 @pytest.mark.parametrize(
     ("op", "write"),
@@ -342,6 +370,105 @@ def test_S3_no_step_takes_away_what_a_guest_uses_or_may_use_whatever_its_driver_
             assert result.text.startswith("take it away: not started, because")
 
     asyncio.run(story())
+
+
+AUTOPROBE = f"{CARD_PATH}/sriov_drivers_autoprobe"
+
+
+def make_model_with_disk(root: Path) -> ModelMachine:
+    """Return a model with an NVMe controller that is bound to the host's driver and has two virtual functions."""
+    model = ModelMachine(root)
+    model.load("nvme", "1b36:0010")
+    model.pci(CARD, "0x1b36", "0x0010", "0x010802", group=7, vfs=4)
+    model.write(NUMVFS, "2")
+    model.writes.clear()
+    return model
+
+
+def run_after_first_step(
+    model: ModelMachine, root: Path, write: Write, op: str, happens: Callable[[], None]
+) -> tuple[wire.Result, bool]:
+    """Run an act with a harmless first step and this write as its second step; `happens` is called in between.
+
+    Return the result, and whether the second step was written.
+    """
+
+    async def story() -> wire.Result:
+        harmless = Step("switch it off", Write(AUTOPROBE, "0"), undo=(Write(AUTOPROBE, "1"),))
+        driver = ScriptedDriver({op: plan_once(harmless, Step("take it away", write))})
+        real_write = model.write
+
+        def write_and_continue(path: str, value: str) -> None:
+            real_write(path, value)
+            if (path, value) == (AUTOPROBE, "0"):
+                happens()
+
+        model.write = write_and_continue  # type: ignore[method-assign]
+        async with run_host(root, driver, hand=lambda _: model.hand(), machine=model.machine) as host:
+            return await host.run_commands(make_command(1, op))
+
+    result = asyncio.run(story())
+    return result, (write.path, write.value) in model.writes
+
+
+TAKING_AWAY = [
+    ("install", Write("/sys/bus/pci/drivers/nvme/unbind", CARD), CARD),
+    ("install", Write("/sys/bus/pci/drivers/nvme/unbind", CARD), "0000:01:00.1"),
+    ("install", Write("/sys/bus/pci/drivers/nvme/unbind", "0000:01:00.1"), "0000:01:00.1"),
+    ("install", Write(f"{CARD_PATH}/driver_override", "vfio-pci"), CARD),
+    ("partition", Write(NUMVFS, "0"), "0000:01:00.1"),
+    ("uninstall", Write(NUMVFS, "1"), "0000:01:00.2"),
+    ("reset", Write(f"{CARD_PATH}/reset", "1"), CARD),
+    ("reset", Write(f"{CARD_PATH}/reset", "1"), "0000:01:00.1"),
+]
+
+
+@pytest.mark.parametrize(("op", "write", "used"), TAKING_AWAY)
+def test_S3_no_step_takes_away_what_the_host_has_begun_to_use_since_the_plan_was_made(
+    tmp_path: Path, op: str, write: Write, used: str
+) -> None:
+    def mount_disk() -> None:
+        """Mount a disk of the function that is used."""
+        model.block("nvme0n1", "259:0", (model.sys / f"bus/pci/devices/{used}").resolve())
+        model.mount("259:0", "/data", "/dev/nvme0n1")
+
+    model = make_model_with_disk(tmp_path)
+    result, is_written = run_after_first_step(model, tmp_path, write, op, mount_disk)
+    assert (result.outcome, is_written) == ("failed", False)
+    assert "cannot be changed: the host uses it: nvme0n1 is mounted at /data. Undone: switch it off" in result.text
+
+
+@pytest.mark.parametrize(("op", "write", "used"), TAKING_AWAY)
+def test_S3_no_step_takes_a_function_away_if_the_host_cannot_be_asked_in_time(
+    tmp_path: Path, op: str, write: Write, used: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def hang() -> OpenNodes:
+        raise Timeout("reading the host took more than 10 s")
+
+    model = make_model_with_disk(tmp_path)
+    monkeypatch.setattr(model.tree_machine, "list_open_nodes", hang)
+    result, is_written = run_after_first_step(model, tmp_path, write, op, lambda: None)
+    assert (result.outcome, is_written) == ("failed", False), "nothing was tried, so the outcome is known"
+    assert "take it away: not started, because reading the host took more than 10 s. Undone" in result.text
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        Write(NUMVFS, "0"),
+        Write(f"{CARD_PATH}/driver_override", "\n"),
+        Write("/sys/bus/pci/drivers/nvme/unbind", "0000:01:00.1"),
+    ],
+)
+def test_virtual_functions_beside_the_hosts_use_of_their_card_may_be_taken_away(tmp_path: Path, write: Write) -> None:
+    def mount_disk() -> None:
+        """Mount a disk of the card itself, which keeps it."""
+        model.block("nvme0n1", "259:0", (model.sys / f"bus/pci/devices/{CARD}").resolve())
+        model.mount("259:0", "/", "/dev/nvme0n1")
+
+    model = make_model_with_disk(tmp_path)
+    result, is_written = run_after_first_step(model, tmp_path, write, "install", mount_disk)
+    assert (result.outcome, is_written) == ("succeeded", True), result.text
 
 
 def test_S3_a_step_is_not_undone_while_a_guest_uses_what_that_would_take_away(tmp_path: Path) -> None:
@@ -492,6 +619,39 @@ def test_S3_an_act_is_refused_while_a_guest_has_a_function_of_another_device_tha
                 result = await host.run_commands(make_command(1, "reset"))
             assert (result.outcome, bool(model.writes)) == (("refused", False) if refused else ("succeeded", True))
             assert ("0000:01:00.1 cannot be changed: a guest uses it" in result.text) is refused
+
+    asyncio.run(story())
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_S3_the_functions_of_a_wide_scope_are_asked_before_a_plan_and_again_before_the_step_that_resets(
+    tmp_path: Path, late: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def story() -> None:
+        model = make_model_with_guest_functions(tmp_path)
+        card = model.pci("0000:01:02.0", "0x1234", "0x0001", "0x120000", group=9)
+        path, asked = "/sys/bus/pci/devices/0000:01:02.0", []
+        monkeypatch.setattr(model.tree_machine, "is_open", lambda node: asked.append(node) or node in model.held)
+        manifest = Manifest("drv", writes=WRITABLE_PATHS, declares=DriverDeclaration(affects={"reset": "bus"}))
+        steps = [Step(f"set {number}", Write(f"{path}/driver_override", str(number))) for number in range(20)]
+        driver = ScriptedDriver(
+            {"reset": plan_once(*steps, Step("reset it", Write(f"{path}/reset", "1")))},
+            {"card": "0000:01:02.0"},
+            manifest=manifest,
+        )
+        write = model.write
+
+        def start_guest(path: str, value: str) -> None:
+            """Start a guest on another function of the bus while the first step is done."""
+            model.held.add(VF_GROUP) if late else None
+            write(path, value)
+
+        monkeypatch.setattr(model, "write", start_guest)
+        async with run_host(tmp_path, driver, hand=lambda _: model.hand(), machine=model.machine) as host:
+            result = await host.run_commands(make_command(1, "reset"))
+        assert asked.count(VF_GROUP) == 2, "not before each of the 21 steps"
+        assert model.resets == ([] if late else [card.name])
+        assert result.outcome == ("failed" if late else "succeeded")
 
     asyncio.run(story())
 
