@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from datetime import UTC, datetime
 from typing import Any
@@ -12,6 +13,7 @@ from uuid import UUID, uuid4
 import pytest
 from django.db import IntegrityError, OperationalError, connection, transaction
 from msgspec.structs import replace
+from psycopg.errors import LockNotAvailable
 
 from accelerators import conductor, safety
 from accelerators.devices import lifecycle
@@ -31,11 +33,13 @@ from accelerators.models import (
     DeviceProfile,
     Event,
     Host,
+    Intent,
     ProviderOwner,
     ReleasedHandle,
 )
 from accelerators.requests import binding, profiles
 from accelerators.requests.binding import BindSpec
+from accelerators.runtime import generations
 from drivers.inventory import Device as Card
 from tests.support.reports import apply_report, get_or_create_host, make_card, make_driver_report, make_report
 
@@ -571,15 +575,148 @@ def test_S1_a_held_virtual_function_that_becomes_known_as_one_keeps_its_card_fro
             hold(card)
 
 
-def test_a_virtual_function_that_becomes_known_while_its_card_is_held_keeps_its_claim(host: Host) -> None:
+def learn_physical_function(*parts: AttachHandle) -> None:
+    """Store that the devices of these handles are virtual functions of 0000:01:00.0, in one statement."""
+    devices = [part.deployable.device.pk for part in parts]
+    Device.objects.filter(pk__in=devices).update(physical_function="0000:01:00.0")
+
+
+def hold_card_and_function(host: Host) -> tuple[AttachHandle, AttachHandle]:
+    """Return the handles of a card and of its virtual function, which requests held before it was known as one."""
     with conductor.writing():
         (part,), (card,) = (make_handles(host, address, ("PCI", "0")) for address in ("0000:02:00.0", "0000:01:00.0"))
-        hold(part)
-        hold(card)
-        Device.objects.filter(pk=part.deployable.device.pk).update(physical_function="0000:01:00.0")
+        for handle in (part, card):
+            hold(handle)
+            AcceleratorRequest.objects.filter(attach_handle=handle).update(instance_uuid=uuid4())
+        Device.objects.update(state="ready")
+        learn_physical_function(part)
+    return part, card
+
+
+def test_S1_a_held_card_and_its_held_virtual_function_are_quarantined_when_it_becomes_known_as_one(host: Host) -> None:
+    part, card = hold_card_and_function(host)
+    server = AcceleratorRequest.objects.get(attach_handle=part).instance_uuid
+    for device in (part.deployable.device, card.deployable.device):
+        device.refresh_from_db()
+        assert device.state == "quarantined"
+        assert f"delete server {server}, which has a virtual function of it" in device.state_reason
+        event = Event.objects.get(action="device.quarantined", subject=device.uuid)
+        assert event.changes["state"] == ["ready", "quarantined"] and event.reason == device.state_reason
+    assert Intent.objects.get(kind="provider").key == str(host.uuid), "Placement is told"
+    with conductor.writing():
         (again,) = make_handles(host, "0000:02:00.0", ("PCI", "0"))
         with pytest.raises(IntegrityError, match="request_one_per_function"), transaction.atomic():
             hold(again)
+
+
+def test_S1_a_card_that_is_given_up_after_such_a_conflict_is_not_given_beside_its_held_virtual_function(
+    host: Host,
+) -> None:
+    _, card = hold_card_and_function(host)
+    with conductor.writing():
+        AcceleratorRequest.objects.filter(attach_handle=card).update(state="Unbound", attach_handle=None)
+        with pytest.raises(IntegrityError, match="request_one_per_function"), transaction.atomic():
+            hold(card)
+
+
+def test_the_device_whose_virtual_function_is_given_up_after_such_a_conflict_can_be_bound_when_both_are_free(
+    host: Host,
+) -> None:
+    part, card = hold_card_and_function(host)
+    with conductor.writing():
+        for handle in (part, card):
+            AcceleratorRequest.objects.filter(attach_handle=handle).update(state="Unbound", attach_handle=None)
+        hold(part)
+        with pytest.raises(IntegrityError, match="request_one_per_function"), transaction.atomic():
+            hold(card)
+
+
+def test_a_request_that_keeps_its_handle_is_not_refused_because_its_function_was_released_elsewhere(host: Host) -> None:
+    with conductor.writing(), connection.cursor() as cursor:
+        (one,), (two,) = (make_handles(host, "0000:01:00.0", ("PCI", "0")) for _ in range(2))
+        hold(one)
+        cursor.execute("SET LOCAL session_replication_role = replica")  # as the migration leaves two conflicting ones
+        hold(two)
+        cursor.execute("SET LOCAL session_replication_role = DEFAULT")
+        AcceleratorRequest.objects.filter(attach_handle=one).update(state="Unbound", attach_handle=None)
+        ReleasedHandle.objects.create(handle=one, instance=uuid4(), ask_at=datetime.now(UTC))
+        assert AcceleratorRequest.objects.filter(attach_handle=two).update(state="Bound", attach_handle=two) == 1
+
+
+def count_generation_writes(collection: generations.CollectionName, write: Callable[[], Any]) -> int:
+    """Return how often `write` updates the generation of the collection."""
+    before = generations.current_generation(collection)
+    with conductor.writing():
+        write()
+    return generations.current_generation(collection) - before
+
+
+@pytest.mark.parametrize("number", [1, 12])
+@pytest.mark.parametrize("are_released", [False, True])
+def test_the_deletion_of_many_handles_writes_a_constant_number_of_statements(
+    host: Host, number: int, are_released: bool
+) -> None:
+    with conductor.writing():
+        made = make_handles(host, "0000:01:00.0", *(("MDEV", str(mark)) for mark in range(number)))
+        if are_released:
+            for handle in made:
+                ReleasedHandle.objects.create(handle=handle, instance=uuid4(), ask_at=datetime.now(UTC))
+
+    def delete_handles() -> None:
+        with connection.cursor() as cursor:
+            cursor.execute("DELETE FROM accelerators_attachhandle")
+
+    assert count_generation_writes("devices", delete_handles) == 1 + are_released
+    assert not ReleasedHandle.objects.exists()
+
+
+@pytest.mark.parametrize("number", [1, 12])
+@pytest.mark.parametrize("are_held", [False, True])
+def test_a_report_of_many_new_physical_functions_corrects_their_claims_in_a_constant_number_of_statements(
+    host: Host, number: int, are_held: bool
+) -> None:
+    cards = [make_card(bus) for bus in range(2, 2 + number)]
+    report_cards(host, *cards)
+    if are_held:
+        with conductor.writing():
+            for handle in AttachHandle.objects.all():
+                hold(handle)
+    learned = [replace(card, physical_function="0000:01:00.0") for card in cards]
+    requests_before = generations.current_generation("requests")
+    # The merge itself writes devices once: the upsert counts as an INSERT and as an UPDATE.
+    assert count_generation_writes("devices", lambda: report_cards(host, *learned)) == 2
+    assert generations.current_generation("requests") - requests_before == are_held
+    with conductor.writing():
+        (card,) = make_handles(host, "0000:01:00.0", ("PCI", "0"))
+        if are_held:
+            with pytest.raises(IntegrityError, match="request_one_per_function"), transaction.atomic():
+                hold(card)
+
+
+@pytest.mark.django_db(transaction=True)
+def test_a_report_does_not_wait_for_a_request_that_may_wait_for_the_reports_host(host: Host) -> None:
+    report_cards(host, make_card(2))
+    with conductor.writing():
+        hold(AttachHandle.objects.get())
+    causes: list[object] = []
+
+    def report_function() -> None:
+        try:
+            report_cards(host, make_card(2, physical_function="0000:01:00.0"))
+        except OperationalError as error:
+            causes.append(error.__cause__)
+        finally:
+            connection.close()
+
+    thread = threading.Thread(target=report_function, daemon=True)
+    with conductor.writing():
+        list(AcceleratorRequest.objects.select_for_update())  # as an unbind does, before it locks the host
+        thread.start()
+        thread.join(10)
+        assert [type(cause) for cause in causes] == [LockNotAvailable]
+        conductor.lock_devices(Device.objects.all())
+    report_function()
+    assert Device.objects.get().physical_function == "0000:01:00.0"
 
 
 @pytest.mark.django_db(transaction=True)
