@@ -67,7 +67,7 @@ def open_cursor() -> Any:
 
 
 def ensure_host(name: str, node: str, actor: str) -> Host:
-    """Return the host `name`, locked; create it if it is new, and store `node` if it has changed.
+    """Return the host `name`, locked (FOR NO KEY UPDATE); create it if it is new, and store `node` if it has changed.
 
     Each of the two changes records an event: the actor of the creation is `actor`, that of a changed `node` is the
     host. After a change of `node`, the next report of the host is compared in full (`forget_applied_report`). The lock
@@ -81,7 +81,8 @@ def ensure_host(name: str, node: str, actor: str) -> Host:
                 f"the node name {node!r} belongs to host {owner}: give {name} a node name of its own "
                 "(CYBORG_HOST_NODE) and restart its agent",
             )
-        host, created = Host.objects.select_for_update().get_or_create(name=name, defaults={"node": node})
+        locked = Host.objects.select_for_update(no_key=True)
+        host, created = locked.get_or_create(name=name, defaults={"node": node})
         if created:
             record_event("host.added", EventSource.SYSTEM, actor, host=host, changes={"node": [None, node]})
         elif host.node != node:
@@ -126,10 +127,9 @@ def set_hosts_stale_since(host_ids: Iterable[int], since: datetime | None) -> in
     Hosts that already are in the wanted state are not touched. Each changed host gets one event.
     """
     with writing():
-        changed_hosts = Host.objects.select_for_update().filter(
-            id__in=list(host_ids), stale_since__isnull=since is not None
-        )
-        hosts = list(changed_hosts.order_by("id"))  # every writer that locks several hosts does it in this order
+        changed_hosts = Host.objects.filter(id__in=list(host_ids), stale_since__isnull=since is not None)
+        # Every writer that locks several hosts does it in this order.
+        hosts = list(changed_hosts.order_by("id").select_for_update(no_key=True))
         action = "host.stale" if since else "host.live"
         reason = "its agent sends no heartbeats" if since else "its agent sends heartbeats again"
         changes = [{"stale_since": [_to_iso(host.stale_since), _to_iso(since)]} for host in hosts]

@@ -16,6 +16,7 @@ from msgspec.structs import replace
 from psycopg.errors import LockNotAvailable
 
 from accelerators import conductor, safety
+from accelerators.commands import programming
 from accelerators.devices import lifecycle
 from accelerators.domain.caller import Caller
 from accelerators.domain.device_actions import Action
@@ -23,7 +24,7 @@ from accelerators.domain.diff import collect_changes
 from accelerators.domain.errors import RefusalReason, RefusedError
 from accelerators.domain.provider_ids import compute_provider_uuid
 from accelerators.domain.traits import FUNCTION_TRAIT_KEY
-from accelerators.inventory import merge
+from accelerators.inventory import attributes, merge
 from accelerators.models import (
     AcceleratorRequest,
     AttachHandle,
@@ -746,3 +747,39 @@ def test_a_row_that_refers_to_a_locked_device_waits_only_if_the_device_is_to_be_
         thread.start()
         thread.join(10)
     assert results == (["waited"] if to_delete else ["inserted", "waited"])
+
+
+LOCKING_WRITES: dict[str, Callable[[], object]] = {
+    "a host becomes stale": lambda: conductor.set_hosts_stale_since([Host.objects.get().id], datetime.now(UTC)),
+    "an agent connects": lambda: conductor.ensure_host("cmp1", "cmp1", "test"),
+    "an attribute is set": lambda: attributes.set_operator_attribute(Deployable.objects.get().id, "k", "v", NOVA),
+    "an image is stored": lambda: programming.store_programmed_image(
+        Device.objects.get(), "", {"id": str(uuid4())}, ""
+    ),
+}
+
+
+@pytest.mark.django_db(transaction=True)
+@pytest.mark.parametrize("name", LOCKING_WRITES)
+def test_a_row_that_refers_to_a_host_or_deployable_can_be_inserted_while_another_writer_has_locked_it(
+    host: Host, name: str
+) -> None:
+    report_cards(host, make_card(1))
+    errors: list[object] = []
+
+    def refer_to_rows() -> None:
+        try:
+            with transaction.atomic(), connection.cursor() as cursor:
+                for table in ("host", "deployable"):  # as the checks of foreign keys do
+                    cursor.execute(f"SELECT FROM accelerators_{table} FOR KEY SHARE NOWAIT")
+        except OperationalError as error:
+            errors.append(error.__cause__)
+        finally:
+            connection.close()
+
+    thread = threading.Thread(target=refer_to_rows, daemon=True)
+    with conductor.writing():
+        LOCKING_WRITES[name]()
+        thread.start()
+        thread.join(10)
+    assert not errors
