@@ -35,7 +35,7 @@ def store_programmed_image(
 
     If `deployable_name` is '', all deployables of the device get it. Deployables that are missing are skipped. `image`
     has the fields of `agents.wire.ImageRef`. `in_flash` says that the content survives resets and reboots. Locks the
-    deployables (FOR NO KEY UPDATE). Records an event for each and raises a `provider` intent for the host. Call it inside
+    deployables FOR NO KEY UPDATE. Records an event for each and raises a `provider` intent for the host. Call it inside
     `conductor.writing()`, with the device's host locked first.
     """
     with conductor.writing():
