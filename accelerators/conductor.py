@@ -107,8 +107,9 @@ def forget_applied_report(host: Host, *changed_fields: str) -> None:
 def lock_devices(selected: QuerySet[Device], *, to_delete: bool = False) -> list[Device]:
     """Lock the selected devices and their hosts (FOR NO KEY UPDATE) until the transaction ends.
 
-    A bind waits for this lock or skips the device; an insert of a row that refers to the device, such as a command,
-    does not wait. With `to_delete`, the devices are locked FOR UPDATE, and such inserts wait, too.
+    A bind does not wait for this lock: it skips the device, and is retried. An insert of a row that refers to the
+    device or its host does not wait, but an exclusive command does, because it makes the device busy. With `to_delete`,
+    the devices are locked FOR UPDATE, and inserts of rows that refer to them wait, too.
     Returns the devices ordered by id, with `host` filled in; waits for locks of others. Call it in a transaction. All
     code must take these locks in the same order to avoid deadlocks: hosts before devices, each ordered by id.
     """

@@ -127,9 +127,11 @@ class GenericDriver(Driver):
         return self._plan_act("attach", machine, settings, ask)
 
     def detach(self, machine: Machine, settings: Settings, ask: Ask) -> Plan:
-        """Plan how to remove what `attach` created; only the kind `mdev` has steps.
+        """Plan how to remove the handle's mediated device and its definition, whoever made them; the other kinds have no
+        steps.
 
-        A PCI function that does not exist any more is used by nobody, whichever backend had it. What remains of a
+        The agent itself finds out whether a guest uses a PCI function. One that does not exist any more is used by
+        nobody: its plan says so and has no steps, whichever backend had it and even if none answers. What remains of a
         mediated device is removed although no backend has its card any more. Raises the errors of `_plan_act`, and
         Invalid for an unusable handle.
         """

@@ -329,6 +329,12 @@ def test_the_event_about_a_freed_handle_names_no_instance_if_none_is_known() -> 
     assert [*Event.objects.get(action="device.handle_freed").changes.values()] == [[None, None]]
 
 
+def test_the_description_of_a_release_names_no_instance_if_none_is_known() -> None:
+    assert ReleasedHandle().description.startswith("an unknown instance had it")
+    instance = uuid4()
+    assert ReleasedHandle(instance=instance).description.startswith(f"instance {instance} had it")
+
+
 def test_an_answer_to_a_question_from_before_the_release_frees_nothing() -> None:
     offer_card()
     unbind(bind())
