@@ -65,7 +65,8 @@ class Backlog:
     that have not ended. `draining`: devices that drain. `bulks`: running bulk actions. `degraded`, `broken`: devices
     whose reported health is `degraded`, or `failed`. `missing_held`: missing devices that a request holds. `released`:
     released handles that wait until their hosts confirm that no guest uses them; `unconfirmed`: those of them that
-    were not confirmed in time, so that their devices were quarantined. `intents` are by kind. A time is None if there is nothing.
+    were not confirmed in time, so that their devices were quarantined. `intents` are by kind. A time is None if there
+    is nothing.
     """
 
     spool: int

@@ -127,13 +127,12 @@ class GenericDriver(Driver):
         return self._plan_act("attach", machine, settings, ask)
 
     def detach(self, machine: Machine, settings: Settings, ask: Ask) -> Plan:
-        """Plan how to remove the handle's mediated device and its definition, whoever made them; the other kinds have no
-        steps.
+        """Plan how to remove the handle's mediated device and its definition, whoever made them.
 
-        The agent itself finds out whether a guest uses a PCI function. One that does not exist any more is used by
-        nobody: its plan says so and has no steps, whichever backend had it and even if none answers. What remains of a
-        mediated device is removed although no backend has its card any more. Raises the errors of `_plan_act`, and
-        Invalid for an unusable handle.
+        What remains of a mediated device is removed although no backend has its card any more. Other kinds have no
+        steps; the agent itself finds out whether a guest uses a PCI function. One that does not exist any more is used
+        by nobody: the plan says so, whichever backend had it and even if none answers. Raises the errors of
+        `_plan_act`, and Invalid for an unusable handle.
         """
         is_function = ask.handle is not None and ask.handle.attach_type == "PCI"
         if is_function and not machine.exists(f"{PCI_DEVICES}/{functions.parse_handle(ask.handle)}"):
