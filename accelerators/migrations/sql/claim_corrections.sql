@@ -119,23 +119,26 @@ CREATE FUNCTION accelerators_correct_claims_of(devices bigint[]) RETURNS void LA
 DECLARE
   holders CONSTANT bigint[] := (SELECT array_agg(r.id) FROM accelerators_deployable p
     JOIN accelerators_attachhandle t ON t.deployable_id = p.id
-    JOIN accelerators_acceleratorrequest r ON r.attach_handle_id = t.id WHERE p.device_id = ANY (devices));
+    JOIN accelerators_acceleratorrequest r ON r.attach_handle_id = t.id
+    WHERE p.device_id = ANY (devices) AND r.claim IS DISTINCT FROM accelerators_claim_of_handle(t.id));
   holder record;
 BEGIN
   IF holders IS NOT NULL THEN
     PERFORM FROM accelerators_acceleratorrequest WHERE id = ANY (holders) ORDER BY id FOR NO KEY UPDATE NOWAIT;
+    -- First all old claims end, so that none of them is in the way of a new one. Until the commit, the exclusion
+    -- constraint makes other transactions wait for the ended claims, too.
+    UPDATE accelerators_acceleratorrequest SET claim = NULL WHERE id = ANY (holders);
     BEGIN
-      UPDATE accelerators_acceleratorrequest r SET claim = x.claim, claim_is_partial = false
-        FROM (SELECT id, attach_handle_id AS handle, accelerators_claim_of_handle(attach_handle_id) AS claim
-          FROM accelerators_acceleratorrequest WHERE id = ANY (holders) AND attach_handle_id IS NOT NULL) x
-        WHERE r.id = x.id AND r.attach_handle_id = x.handle AND r.claim IS DISTINCT FROM x.claim;
+      UPDATE accelerators_acceleratorrequest
+        SET claim = accelerators_claim_of_handle(attach_handle_id), claim_is_partial = false
+        WHERE id = ANY (holders) AND attach_handle_id IS NOT NULL;
     EXCEPTION WHEN exclusion_violation THEN
       FOR holder IN SELECT id, attach_handle_id AS handle, accelerators_claim_of_handle(attach_handle_id) AS claim
           FROM accelerators_acceleratorrequest
           WHERE id = ANY (holders) AND attach_handle_id IS NOT NULL ORDER BY id LOOP
         BEGIN
           UPDATE accelerators_acceleratorrequest SET claim = holder.claim, claim_is_partial = false
-            WHERE id = holder.id AND attach_handle_id = holder.handle AND claim IS DISTINCT FROM holder.claim;
+            WHERE id = holder.id AND attach_handle_id = holder.handle;
         EXCEPTION WHEN exclusion_violation THEN
           UPDATE accelerators_acceleratorrequest SET claim_is_partial = true, claim = holder.claim - (
               SELECT range_agg(o.claim) FROM accelerators_acceleratorrequest o

@@ -632,6 +632,20 @@ def test_the_device_whose_virtual_function_is_given_up_after_such_a_conflict_can
             hold(card)
 
 
+def test_old_claims_of_requests_whose_claims_are_corrected_together_are_not_in_the_way_of_new_ones(host: Host) -> None:
+    with conductor.writing():
+        whole, part = make_handles(host, "0000:02:00.0", ("PCI", "0"), ("PCI", "1"))
+        hold(whole)
+        hold(part)
+        learn_physical_function(whole)
+    assert set(Device.objects.values_list("state", flat=True)) == {"inactive"}
+    assert not Event.objects.filter(action="device.quarantined").exists()
+    with conductor.writing():
+        (card,) = make_handles(host, "0000:01:00.0", ("PCI", "0"))
+        with pytest.raises(IntegrityError, match="request_one_per_function"), transaction.atomic():
+            hold(card)
+
+
 def test_a_request_that_keeps_its_handle_is_not_refused_because_its_function_was_released_elsewhere(host: Host) -> None:
     with conductor.writing(), connection.cursor() as cursor:
         (one,), (two,) = (make_handles(host, "0000:01:00.0", ("PCI", "0")) for _ in range(2))
@@ -686,7 +700,7 @@ def test_a_report_of_many_new_physical_functions_corrects_their_claims_in_a_cons
     requests_before = generations.current_generation("requests")
     # The merge itself writes devices once: the upsert counts as an INSERT and as an UPDATE.
     assert count_generation_writes("devices", lambda: report_cards(host, *learned)) == 2
-    assert generations.current_generation("requests") - requests_before == are_held
+    assert generations.current_generation("requests") - requests_before == 2 * are_held
     with conductor.writing():
         (card,) = make_handles(host, "0000:01:00.0", ("PCI", "0"))
         if are_held:
