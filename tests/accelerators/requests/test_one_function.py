@@ -610,6 +610,35 @@ def test_S1_a_held_card_and_its_held_virtual_function_are_quarantined_when_it_be
             hold(again)
 
 
+def test_S1_a_report_that_shows_such_a_conflict_is_merged_and_quarantines_both_devices(host: Host) -> None:
+    card, part = make_card(1), make_card(2)
+    report_cards(host, card, part)
+    offer_all()
+    for one in (card, part):
+        assert bind_request(str(compute_provider_uuid(one.deployables[0].name))).state == "Bound"
+    for _ in range(2):
+        report_cards(host, card, replace(part, physical_function="0000:01:00.0"))
+        devices = Device.objects.order_by("address").values_list("state", "state_by", "physical_function")
+        assert list(devices) == [("quarantined", "upgrade", None), ("quarantined", "upgrade", "0000:01:00.0")]
+    assert Event.objects.filter(action="device.quarantined").count() == 2
+    assert set(AcceleratorRequest.objects.values_list("state", flat=True)) == {"Bound"}
+
+
+def test_S1_a_missing_virtual_function_that_comes_back_with_such_a_conflict_is_quarantined(host: Host) -> None:
+    card, part = make_card(1), make_card(2)
+    report_cards(host, card, part)
+    offer_all()
+    for one in (card, part):
+        assert bind_request(str(compute_provider_uuid(one.deployables[0].name))).state == "Bound"
+    report_cards(host, card)
+    report_cards(host, card, replace(part, physical_function="0000:01:00.0"))
+    device = Device.objects.get(address="0000:02:00.0")
+    assert (device.state, device.returns_to) == ("quarantined", None)
+    events = Event.objects.filter(subject=device.uuid, changes__has_key="state").order_by("id")
+    changes = [event.changes["state"] for event in events]
+    assert changes[-2:] == [["missing", "ready"], ["ready", "quarantined"]], "in the order in which they were made"
+
+
 def test_S1_a_card_that_is_given_up_after_such_a_conflict_is_not_given_beside_its_held_virtual_function(
     host: Host,
 ) -> None:
