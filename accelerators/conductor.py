@@ -67,7 +67,7 @@ def open_cursor() -> Any:
 
 
 def ensure_host(name: str, node: str, actor: str) -> Host:
-    """Return the host `name`, locked; create it if it is new, and store `node` if it has changed.
+    """Return the host `name`, locked (FOR NO KEY UPDATE); create it if it is new, and store `node` if it has changed.
 
     Each of the two changes records an event: the actor of the creation is `actor`, that of a changed `node` is the
     host. After a change of `node`, the next report of the host is compared in full (`forget_applied_report`). The lock
@@ -81,7 +81,8 @@ def ensure_host(name: str, node: str, actor: str) -> Host:
                 f"the node name {node!r} belongs to host {owner}: give {name} a node name of its own "
                 "(CYBORG_HOST_NODE) and restart its agent",
             )
-        host, created = Host.objects.select_for_update().get_or_create(name=name, defaults={"node": node})
+        locked = Host.objects.select_for_update(no_key=True)
+        host, created = locked.get_or_create(name=name, defaults={"node": node})
         if created:
             record_event("host.added", EventSource.SYSTEM, actor, host=host, changes={"node": [None, node]})
         elif host.node != node:
@@ -106,8 +107,9 @@ def forget_applied_report(host: Host, *changed_fields: str) -> None:
 def lock_devices(selected: QuerySet[Device], *, to_delete: bool = False) -> list[Device]:
     """Lock the selected devices and their hosts (FOR NO KEY UPDATE) until the transaction ends.
 
-    A bind waits for this lock or skips the device; an insert of a row that refers to the device, such as a command,
-    does not wait. With `to_delete`, the devices are locked FOR UPDATE, and such inserts wait, too.
+    A bind does not wait for this lock: it skips the device, and is retried. An insert of a row that refers to the
+    device or its host does not wait, but an exclusive command does, because it makes the device busy. With `to_delete`,
+    the devices are locked FOR UPDATE, and inserts of rows that refer to them wait, too.
     Returns the devices ordered by id, with `host` filled in; waits for locks of others. Call it in a transaction. All
     code must take these locks in the same order to avoid deadlocks: hosts before devices, each ordered by id.
     """
@@ -126,10 +128,9 @@ def set_hosts_stale_since(host_ids: Iterable[int], since: datetime | None) -> in
     Hosts that already are in the wanted state are not touched. Each changed host gets one event.
     """
     with writing():
-        changed_hosts = Host.objects.select_for_update().filter(
-            id__in=list(host_ids), stale_since__isnull=since is not None
-        )
-        hosts = list(changed_hosts.order_by("id"))  # every writer that locks several hosts does it in this order
+        changed_hosts = Host.objects.filter(id__in=list(host_ids), stale_since__isnull=since is not None)
+        # Every writer that locks several hosts does it in this order.
+        hosts = list(changed_hosts.order_by("id").select_for_update(no_key=True))
         action = "host.stale" if since else "host.live"
         reason = "its agent sends no heartbeats" if since else "its agent sends heartbeats again"
         changes = [{"stale_since": [_to_iso(host.stale_since), _to_iso(since)]} for host in hosts]

@@ -36,8 +36,13 @@ REVIEWED_STEPS: dict[str, str] = {
     f"{_ONE_FUNCTION}: AddConstraint accelerators.host": "it answers 503 to an agent with another host's node",
     "accelerators 0005_index_hosts_without_applied_report: AddIndex accelerators.host": "its writes of hosts wait "
     "for a few milliseconds: the table has one row for each host",
-    "accelerators 0002_released_handles: RunSQL": "a trigger that rejects a bind of a released handle, as the unique "
-    "index rejects one of a held handle: the former release retries and answers that the handles are taken",
+    "accelerators 0005_index_hosts_without_applied_report: RunSQL": "it sets a time limit for the migration's locks",
+    "accelerators 0003_add_lifetime_of_programs: RunSQL": "it sets a time limit for the migration's locks",
+    "accelerators 0006_correct_claims_in_sets: RunSQL": "it replaces functions and triggers of 0002 and 0004, and adds "
+    "a column that triggers fill",
+    "accelerators 0002_released_handles: RunSQL": "it sets a time limit for the migration's locks, and adds a "
+    "trigger that rejects a bind of a released handle, as the unique index rejects one of a held handle: the former "
+    "release retries and answers that the handles are taken",
 }
 """Each incompatibility found in a step that does more than add something → the reason why the former release works on.
 """
@@ -94,6 +99,13 @@ def test_every_new_migration_step_only_adds_or_is_listed_as_reviewed() -> None:
         for doubt in find_incompatibilities(one, where.split()[0], made)
     }
     assert sorted(found) == sorted(REVIEWED_STEPS)
+
+
+def test_every_new_migration_first_limits_how_long_it_waits_for_locks() -> None:
+    """A statement that waits for the lock of a table makes all later statements on that table wait behind it."""
+    firsts = {where: one for where, one, _ in reversed(list(list_new_steps()))}
+    limit = "SET LOCAL lock_timeout"
+    assert not [where for where, one in firsts.items() if limit not in str(vars(one).get("sql"))]
 
 
 def test_columns_without_default_locks_and_removals_are_reported_as_incompatible() -> None:

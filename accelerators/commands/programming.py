@@ -35,13 +35,12 @@ def store_programmed_image(
 
     If `deployable_name` is '', all deployables of the device get it. Deployables that are missing are skipped. `image`
     has the fields of `agents.wire.ImageRef`. `in_flash` says that the content survives resets and reboots. Locks the
-    deployables. Records an event for each and raises a `provider` intent for the host. Call it inside
+    deployables FOR NO KEY UPDATE. Records an event for each and raises a `provider` intent for the host. Call it inside
     `conductor.writing()`, with the device's host locked first.
     """
     with conductor.writing():
-        deployables = Deployable.objects.select_for_update(of=("self",)).filter(
-            device=device, missing_since__isnull=True
-        )
+        locked = Deployable.objects.select_for_update(of=("self",), no_key=True)
+        deployables = locked.filter(device=device, missing_since__isnull=True)
         selected = deployables.filter(name=deployable_name) if deployable_name else deployables
         for deployable in selected.select_related("device__host").order_by("id"):
             _store_image_of_deployable(deployable, image, actor, in_flash)

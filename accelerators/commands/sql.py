@@ -108,7 +108,8 @@ WHERE c.id = %(number)s::bigint AND c.state = 'preparing' AND c.answered_at IS N
 """Add the image to a command's arguments. It returns the host, for which the ORM would need a second statement."""
 
 END_COMMANDS = f"""
-WITH x AS (SELECT * FROM jsonb_to_recordset(%(rows)s::jsonb) AS x(id bigint, was text, state text, text text)),
+WITH x AS (SELECT * FROM jsonb_to_recordset(%(rows)s::jsonb) AS x(id bigint, was text, state text, text text,
+  is_repetition bool)),
 done AS (
   UPDATE accelerators_command c SET state = x.state, text = x.text, ended_at = clock_timestamp(), updated_at = now(),
     percent = CASE x.state WHEN 'succeeded' THEN 100 ELSE c.percent END
@@ -124,7 +125,7 @@ done AS (
         " round(extract(epoch FROM m.ended_at - m.created_at), 1)))",
         reason="concat_ws('; ', nullif(m.reason, ''), nullif(m.text, ''))",
         rows="done",
-        more="JOIN x ON x.id = m.id",
+        more="JOIN x ON x.id = m.id AND x.is_repetition IS NOT TRUE",
     )
 }"""
-"""End commands, free their devices, record the events."""
+"""End commands, free their devices, record the events, except for repeated questions with the same answer as before."""

@@ -391,9 +391,10 @@ def _collect_device_changes(host: StoredHost, one: IdentifiedDevice, now: str, c
     """Append the changes of one reported device and of its deployables.
 
     A device that was missing moves to the state that it returns to, and a device that must not be offered to
-    `quarantined`. There is at most one event: found, changed, back or quarantined. `offer.combine_health` decides about
-    the health to store. A device that gets a serial number and had none may be another card, so it loses what it was
-    programmed with, also in flash memory.
+    `quarantined`. This appends at most one event: found, changed, back or quarantined. A second one follows if a rule
+    admits the device (`apply_admission_rules`), or if it is bound meanwhile (`quarantine_devices`).
+    `offer.combine_health` decides about the health to store. A device that gets a serial number and had none may be
+    another card, so it loses what it was programmed with, also in flash memory.
     """
     programs: dict[str, list[Any]] = {}
     old = one.stored

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from accelerators.domain.diff import CombinedDriverReport, StoredDevice
 
 SERIAL_PREFIX = "serial:"
+HOLDER = "a request or a released unit"
+"""Who may hold a device, in every such reason: the reports do not tell which of the two it is."""
 REMEDY = "look at the hardware and at the servers that use it, then release the device"
 """The end of every reason for not offering a device: what the operator has to do."""
 SILENT_OWNER = ", which does not answer; when that driver answers again, this is decided anew"
@@ -205,10 +207,10 @@ def _judge_held_devices(
             holder = held_places.get(place)
             if holder is not None and holder is not one.stored:
                 doubt = (
-                    f"a request holds {place} through device {holder.uuid} ({holder.key}): {REMEDY}; each report "
-                    "quarantines it again until the request has ended"
+                    f"{HOLDER} holds {place} through device {holder.uuid} ({holder.key}): {REMEDY}; each report "
+                    "quarantines it again until nothing holds that"
                 )
-                displaced[holder.uuid] = f"a request holds it, and {one.device.key} is at its place now: {REMEDY}"
+                displaced[holder.uuid] = f"{HOLDER} holds it, and {one.device.key} is at its place now: {REMEDY}"
         to_store = _with_key_to_store(one.device, one.stored)
         judged.append(IdentifiedDevice(one.driver, to_store, one.stored, doubt, "" if doubt else change))
     for one in accepted:
@@ -224,14 +226,12 @@ def _describe_change(stored: StoredDevice, device: Device) -> str:
     A key that lost its serial number is not stored, so each report finds this difference again; the reason says so.
     """
     if stored.key != device.key:
-        change = f"a request holds it, and its identity changed from {stored.key} to {device.key}: {REMEDY}"
+        change = f"{HOLDER} holds it, and its identity changed from {stored.key} to {device.key}: {REMEDY}"
         if _with_key_to_store(device, stored).key != stored.key:
             return change
-        return (
-            f"{change}; each report quarantines it again until the request has ended or the serial number can be read"
-        )
+        return f"{change}; each report quarantines it again until nothing holds it or the serial number can be read"
     if stored.address and stored.address != device.address:
-        return f"a request holds it, and its address changed from {stored.address} to {device.address}: {REMEDY}"
+        return f"{HOLDER} holds it, and its address changed from {stored.address} to {device.address}: {REMEDY}"
     return ""
 
 
@@ -245,8 +245,8 @@ def _describe_new_name(stored: StoredDevice, device: Device) -> str:
         for handle in reported.handles:
             if handle.info in stored.held_handles and (reported.name, handle.info) not in known:
                 return (
-                    f"a request holds it, and its deployable is now named {reported.name}, perhaps because its node "
-                    "was renamed: release the device when the request has ended"
+                    f"{HOLDER} holds it, and its deployable is now named {reported.name}, perhaps because its node "
+                    "was renamed: release the device when nothing holds it any more"
                 )
     return ""
 

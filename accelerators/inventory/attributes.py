@@ -69,11 +69,12 @@ def _refuse_if_programmed(attribute: Attribute | None) -> None:
 
 
 def _load_deployable_with_host_lock(deployable_id: int) -> Deployable:
-    """Return the deployable with its device and host; lock the host. Raise RefusedError NOT_FOUND if it does not exist.
+    """Return the deployable with its device and host; lock the host (FOR NO KEY UPDATE). Raise RefusedError
+    NOT_FOUND if it does not exist.
 
     A merge locks the host first, too; the same order here prevents deadlocks.
     """
-    rows = Deployable.objects.select_for_update(of=("device__host",)).select_related("device__host")
+    rows = Deployable.objects.select_for_update(of=("device__host",), no_key=True).select_related("device__host")
     deployable = rows.filter(id=deployable_id).first()
     if deployable is None:
         raise RefusedError(RefusalReason.NOT_FOUND, f"Deployable not found with id={deployable_id}")

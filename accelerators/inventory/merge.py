@@ -78,15 +78,19 @@ def _place_install_commands(changes: InventoryChanges) -> None:
 
 
 def _write_changes(cursor: Any, changes: InventoryChanges) -> None:
-    """Write all changes except the `install` commands, one statement for each kind of change that occurs."""
+    """Write all changes except the `install` commands, one statement for each kind of change that occurs.
+
+    States and events come before the devices, because the database quarantines a device, with an event, if its new
+    columns show that two requests hold one function (`migrations/sql/claim_corrections.sql`).
+    """
     for statement, rows in (
         (sql.UPDATE_DEVICE_KEYS, changes.new_keys),
-        (sql.UPSERT_DEVICES, changes.devices),
         (sql.UPDATE_DEVICE_STATES, changes.state_changes),
+        (conductor_sql.INSERT_EVENTS, changes.events),
+        (sql.UPSERT_DEVICES, changes.devices),
         (sql.UPSERT_DEPLOYABLES, changes.deployables),
         (sql.UPSERT_ATTRIBUTES, changes.attributes),
         (sql.UPSERT_HANDLES, changes.handles),
-        (conductor_sql.INSERT_EVENTS, changes.events),
         (conductor_sql.UPSERT_INTENTS, changes.provider_intents),
         (sql.UPDATE_HOSTS, changes.hosts),
     ):

@@ -21,6 +21,7 @@ class Migration(migrations.Migration):
     dependencies = [("accelerators", "0001_initial")]
 
     operations = [
+        migrations.RunSQL("SET LOCAL lock_timeout = '3s'", migrations.RunSQL.noop),
         migrations.AddField(
             model_name="attachhandle",
             name="in_use",

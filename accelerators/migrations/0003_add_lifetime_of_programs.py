@@ -9,6 +9,7 @@ class Migration(migrations.Migration):
     ]
 
     operations = [
+        migrations.RunSQL("SET LOCAL lock_timeout = '3s'", migrations.RunSQL.noop),
         migrations.AddField(
             model_name="deployable",
             name="bitstream_in_flash",

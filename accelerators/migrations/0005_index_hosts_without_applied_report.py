@@ -7,6 +7,7 @@ class Migration(migrations.Migration):
     dependencies = [("accelerators", "0004_one_function_one_request")]
 
     operations = [
+        migrations.RunSQL("SET LOCAL lock_timeout = '3s'", migrations.RunSQL.noop),
         migrations.AddIndex(
             model_name="host",
             index=models.Index(

@@ -279,7 +279,8 @@ class ReleasedHandle(fields.Row):
     @property
     def description(self) -> str:
         """Return a phrase for operators: what the handle waits for, and why it still does."""
-        waits = f"instance {self.instance} had it, and its host has not confirmed that no guest uses it"
+        owner = f"instance {self.instance}" if self.instance else "an unknown instance"
+        waits = f"{owner} had it, and its host has not confirmed that no guest uses it"
         return f"{waits} ({self.answer})" if self.answer else waits
 
 

@@ -7,6 +7,7 @@ that the cluster is stuck.
 
 from __future__ import annotations
 
+import logging
 import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator
@@ -14,12 +15,17 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
 
-from django.db import connection, transaction
+from django.db import OperationalError, connection, transaction
+from psycopg.errors import DeadlockDetected, LockNotAvailable
 
 from accelerators.runtime.registry import Registry
 
+log = logging.getLogger(__name__)
+
 TIME_SLICE_S = 20.0
 """Seconds after which a job with more to do wakes itself again and returns. Well below the cluster's time-out."""
+JOB_LOCK_PAUSE_S, ROW_LOCK_PAUSE_S = 0.02, 0.1
+"""Seconds until a job tries again if another worker runs it, and if another transaction has locked rows of its step."""
 LOCK_CLASS = 0x7161
 """First key of every job's PostgreSQL advisory lock; the second is `lock_id(name)`."""
 
@@ -136,8 +142,9 @@ def run_steps(name: str, step: Callable[[], bool]) -> None:
 
     Each `step` runs in its own transaction, and the lock ends with that transaction, so a killed worker blocks nobody.
     If another worker has the lock, try again every 20 ms, because that worker may have looked for work before the
-    changes of the latest wake-up were committed. After `TIME_SLICE_S` seconds wake the job again and return. An
-    exception of `step` ends the run and is raised.
+    changes of the latest wake-up were committed. A step that ends in a deadlock, or cannot get a lock in time, is
+    rolled back and repeated. After `TIME_SLICE_S` seconds wake the job again and return. Any other exception of `step`
+    ends the run and is raised.
     """
     _run_steps_under_lock(name, step, _try_transaction_lock)
 
@@ -162,12 +169,17 @@ def _run_steps_under_lock(
     clear_tick(name)
     end = time.monotonic() + TIME_SLICE_S
     while time.monotonic() < end:
-        with try_lock(name) as acquired:
-            has_more_work = step() if acquired else True
-        if not has_more_work:
-            return
-        if not acquired:
-            time.sleep(0.02)
+        try:
+            with try_lock(name) as acquired:
+                if acquired and not step():
+                    return
+                pause_s = 0.0 if acquired else JOB_LOCK_PAUSE_S
+        except OperationalError as error:
+            if not isinstance(error.__cause__, DeadlockDetected | LockNotAvailable):
+                raise
+            log.info("the job %s repeats a step, because another transaction had its rows locked: %s", name, error)
+            pause_s = ROW_LOCK_PAUSE_S
+        time.sleep(pause_s)
     enqueue_job(name)
 
 

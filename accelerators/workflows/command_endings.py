@@ -174,9 +174,16 @@ def _end_with_consequences(ended_commands: Sequence[EndedCommand]) -> None:
             _collect_attach_consequences(ended_with_device, waiting_by_command.get(ended.command.id, []), consequences)
         elif ended_with_device.device is not None:
             _collect_device_consequences(ended_with_device, ended_with_device.device, consequences)
-    _write_consequences(consequences)
+    repetitions = _write_consequences(consequences)
     rows = [
-        {"id": one.command.id, "was": one.command.state, "state": one.state, "text": one.text} for one in ended_commands
+        {
+            "id": one.command.id,
+            "was": one.command.state,
+            "state": one.state,
+            "text": one.text,
+            "is_repetition": one.command.id in repetitions,
+        }
+        for one in ended_commands
     ]
     conductor.open_cursor().execute(sql.END_COMMANDS, {"rows": _json.encode(rows).decode()})
     metrics.count_ended_commands((one.command.op, one.state) for one in ended_commands)
@@ -355,8 +362,12 @@ def _add_state_change(
     )
 
 
-def _write_consequences(consequences: _Consequences) -> None:
-    """Write the collected consequences. Inside `conductor.writing()`, with the devices locked."""
+def _write_consequences(consequences: _Consequences) -> set[int]:
+    """Write the collected consequences. Inside `conductor.writing()`, with the devices locked.
+
+    Returns the ids of the commands that repeated a question about a released handle and got the same answer.
+    """
+    repetitions: set[int] = set()
     store_state_changes(consequences.state_changes, EventSource.AGENT)
     if consequences.events:
         conductor.record_events(consequences.events)
@@ -366,6 +377,7 @@ def _write_consequences(consequences: _Consequences) -> None:
         binding.finish_binds(consequences.bind_outcomes, EventSource.AGENT, "commands")
     conductor.raise_intents(binding.PROGRAMMED_INTENT, consequences.bound_after_placement)
     if consequences.answers_about_releases:
-        release_checks.store_answers(consequences.answers_about_releases)
+        repetitions = release_checks.store_answers(consequences.answers_about_releases)
     command_queue.place_commands(consequences.attach_orders)
     command_queue.order_missing_detaches(consequences.detach_numbers)
+    return repetitions

@@ -1,14 +1,18 @@
 """Ask hosts whether released handles are unused, and give a handle free when its host has confirmed it.
 
 The question is a `detach` command (`accelerators.requests.releases`). Its answer is stored when the command ends. The
-job `releases` repeats the question, and quarantines the device of a PCI handle that waits for too long. Only the host's
-confirmation gives a handle free: neither the time limit nor an operator's action on the device does.
+job `releases` repeats the question with a back-off, and at once after a change of the host: a new report, or heartbeats
+again. It quarantines the device of a PCI handle that waits for too long, unless another request holds the function.
+Only the host's confirmation gives a handle free: neither the time limit nor an operator's action on the device does.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import UTC, datetime, timedelta
+
+from django.conf import settings
+from django.db.models import F, Q
 
 from accelerators import conductor
 from accelerators.commands import command_queue
@@ -24,8 +28,14 @@ from accelerators.ui import badges
 JOB = "releases"
 BATCH_SIZE = 200
 """Maximum number of released handles in one step of the job."""
-LONGEST_PAUSE_S = 60.0
-"""Maximum number of seconds between two questions about one handle. The pauses grow with the age of the release."""
+LONGEST_PAUSE_S, LONGEST_PAUSE_OF_OLD_S = 60.0, 3600.0
+"""Maximum number of seconds between two questions about one handle: until CYBORG_DETACH_TIMEOUT_S after the release,
+and later. The pauses grow with the age of the release."""
+SELECT_RELEASES_HELD_ELSEWHERE = """
+SELECT DISTINCT w.id FROM accelerators_releasedhandle w JOIN accelerators_acceleratorrequest r ON r.claim && w.claim
+WHERE w.id = ANY(%s)
+"""
+"""Find the releases whose functions, or parts of them, requests hold through other handles."""
 
 
 def run() -> None:
@@ -39,13 +49,14 @@ def is_repeated_question(command: Command) -> bool:
     return handle.get("attach_type") == HandleType.PCI or command.actor == JOB
 
 
-def store_answers(answers: Sequence[tuple[Command, str]]) -> None:
+def store_answers(answers: Sequence[tuple[Command, str]]) -> set[int]:
     """Make the handles free whose hosts have confirmed that no guest uses them; for the others store the reason why
     they have to wait.
 
     `answers` has ended `detach` commands, each with '' if the host has confirmed that the handle is unused, else with
     the reason. Answers about handles that do not wait, or to questions that are older than the release, are ignored.
-    Call it inside `conductor.writing()`, with the devices locked. The number of statements is constant.
+    Returns the ids of the commands with which this job repeated a question and got the same answer as before. Call it
+    inside `conductor.writing()`, with the devices locked. The number of statements is constant.
     """
     waiting = {
         str(release.handle.uuid): release
@@ -55,6 +66,7 @@ def store_answers(answers: Sequence[tuple[Command, str]]) -> None:
     }
     confirmed: list[ReleasedHandle] = []
     still_waiting: list[ReleasedHandle] = []
+    repetitions: set[int] = set()
     now = datetime.now(UTC)
     for command, reason in answers:
         release = waiting.get(command.arguments.get("uuid", ""))
@@ -63,6 +75,8 @@ def store_answers(answers: Sequence[tuple[Command, str]]) -> None:
         if not reason:
             confirmed.append(release)
         else:
+            if command.actor == JOB and release.answer == reason[:1000]:
+                repetitions.add(command.id)
             release.answer, release.ask_at, release.updated_at = reason[:1000], _get_next_time(release, now), now
             still_waiting.append(release)
     if still_waiting:
@@ -90,17 +104,20 @@ def store_answers(answers: Sequence[tuple[Command, str]]) -> None:
             ]
         )
         conductor.raise_provider_intents({device.host_id: device.host for _, device in devices}.values())
+    return repetitions
 
 
 def ask_hosts_again() -> bool:
     """Ask the hosts about one batch of due releases; return True if there may be more due releases.
 
-    No second question is asked about a handle while a command that asks about it is open. The devices of handles that
-    wait for longer than CYBORG_DETACH_TIMEOUT_S are quarantined, once for each release. Runs in a transaction of its
-    own, and locks the hosts and the devices.
+    No second question is asked about a handle while a command that asks about it is open, and none while the host's
+    agent is silent. The devices of handles that wait for longer than CYBORG_DETACH_TIMEOUT_S are quarantined, once for
+    each release. Runs in a transaction of its own, and locks the hosts and the devices.
     """
     now = datetime.now(UTC)
-    due = ReleasedHandle.objects.filter(ask_at__lt=now).order_by("ask_at")
+    host_changed = Q(updated_at__lt=F("handle__deployable__device__host__updated_at"))
+    host_changed &= Q(updated_at__lt=now - timedelta(seconds=LONGEST_PAUSE_S))
+    due = ReleasedHandle.objects.filter(Q(ask_at__lt=now) | host_changed).order_by("ask_at")
     with conductor.writing():
         found = dict(due.values_list("id", "handle__deployable__device")[:BATCH_SIZE])
         if not found:
@@ -109,6 +126,8 @@ def ask_hosts_again() -> bool:
         batch = list(due.filter(id__in=found).select_related("handle__deployable"))
         questions = Command.objects.filter(COMMAND_IS_OPEN, op="detach", device__in=devices)
         asked_handles = {arguments.get("uuid") for arguments in questions.values_list("arguments", flat=True)}
+        overdue = [release.id for release in batch if release.ask_until and release.ask_until < now]
+        held_elsewhere = _select_releases_held_elsewhere(overdue) if overdue else set()
         changes: dict[int, DeviceStateChange] = {}
         for release in batch:
             device = devices[release.handle.deployable.device_id]
@@ -116,7 +135,9 @@ def ask_hosts_again() -> bool:
                 release.answer = f"the agent of {device.host.name} sends no heartbeats"
             elif not release.answer:
                 release.answer = "there is no answer yet"
-            if release.ask_until and release.ask_until < now:
+            if release.id in held_elsewhere:
+                release.ask_until = now + timedelta(seconds=settings.KEYS.detach_timeout_s)
+            elif release.ask_until and release.ask_until < now:
                 release.ask_until = None
                 if change := _build_quarantine(release, device):
                     changes.setdefault(device.id, change)
@@ -128,6 +149,7 @@ def ask_hosts_again() -> bool:
                 releases.build_question(one.handle_id, one.instance, JOB)
                 for one in batch
                 if str(one.handle.uuid) not in asked_handles
+                and not devices[one.handle.deployable.device_id].host.stale_since
             ]
         )
     return len(found) == BATCH_SIZE
@@ -135,9 +157,17 @@ def ask_hosts_again() -> bool:
 
 def _get_next_time(release: ReleasedHandle, now: datetime) -> datetime:
     """Return when the host is asked next: after half the age of the release, but after at least FIRST_PAUSE_S and at
-    most LONGEST_PAUSE_S seconds."""
+    most LONGEST_PAUSE_S seconds, or LONGEST_PAUSE_OF_OLD_S seconds if the release is old."""
     age_s = (now - release.created_at).total_seconds()
-    return now + timedelta(seconds=min(max(age_s / 2, releases.FIRST_PAUSE_S), LONGEST_PAUSE_S))
+    is_old = age_s > settings.KEYS.detach_timeout_s
+    longest_s = LONGEST_PAUSE_OF_OLD_S if is_old else LONGEST_PAUSE_S
+    return now + timedelta(seconds=min(max(age_s / 2, releases.FIRST_PAUSE_S), longest_s))
+
+
+def _select_releases_held_elsewhere(ids: Sequence[int]) -> set[int]:
+    """Return the ids of those of these releases whose functions requests hold through other handles."""
+    rows = conductor.open_cursor().execute(SELECT_RELEASES_HELD_ELSEWHERE, [list(ids)]).fetchall()
+    return {id for (id,) in rows}
 
 
 def _build_quarantine(release: ReleasedHandle, device: Device) -> DeviceStateChange | None:

@@ -32,12 +32,15 @@ SELECT json_build_object(
   'missing_held', (SELECT count(*) FROM accelerators_device d WHERE d.state = 'missing' AND EXISTS (
     SELECT FROM accelerators_deployable p JOIN accelerators_acceleratorrequest r ON r.deployable_id = p.id
     WHERE p.device_id = d.id AND r.state IN ('BindStarted', 'Bound'))),
+  'released', (SELECT count(*) FROM accelerators_releasedhandle),
+  'unconfirmed', (SELECT count(*) FROM accelerators_releasedhandle w
+    JOIN accelerators_attachhandle t ON t.id = w.handle_id WHERE w.ask_until IS NULL AND t.attach_type = 'PCI'),
   'intents', (SELECT coalesce(json_object_agg(kind, i), '{}') FROM (
     SELECT kind, count(*) AS number, count(*) FILTER (WHERE attempts >= %(stuck)s) AS stuck, min(created_at) AS oldest,
       coalesce((array_agg(last_error ORDER BY attempts DESC) FILTER (WHERE last_error <> ''))[1], '') AS error
     FROM accelerators_intent GROUP BY kind) i))::text
 """
-"""Plain SQL, because it reads ten tables in one statement; the dashboard may run at most ten (promise P3)."""
+"""Plain SQL, because it reads twelve tables in one statement; the dashboard may run at most ten (promise P3)."""
 
 
 @dataclass(frozen=True)
@@ -60,8 +63,10 @@ class Backlog:
     `tick_oldest`: when the oldest wake-up of a job was requested. `binding`: binds under way; `near` of them have less
     than NEAR_DEADLINE_S seconds left, `overdue` are past their deadline and also counted as near. `commands`: commands
     that have not ended. `draining`: devices that drain. `bulks`: running bulk actions. `degraded`, `broken`: devices
-    whose reported health is `degraded`, or `failed`. `missing_held`: missing devices that a request holds. `intents`
-    are by kind. A time is None if there is nothing.
+    whose reported health is `degraded`, or `failed`. `missing_held`: missing devices that a request holds. `released`:
+    released handles that wait until their hosts confirm that no guest uses them; `unconfirmed`: those of them that
+    were not confirmed in time, so that their devices were quarantined. `intents` are by kind. A time is None if there
+    is nothing.
     """
 
     spool: int
@@ -78,6 +83,8 @@ class Backlog:
     degraded: int
     broken: int
     missing_held: int
+    released: int
+    unconfirmed: int
     intents: dict[str, IntentBacklog] = field(default_factory=dict)
     devices: list[tuple[str, str, int]] = field(default_factory=list)
     """State, type, and number of devices."""

@@ -174,6 +174,16 @@ def _add_work(gauges: GaugeList) -> None:
     gauges.add_gauge(
         "cyborg_devices_missing_held", "Devices that are missing while somebody holds them.", work.missing_held
     )
+    gauges.add_gauge(
+        "cyborg_handles_released",
+        "Released handles that wait until their hosts confirm that no guest uses them.",
+        work.released,
+    )
+    gauges.add_gauge(
+        "cyborg_handles_unconfirmed",
+        "Those of them that were not confirmed in time: their devices were quarantined.",
+        work.unconfirmed,
+    )
     gauges.add_gauge("cyborg_bulks_open", "Bulk actions under way.", work.bulks)
     _add_counts_by_state(gauges)
 

@@ -127,7 +127,7 @@ class GenericDriver(Driver):
         return self._plan_act("attach", machine, settings, ask)
 
     def detach(self, machine: Machine, settings: Settings, ask: Ask) -> Plan:
-        """Plan how to remove what `attach` created; only the kind `mdev` has steps.
+        """Plan how to remove the handle's mediated device and its definition, whoever made them.
 
         Other handles need no step, whichever backend had them and whether their card is still there. What remains of a
         mediated device is removed although no backend has its card any more. Raises the errors of `_plan_act`, and

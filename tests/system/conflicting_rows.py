@@ -1,4 +1,6 @@
-"""Store rows that the migration `accelerators.0004_one_function_one_request` forbids, migrate, and check the result.
+"""Store rows that the migrations of `accelerators` forbid, migrate, and check the result.
+
+First those that `0004_one_function_one_request` forbids, then a conflict that `0005` let pass without a trace.
 
 `test_upgrade` runs `python -m tests.system.conflicting_rows` over an empty embedded database.
 """
@@ -26,6 +28,7 @@ from accelerators.models import Device  # noqa: E402
 INFO = '{"bus": "01", "device": "00", "domain": "0000", "function": "0"}'
 MODELS = ("host", "deviceprofile", "device", "deployable", "attachhandle", "acceleratorrequest")
 BEFORE = ("accelerators", "0001_initial")
+BEFORE_CORRECTIONS = ("accelerators", "0005_index_hosts_without_applied_report")
 
 
 def store_conflicts(models: Any) -> None:
@@ -49,6 +52,52 @@ def store_conflicts(models: Any) -> None:
         made["acceleratorrequest"].create(project_id="p", group={}, state="Bound", instance_uuid=uuid4(), **request)
 
 
+def store_card_and_function(models: Any) -> None:
+    """Store two requests that hold a card and its virtual function, which becomes known as one afterwards."""
+    made = {name: models.get_model("accelerators", name).objects for name in MODELS}
+    host = made["host"].create(name="third", node="third").pk
+    profile = made["deviceprofile"].create(name="p2", groups=[{}]).pk
+    for bus in ("02", "03"):
+        device = made["device"].create(
+            host_id=host, key=f"pci:{bus}", driver="d", type="GPU", address=f"0000:{bus}:00.0", state="ready"
+        )
+        part = made["deployable"].create(device_id=device.pk, name=f"third_{bus}", num_accelerators=1)
+        info = INFO.replace('"01"', f'"{bus}"')
+        handle = made["attachhandle"].create(deployable_id=part.pk, attach_type="PCI", attach_info=info)
+        request = {"profile_id": profile, "deployable_id": part.pk, "attach_handle_id": handle.pk}
+        made["acceleratorrequest"].create(project_id="p", group={}, state="Bound", instance_uuid=uuid4(), **request)
+    made["device"].filter(pk=device.pk).update(physical_function="0000:02:00.0")
+
+
+def check_card_and_function() -> None:
+    """Check that the migration has quarantined both devices, and remove them."""
+    devices = fetch(
+        "SELECT d.id, state FROM accelerators_device d JOIN accelerators_host h ON h.id = host_id"
+        " WHERE h.name = 'third' ORDER BY d.id"
+    )
+    assert [state for _, state in devices] == ["quarantined"] * 2, devices
+    claims = fetch(
+        "SELECT claim_is_partial, claim IS NULL FROM accelerators_acceleratorrequest ORDER BY id DESC LIMIT 2"
+    )
+    assert claims == [(True, False), (False, False)], claims
+    ((events,),) = fetch(
+        "SELECT count(*) FROM accelerators_event WHERE host = 'third' AND action = 'device.quarantined'"
+    )
+    assert events == 2
+    for statement in (
+        "DELETE FROM accelerators_acceleratorrequest WHERE deployable_id IN"
+        " (SELECT id FROM accelerators_deployable WHERE name LIKE 'third%') RETURNING id",
+        "DELETE FROM accelerators_attachhandle WHERE deployable_id IN"
+        " (SELECT id FROM accelerators_deployable WHERE name LIKE 'third%') RETURNING id",
+        "DELETE FROM accelerators_deployable WHERE name LIKE 'third%' RETURNING id",
+        f"DELETE FROM accelerators_device WHERE id IN ({devices[0][0]}, {devices[1][0]}) RETURNING id",
+        "DELETE FROM accelerators_providerowner WHERE host_id = (SELECT id FROM accelerators_host WHERE name = 'third')"
+        " RETURNING host_id",
+        "DELETE FROM accelerators_host WHERE name = 'third' RETURNING id",
+    ):
+        fetch(statement)
+
+
 def fetch(query: str) -> list[tuple[Any, ...]]:
     """Return the rows of a query."""
     with connection.cursor() as cursor:
@@ -63,7 +112,12 @@ def main() -> None:
     with transaction.atomic():
         store_conflicts(executor.migrate([BEFORE]).apps)
     executor = MigrationExecutor(connection)
+    executor.migrate([BEFORE_CORRECTIONS])
+    with transaction.atomic():
+        store_card_and_function(executor.loader.project_state([BEFORE_CORRECTIONS]).apps)
+    executor = MigrationExecutor(connection)
     executor.migrate(executor.loader.graph.leaf_nodes())
+    check_card_and_function()
     (old, new) = fetch("SELECT id, node FROM accelerators_host ORDER BY id")
     assert old[1] == "n" and new[1] == f"n~{new[0]}"
     devices = fetch("SELECT key, state, returns_to FROM accelerators_device ORDER BY id")
@@ -82,7 +136,9 @@ def main() -> None:
     providers = fetch("SELECT rp_uuid IS NULL FROM accelerators_deployable ORDER BY id")
     assert providers == [(False,), (False,), (True,)], providers
     assert fetch("SELECT host_id FROM accelerators_providerowner") == [(old[0],)]
-    events = fetch("SELECT action, subject_name FROM accelerators_event WHERE actor = 'upgrade' ORDER BY id")
+    events = fetch(
+        "SELECT action, subject_name FROM accelerators_event WHERE actor = 'upgrade' AND host <> 'third' ORDER BY id"
+    )
     assert [action for action, _ in events] == ["device.quarantined"] * 3 + ["host.changed"], events
     fetch(
         "DELETE FROM accelerators_acceleratorrequest WHERE id = (SELECT min(id) FROM accelerators_acceleratorrequest)"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from contextlib import suppress
 from datetime import UTC, datetime
 from typing import Any
@@ -11,8 +12,10 @@ from uuid import UUID, uuid4
 import pytest
 from django.db import IntegrityError, OperationalError, connection, transaction
 from msgspec.structs import replace
+from psycopg.errors import LockNotAvailable
 
 from accelerators import conductor, safety
+from accelerators.commands import programming
 from accelerators.devices import lifecycle
 from accelerators.domain import groups
 from accelerators.domain.caller import Caller
@@ -21,7 +24,7 @@ from accelerators.domain.diff import collect_changes
 from accelerators.domain.errors import RefusalReason, RefusedError
 from accelerators.domain.provider_ids import compute_provider_uuid
 from accelerators.domain.traits import FUNCTION_TRAIT_KEY
-from accelerators.inventory import merge
+from accelerators.inventory import attributes, merge
 from accelerators.models import (
     AcceleratorRequest,
     AttachHandle,
@@ -31,11 +34,13 @@ from accelerators.models import (
     DeviceProfile,
     Event,
     Host,
+    Intent,
     ProviderOwner,
     ReleasedHandle,
 )
 from accelerators.requests import binding, profiles
 from accelerators.requests.binding import BindSpec
+from accelerators.runtime import generations
 from drivers.inventory import Device as Card
 from tests.support.locks import wait_for_a_waiting_lock
 from tests.support.reports import apply_report, get_or_create_host, make_card, make_driver_report, make_report
@@ -158,7 +163,7 @@ def test_S1_a_device_that_is_bound_while_its_identity_changes_is_quarantined(
     monkeypatch.setattr(merge, "collect_changes", bind_and_collect)
     report_cards(host, make_card(change.get("bus", 1), key=change["key"]))
     device = Device.objects.get()
-    assert device.state == "quarantined" and "a request holds it, and its" in device.state_reason
+    assert device.state == "quarantined" and "a request or a released unit holds it, and its" in device.state_reason
     assert Event.objects.get(action="device.quarantined").changes["state"] == ["ready", "quarantined"]
 
 
@@ -218,7 +223,7 @@ def test_a_quarantine_that_each_report_repeats_says_until_when(host: Host) -> No
         report_cards(host, make_card(1, key=ADDRESS))
         device = Device.objects.get()
         assert device.state == "quarantined"
-        assert "again until the request has ended or the serial number can be read" in device.state_reason
+        assert "again until nothing holds it or the serial number can be read" in device.state_reason
         lifecycle.apply_action_to_device(Action.RELEASE, device.uuid, NOVA)
 
 
@@ -578,15 +583,191 @@ def test_S1_a_held_virtual_function_that_becomes_known_as_one_keeps_its_card_fro
             hold(card)
 
 
-def test_a_virtual_function_that_becomes_known_while_its_card_is_held_keeps_its_claim(host: Host) -> None:
+def learn_physical_function(*parts: AttachHandle) -> None:
+    """Store that the devices of these handles are virtual functions of 0000:01:00.0, in one statement."""
+    devices = [part.deployable.device.pk for part in parts]
+    Device.objects.filter(pk__in=devices).update(physical_function="0000:01:00.0")
+
+
+def hold_card_and_function(host: Host) -> tuple[AttachHandle, AttachHandle]:
+    """Return the handles of a card and of its virtual function, which requests held before it was known as one."""
     with conductor.writing():
         (part,), (card,) = (make_handles(host, address, ("PCI", "0")) for address in ("0000:02:00.0", "0000:01:00.0"))
-        hold(part)
-        hold(card)
-        Device.objects.filter(pk=part.deployable.device.pk).update(physical_function="0000:01:00.0")
+        for handle in (part, card):
+            hold(handle)
+            AcceleratorRequest.objects.filter(attach_handle=handle).update(instance_uuid=uuid4())
+        Device.objects.update(state="ready")
+        learn_physical_function(part)
+    return part, card
+
+
+def test_S1_a_held_card_and_its_held_virtual_function_are_quarantined_when_it_becomes_known_as_one(host: Host) -> None:
+    part, card = hold_card_and_function(host)
+    server = AcceleratorRequest.objects.get(attach_handle=part).instance_uuid
+    for device in (part.deployable.device, card.deployable.device):
+        device.refresh_from_db()
+        assert device.state == "quarantined"
+        assert f"delete server {server}, which has a virtual function of it" in device.state_reason
+        event = Event.objects.get(action="device.quarantined", subject=device.uuid)
+        assert event.changes["state"] == ["ready", "quarantined"] and event.reason == device.state_reason
+    assert Intent.objects.get(kind="provider").key == str(host.uuid), "Placement is told"
+    with conductor.writing():
         (again,) = make_handles(host, "0000:02:00.0", ("PCI", "0"))
         with pytest.raises(IntegrityError, match="request_one_per_function"), transaction.atomic():
             hold(again)
+
+
+def test_S1_a_report_that_shows_such_a_conflict_is_merged_and_quarantines_both_devices(host: Host) -> None:
+    card, part = make_card(1), make_card(2)
+    report_cards(host, card, part)
+    offer_all()
+    for one in (card, part):
+        assert bind_request(str(compute_provider_uuid(one.deployables[0].name))).state == "Bound"
+    for _ in range(2):
+        report_cards(host, card, replace(part, physical_function="0000:01:00.0"))
+        devices = Device.objects.order_by("address").values_list("state", "state_by", "physical_function")
+        assert list(devices) == [("quarantined", "upgrade", None), ("quarantined", "upgrade", "0000:01:00.0")]
+    assert Event.objects.filter(action="device.quarantined").count() == 2
+    assert set(AcceleratorRequest.objects.values_list("state", flat=True)) == {"Bound"}
+
+
+def test_S1_a_missing_virtual_function_that_comes_back_with_such_a_conflict_is_quarantined(host: Host) -> None:
+    card, part = make_card(1), make_card(2)
+    report_cards(host, card, part)
+    offer_all()
+    for one in (card, part):
+        assert bind_request(str(compute_provider_uuid(one.deployables[0].name))).state == "Bound"
+    report_cards(host, card)
+    report_cards(host, card, replace(part, physical_function="0000:01:00.0"))
+    device = Device.objects.get(address="0000:02:00.0")
+    assert (device.state, device.returns_to) == ("quarantined", None)
+    events = Event.objects.filter(subject=device.uuid, changes__has_key="state").order_by("id")
+    changes = [event.changes["state"] for event in events]
+    assert changes[-2:] == [["missing", "ready"], ["ready", "quarantined"]], "in the order in which they were made"
+
+
+def test_S1_a_card_that_is_given_up_after_such_a_conflict_is_not_given_beside_its_held_virtual_function(
+    host: Host,
+) -> None:
+    _, card = hold_card_and_function(host)
+    with conductor.writing():
+        AcceleratorRequest.objects.filter(attach_handle=card).update(state="Unbound", attach_handle=None)
+        with pytest.raises(IntegrityError, match="request_one_per_function"), transaction.atomic():
+            hold(card)
+
+
+def test_the_device_whose_virtual_function_is_given_up_after_such_a_conflict_can_be_bound_when_both_are_free(
+    host: Host,
+) -> None:
+    part, card = hold_card_and_function(host)
+    with conductor.writing():
+        for handle in (part, card):
+            AcceleratorRequest.objects.filter(attach_handle=handle).update(state="Unbound", attach_handle=None)
+        hold(part)
+        with pytest.raises(IntegrityError, match="request_one_per_function"), transaction.atomic():
+            hold(card)
+
+
+def test_old_claims_of_requests_whose_claims_are_corrected_together_are_not_in_the_way_of_new_ones(host: Host) -> None:
+    with conductor.writing():
+        whole, part = make_handles(host, "0000:02:00.0", ("PCI", "0"), ("PCI", "1"))
+        hold(whole)
+        hold(part)
+        learn_physical_function(whole)
+    assert set(Device.objects.values_list("state", flat=True)) == {"inactive"}
+    assert not Event.objects.filter(action="device.quarantined").exists()
+    with conductor.writing():
+        (card,) = make_handles(host, "0000:01:00.0", ("PCI", "0"))
+        with pytest.raises(IntegrityError, match="request_one_per_function"), transaction.atomic():
+            hold(card)
+
+
+def test_a_request_that_keeps_its_handle_is_not_refused_because_its_function_was_released_elsewhere(host: Host) -> None:
+    with conductor.writing(), connection.cursor() as cursor:
+        (one,), (two,) = (make_handles(host, "0000:01:00.0", ("PCI", "0")) for _ in range(2))
+        hold(one)
+        cursor.execute("SET LOCAL session_replication_role = replica")  # as the migration leaves two conflicting ones
+        hold(two)
+        cursor.execute("SET LOCAL session_replication_role = DEFAULT")
+        AcceleratorRequest.objects.filter(attach_handle=one).update(state="Unbound", attach_handle=None)
+        ReleasedHandle.objects.create(handle=one, instance=uuid4(), ask_at=datetime.now(UTC))
+        assert AcceleratorRequest.objects.filter(attach_handle=two).update(state="Bound", attach_handle=two) == 1
+
+
+def count_generation_writes(collection: generations.CollectionName, write: Callable[[], Any]) -> int:
+    """Return how often `write` updates the generation of the collection."""
+    before = generations.current_generation(collection)
+    with conductor.writing():
+        write()
+    return generations.current_generation(collection) - before
+
+
+@pytest.mark.parametrize("number", [1, 12])
+@pytest.mark.parametrize("are_released", [False, True])
+def test_the_deletion_of_many_handles_writes_a_constant_number_of_statements(
+    host: Host, number: int, are_released: bool
+) -> None:
+    with conductor.writing():
+        made = make_handles(host, "0000:01:00.0", *(("MDEV", str(mark)) for mark in range(number)))
+        if are_released:
+            for handle in made:
+                ReleasedHandle.objects.create(handle=handle, instance=uuid4(), ask_at=datetime.now(UTC))
+
+    def delete_handles() -> None:
+        with connection.cursor() as cursor:
+            cursor.execute("DELETE FROM accelerators_attachhandle")
+
+    assert count_generation_writes("devices", delete_handles) == 1 + are_released
+    assert not ReleasedHandle.objects.exists()
+
+
+@pytest.mark.parametrize("number", [1, 12])
+@pytest.mark.parametrize("are_held", [False, True])
+def test_a_report_of_many_new_physical_functions_corrects_their_claims_in_a_constant_number_of_statements(
+    host: Host, number: int, are_held: bool
+) -> None:
+    cards = [make_card(bus) for bus in range(2, 2 + number)]
+    report_cards(host, *cards)
+    if are_held:
+        with conductor.writing():
+            for handle in AttachHandle.objects.all():
+                hold(handle)
+    learned = [replace(card, physical_function="0000:01:00.0") for card in cards]
+    requests_before = generations.current_generation("requests")
+    # The merge itself writes devices once: the upsert counts as an INSERT and as an UPDATE.
+    assert count_generation_writes("devices", lambda: report_cards(host, *learned)) == 2
+    assert generations.current_generation("requests") - requests_before == 2 * are_held
+    with conductor.writing():
+        (card,) = make_handles(host, "0000:01:00.0", ("PCI", "0"))
+        if are_held:
+            with pytest.raises(IntegrityError, match="request_one_per_function"), transaction.atomic():
+                hold(card)
+
+
+@pytest.mark.django_db(transaction=True)
+def test_a_report_does_not_wait_for_a_request_that_may_wait_for_the_reports_host(host: Host) -> None:
+    report_cards(host, make_card(2))
+    with conductor.writing():
+        hold(AttachHandle.objects.get())
+    causes: list[object] = []
+
+    def report_function() -> None:
+        try:
+            report_cards(host, make_card(2, physical_function="0000:01:00.0"))
+        except OperationalError as error:
+            causes.append(error.__cause__)
+        finally:
+            connection.close()
+
+    thread = threading.Thread(target=report_function, daemon=True)
+    with conductor.writing():
+        list(AcceleratorRequest.objects.select_for_update())  # as an unbind does, before it locks the host
+        thread.start()
+        thread.join(10)
+        assert [type(cause) for cause in causes] == [LockNotAvailable]
+        conductor.lock_devices(Device.objects.all())
+    report_function()
+    assert Device.objects.get().physical_function == "0000:01:00.0"
 
 
 @pytest.mark.django_db(transaction=True)
@@ -616,3 +797,39 @@ def test_a_row_that_refers_to_a_locked_device_waits_only_if_the_device_is_to_be_
         thread.start()
         thread.join(10)
     assert results == (["waited"] if to_delete else ["inserted", "waited"])
+
+
+LOCKING_WRITES: dict[str, Callable[[], object]] = {
+    "a host becomes stale": lambda: conductor.set_hosts_stale_since([Host.objects.get().id], datetime.now(UTC)),
+    "an agent connects": lambda: conductor.ensure_host("cmp1", "cmp1", "test"),
+    "an attribute is set": lambda: attributes.set_operator_attribute(Deployable.objects.get().id, "k", "v", NOVA),
+    "an image is stored": lambda: programming.store_programmed_image(
+        Device.objects.get(), "", {"id": str(uuid4())}, ""
+    ),
+}
+
+
+@pytest.mark.django_db(transaction=True)
+@pytest.mark.parametrize("name", LOCKING_WRITES)
+def test_a_row_that_refers_to_a_host_or_deployable_can_be_inserted_while_another_writer_has_locked_it(
+    host: Host, name: str
+) -> None:
+    report_cards(host, make_card(1))
+    errors: list[object] = []
+
+    def refer_to_rows() -> None:
+        try:
+            with transaction.atomic(), connection.cursor() as cursor:
+                for table in ("host", "deployable"):  # as the checks of foreign keys do
+                    cursor.execute(f"SELECT FROM accelerators_{table} FOR KEY SHARE NOWAIT")
+        except OperationalError as error:
+            errors.append(error.__cause__)
+        finally:
+            connection.close()
+
+    thread = threading.Thread(target=refer_to_rows, daemon=True)
+    with conductor.writing():
+        LOCKING_WRITES[name]()
+        thread.start()
+        thread.join(10)
+    assert not errors

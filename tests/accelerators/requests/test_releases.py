@@ -22,7 +22,9 @@ from accelerators.models import (
     AcceleratorRequest,
     AttachHandle,
     Command,
+    Deployable,
     Device,
+    DeviceProfile,
     Event,
     Host,
     Intent,
@@ -33,6 +35,7 @@ from accelerators.requests import binding, candidates, capacity
 from accelerators.requests.binding import BindSpec
 from accelerators.workflows import command_endings, release_checks
 from cyborgweb.auth import read_only
+from cyborgweb.monitoring import backlog
 from cyborgweb.server import after_restore
 from drivers.inventory import Device as ReportedDevice
 from placement_sync.jobs import repository
@@ -204,10 +207,93 @@ def test_the_quarantine_says_that_the_agent_is_away_and_the_host_is_asked_when_i
         past = datetime.now(UTC) - timedelta(seconds=1)
         Command.objects.update(start_by=past, end_by=past)
     command_endings.end_late_commands()
-    assert not Command.objects.filter(COMMAND_IS_OPEN).exists()
     let_time_pass()
+    assert not Command.objects.filter(COMMAND_IS_OPEN).exists(), "a silent agent is asked nothing"
+    put_off_question()
+    conductor.set_hosts_stale_since([host.id], None)
+    release_checks.ask_hosts_again()
     answer()
     assert not ReleasedHandle.objects.exists()
+
+
+def put_off_question() -> None:
+    """Let all handles wait for an hour since the last question, of which two minutes are over."""
+    with conductor.writing():
+        now = datetime.now(UTC)
+        ReleasedHandle.objects.update(ask_at=now + timedelta(seconds=3480), updated_at=now - timedelta(seconds=120))
+
+
+def test_a_host_is_asked_about_an_old_release_once_an_hour_and_after_each_new_report() -> None:
+    host = offer_card()
+    unbind(bind())
+    answer("refused", "a guest uses it")
+    with conductor.writing():
+        ReleasedHandle.objects.update(created_at=datetime.now(UTC) - timedelta(hours=10))
+    let_time_pass()
+    pause_s = (ReleasedHandle.objects.get().ask_at - datetime.now(UTC)).total_seconds()
+    assert 3590 < pause_s <= 3600
+    answer("refused", "a guest uses it")
+    asked = Command.objects.count()
+    put_off_question()
+    with conductor.writing():
+        Host.objects.update(updated_at=datetime.now(UTC) - timedelta(hours=1))
+    release_checks.ask_hosts_again()
+    assert Command.objects.count() == asked, "nothing has changed on the host"
+    apply_report(host, make_driver_report(make_reported_card(in_use="guest")), seq=2)
+    for _ in range(2):
+        release_checks.ask_hosts_again()
+    assert Command.objects.count() == asked + 1
+
+
+def test_the_backlog_counts_handles_that_wait_for_their_host_and_those_not_confirmed_in_time() -> None:
+    offer_card(handles=2)
+    for request in (bind(), bind()):
+        unbind(request)
+    past = datetime.now(UTC) - timedelta(seconds=1)
+    with conductor.writing():
+        ReleasedHandle.objects.filter(id=ReleasedHandle.objects.all()[0].id).update(ask_until=past)
+    let_time_pass()
+    work = backlog.read_backlog()
+    assert (work.released, work.unconfirmed) == (2, 1)
+
+
+def test_a_repeated_question_with_the_same_answer_as_before_records_no_end() -> None:
+    offer_card()
+    unbind(bind())
+    for text in ("a guest uses it", "a guest uses it", "a guest uses it", "it cannot be seen", "it cannot be seen"):
+        answer("refused", text)
+        let_time_pass()
+    reasons = Event.objects.filter(action="command.refused").order_by("id").values_list("reason", flat=True)
+    assert [reason.partition("; ")[2] for reason in reasons] == ["a guest uses it", "it cannot be seen"]
+
+
+@pytest.mark.parametrize("is_held_elsewhere", [True, False])
+def test_a_device_is_not_quarantined_again_while_another_request_holds_the_released_function(
+    is_held_elsewhere: bool,
+) -> None:
+    """As after an upgrade that found two requests for one function, when one of the two servers was deleted."""
+    host = offer_card(in_use="guest")
+    late = bind()
+    with conductor.writing(), connection.cursor() as cursor:
+        copy = Device.objects.create(host=host, key="former", driver="d", type="FPGA", address="0000:01:00.0")
+        part = Deployable.objects.create(device=copy, name="former", num_accelerators=1)
+        handle = AttachHandle.objects.get()
+        handle.pk, handle.uuid, handle.deployable = None, uuid4(), part
+        handle.save()
+        cursor.execute("SET LOCAL session_replication_role = replica")
+        held = AcceleratorRequest.objects.create(
+            project_id="p1", profile=DeviceProfile.objects.all()[0], group={}, state="Bound", attach_handle=handle
+        )
+        cursor.execute("SET LOCAL session_replication_role = DEFAULT")
+    binding.delete_requests_of_instance(str(late.instance_uuid), NOVA)
+    answer("refused", "a guest uses it")
+    if not is_held_elsewhere:
+        unbind(held)
+    let_time_pass(ask_until=datetime.now(UTC) - timedelta(seconds=1))
+    device = Device.objects.get(key__startswith="pci:")
+    assert device.state == ("ready" if is_held_elsewhere else "quarantined")
+    if is_held_elsewhere:
+        assert ReleasedHandle.objects.get().ask_until > datetime.now(UTC), "it is looked at again"
 
 
 def test_a_host_is_asked_one_question_at_a_time_with_growing_pauses() -> None:
@@ -232,6 +318,12 @@ def test_the_event_about_a_freed_handle_names_no_instance_if_none_is_known() -> 
         ReleasedHandle.objects.update(instance=None)
     answer()
     assert [*Event.objects.get(action="device.handle_freed").changes.values()] == [[None, None]]
+
+
+def test_the_description_of_a_release_names_no_instance_if_none_is_known() -> None:
+    assert ReleasedHandle().description.startswith("an unknown instance had it")
+    instance = uuid4()
+    assert ReleasedHandle(instance=instance).description.startswith(f"instance {instance} had it")
 
 
 def test_an_answer_to_a_question_from_before_the_release_frees_nothing() -> None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 
 import pytest
-from django.db import connection
+from django.db import OperationalError, connection
 from django.test.utils import CaptureQueriesContext
 from django_q.models import OrmQ
+from psycopg.errors import AdminShutdown, DeadlockDetected, LockNotAvailable
 
 from accelerators.models import Tick
 from accelerators.runtime import jobs
@@ -56,6 +58,34 @@ def test_runs_of_one_job_never_overlap_and_finish_all_work() -> None:
     for thread in threads:
         thread.join(30)
     assert remaining_work == [0] and set(overlaps) == {1}
+
+
+@pytest.mark.parametrize("cause", [DeadlockDetected, LockNotAvailable])
+@pytest.mark.parametrize("run", [jobs.run_steps, jobs.run_steps_outside_transaction])
+def test_a_step_that_loses_its_locks_to_another_transaction_is_repeated(
+    cause: type[Exception], run: Callable[..., None]
+) -> None:
+    calls: list[int] = []
+
+    def step() -> bool:
+        calls.append(1)
+        Tick.objects.create(name=f"step {len(calls)}")
+        if len(calls) < 3:
+            raise OperationalError("deadlock") from cause()
+        return False
+
+    run("sweep", step)
+    assert len(calls) == 3
+    if run is jobs.run_steps:
+        assert [tick.name for tick in Tick.objects.all()] == ["step 3"], "a failed step is rolled back"
+
+
+def test_any_other_error_of_the_database_ends_the_run_of_a_job() -> None:
+    def step() -> bool:
+        raise OperationalError("the database is gone") from AdminShutdown()
+
+    with pytest.raises(OperationalError, match="is gone"):
+        jobs.run_steps("sweep", step)
 
 
 def test_periodic_jobs_are_each_queued_once_with_few_statements() -> None:

@@ -20,10 +20,25 @@ from tests.cyborgweb.console.conftest import Fill
 from tests.support.reports import apply_report, get_or_create_host, make_card, make_driver_report
 
 NOW = datetime(2026, 11, 1, tzinfo=UTC)
-NOTHING_TO_DO = dict.fromkeys(
-    ("spool", "tasks", "binding", "near", "overdue", "commands", "draining", "bulks", "discrepancies", "missing_held"),
-    0,
-) | {"degraded": 0, "broken": 0, "spool_oldest": None, "tick_oldest": None}
+NOTHING_TO_DO = (
+    dict.fromkeys(
+        (
+            "spool",
+            "tasks",
+            "binding",
+            "near",
+            "overdue",
+            "commands",
+            "draining",
+            "bulks",
+            "discrepancies",
+            "missing_held",
+        ),
+        0,
+    )
+    | dict.fromkeys(("released", "unconfirmed"), 0)
+    | {"degraded": 0, "broken": 0, "spool_oldest": None, "tick_oldest": None}
+)
 
 
 def list_alert_lines(devices: dict[str, int] | None = None, down: int = 0, failing: int = 0, **doing: Any) -> list[str]:
