@@ -14,6 +14,7 @@ from accelerators.domain.caller import Caller
 from accelerators.domain.diff import RESTORED_BOOT
 from accelerators.domain.states import EventSource
 from cyborgweb.auth import read_only
+from cyborgweb.server import backup
 
 SEQUENCE_SKIP = 1_000_000
 """How many numbers each sequence skips: agents and callers may still name rows that were numbered after the backup."""
@@ -54,8 +55,8 @@ def prepare_restored_database(caller: Caller, reason: str) -> None:
     Sequences and generations skip far beyond all values that were given out after the backup. Unfinished binds, attach
     and detach commands get a day to end. What devices were programmed with is forgotten at the next report. All login
     sessions are deleted. The event `database.restored` is recorded with `caller` and `reason`. Then everything is made
-    read only, until a person has checked it. It may be run twice without harm. Raises RefusedError INVALID for an
-    unusable reason, when the other changes are already committed.
+    read only, until a person has checked it, and the product may be started. It may be run twice without harm. Raises
+    RefusedError INVALID for an unusable reason, when the other changes are already committed.
     """
     call_command("migrate", verbosity=0, interactive=False, skip_checks=True)
     with conductor.writing():
@@ -71,3 +72,4 @@ def prepare_restored_database(caller: Caller, reason: str) -> None:
         changes = {"binds waiting for their agents": [None, extended_binds]} if extended_binds else {}
         conductor.record_event("database.restored", EventSource.SYSTEM, caller.name, changes=changes, reason=reason)
     read_only.switch_read_only(True, caller, reason, EventSource.SYSTEM)
+    backup.forget_unfinished_restore()

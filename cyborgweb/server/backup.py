@@ -33,6 +33,8 @@ DUMP_FILE, DESCRIPTION_FILE = "database.dump", "backup.json"
 SECRET_KEY_FILE = "secret-key"
 STATE_FILES = (SECRET_KEY_FILE, tls.CERTIFICATE_FILE, "policy.yaml", "drivers.toml")
 """Files of the state directory that are part of a backup if they exist."""
+UNFINISHED_RESTORE_FILE = "restore-unfinished"
+"""File of the state directory that exists from the beginning of a restore until the database may be used."""
 PROGRESS_INTERVAL_S = 0.2
 """Seconds between two calls of `progress`."""
 ProgressCallback = Callable[[int], None]
@@ -138,16 +140,24 @@ def restore_dump(folder: Path, description: BackupDescription) -> None:
     The secret key is always replaced by the backup's, because the database's secrets are encrypted with that key. The
     caller must have checked that the database is empty. Raises PostgresError if no `pg_restore` fits the server, and
     BackupError if a file of the backup cannot be read (nothing is restored then), if `pg_restore` fails, or if a file
-    cannot be put back. In the last case the database is restored, and the message says how to go on.
+    cannot be put back. In the last case the database is restored, and the message says how to go on. Until
+    `forget_unfinished_restore`, `refuse_unfinished_restore` raises; not if `pg_restore` failed, because it changed
+    nothing.
     """
     options = ["--single-transaction", "--exit-on-error", "--no-owner", "--no-privileges", str(folder / DUMP_FILE)]
     state = get_keys().state_path
     names = {SECRET_KEY_FILE, *(name for name in STATE_FILES if not (state / name).exists())} & {*description.files}
     try:
         contents = {name: (folder / name).read_bytes() for name in sorted(names)}
+        write_private(state / UNFINISHED_RESTORE_FILE, f"{folder}\n".encode())
     except OSError as error:
-        raise BackupError(f"{error.filename} cannot be read: {error.strerror}. Nothing was restored") from None
-    _run_client_program("pg_restore", options)
+        text = f"{error.filename or state} cannot be read or written: {error.strerror}. Nothing was restored"
+        raise BackupError(text) from None
+    try:
+        _run_client_program("pg_restore", options)
+    except CyborgwebError:
+        forget_unfinished_restore()
+        raise
     with connection.cursor() as cursor:
         cursor.execute("ANALYZE")
     try:
@@ -158,6 +168,21 @@ def restore_dump(folder: Path, description: BackupDescription) -> None:
             f"{state} cannot be written: {error.strerror}. The database is restored: start nothing yet, copy"
             f" {', '.join(contents)} from {folder} to {state}, then run: manage.py restore --loaded"
         ) from None
+
+
+def forget_unfinished_restore() -> None:
+    """Note that the restore is finished, or has changed nothing. Raises OSError."""
+    (get_keys().state_path / UNFINISHED_RESTORE_FILE).unlink(missing_ok=True)
+
+
+def refuse_unfinished_restore() -> None:
+    """Raise BackupError if a restore on this node was interrupted before the database could be used safely."""
+    path = get_keys().state_path / UNFINISHED_RESTORE_FILE
+    if path.exists():
+        raise BackupError(
+            f"a restore was interrupted ({path}): run `manage.py restore --loaded` or, if the database is still empty,"
+            " `manage.py restore FOLDER`; if you use another database now, delete that file"
+        )
 
 
 def refuse_other_connections() -> None:

@@ -30,6 +30,7 @@ from accelerators.runtime import jobs
 from agents import authentication
 from agents.host.settings import AgentSettings, determine_host_names
 from cyborgweb.database import libpq
+from cyborgweb.server import backup
 from cyborgweb.settings.keys import get_keys
 from drivers.configuration import load_configuration
 
@@ -64,9 +65,13 @@ class Command(BaseCommand):
 
         Its keys are `login` and `login_file` (the first login, and the file that holds it), `join` (a new join token;
         '' without `--address`), `jobs` (each job's cluster, lock class and lock id) and `dsn` (the database's
-        connection string, with its password). Raises CommandError or OperationalError if the database cannot be
-        migrated.
+        connection string, with its password). Raises CommandError if a restore was interrupted, and CommandError or
+        OperationalError if the database cannot be migrated.
         """
+        try:
+            backup.refuse_unfinished_restore()
+        except backup.BackupError as error:
+            raise CommandError(str(error)) from None
         _migrate_database()
         if options["sample_rules"]:
             _create_sample_rule()

@@ -11,6 +11,7 @@ import stat
 import subprocess
 import threading
 from datetime import UTC, datetime, timedelta
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +27,10 @@ from accelerators.models import AcceleratorRequest, AttachHandle, Command, Event
 from accelerators.requests import binding
 from accelerators.workflows import command_endings
 from cyborgweb.database.postgres import PostgresError, find_client_program
+from cyborgweb.management.commands import prepare
 from cyborgweb.models import Maintenance
 from cyborgweb.server import after_restore, backup
+from cyborgweb.settings.keys import Keys
 from tests.accelerators.requests.test_bind_commands import (
     answer_command,
     create_and_bind,
@@ -101,27 +104,68 @@ def test_of_two_backups_into_one_folder_at_the_same_time_the_second_is_refused(
         backup.create_backup(folder, lambda size: None)
 
 
-def test_a_backup_without_its_secret_key_is_not_restored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return an empty state directory, beside a backup that has only a secret key."""
+    state = tmp_path / "state"
+    state.mkdir()
+    for module in (backup, prepare):
+        monkeypatch.setattr(module, "get_keys", lambda: Keys(state_dir=str(state)))
+    (tmp_path / backup.SECRET_KEY_FILE).write_text("key of the backup")
+    return state
+
+
+def restore(folder: Path) -> None:
+    backup.restore_dump(folder, backup.BackupDescription(PAST_TIME, 17, (), (backup.SECRET_KEY_FILE,)))
+
+
+def test_a_backup_without_its_secret_key_is_not_restored(state: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     programs: list[str] = []
     monkeypatch.setattr(backup, "_run_client_program", lambda name, *_: programs.append(name))
-    description = backup.BackupDescription(PAST_TIME, 17, (), (backup.SECRET_KEY_FILE,))
-    with pytest.raises(backup.BackupError, match=r"secret-key cannot be read: No such file .*Nothing was restored"):
-        backup.restore_dump(tmp_path, description)
-    assert programs == []
+    (state.parent / backup.SECRET_KEY_FILE).unlink()
+    with pytest.raises(backup.BackupError, match=r"secret-key cannot be read .*: No such file .*Nothing was restored"):
+        restore(state.parent)
+    assert programs == [] and not [*state.iterdir()]
 
 
 def test_a_restore_that_cannot_put_back_the_secret_key_says_how_to_go_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    state: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(path: Path, content: bytes) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
+    def write(path: Path, content: bytes) -> None:
+        if path.name == backup.SECRET_KEY_FILE:
+            raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(backup, "_run_client_program", lambda *_: None)
-    monkeypatch.setattr(backup, "write_private", fail)
-    (tmp_path / backup.SECRET_KEY_FILE).write_text("key")
-    description = backup.BackupDescription(PAST_TIME, 17, (), (backup.SECRET_KEY_FILE,))
+    monkeypatch.setattr(backup, "write_private", write)
     with pytest.raises(backup.BackupError, match=r"No space left .*copy secret-key from .*manage.py restore --loaded"):
-        backup.restore_dump(tmp_path, description)
+        restore(state.parent)
+
+
+@pytest.mark.parametrize("is_killed", [True, False])
+def test_L2_the_product_does_not_start_on_a_database_whose_restore_was_interrupted(
+    state: Path, monkeypatch: pytest.MonkeyPatch, is_killed: bool
+) -> None:
+    def run(*_: object) -> None:
+        raise KeyboardInterrupt if is_killed else backup.BackupError("pg_restore failed: the file is damaged")
+
+    monkeypatch.setattr(backup, "_run_client_program", run)
+    with pytest.raises(KeyboardInterrupt if is_killed else backup.BackupError):
+        restore(state.parent)
+    if is_killed:
+        with pytest.raises(CommandError, match=r"a restore was interrupted .*: run `manage.py restore --loaded`"):
+            call_command("prepare")
+    settle_restored_database()
+    call_command("prepare", stdout=StringIO())
+
+
+def test_a_restore_puts_the_secret_key_back_and_may_be_started(state: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backup, "_run_client_program", lambda *_: None)
+    restore(state.parent)
+    assert (state / backup.SECRET_KEY_FILE).read_text() == "key of the backup"
+    with pytest.raises(backup.BackupError, match="a restore was interrupted"):
+        backup.refuse_unfinished_restore()
+    settle_restored_database()
+    backup.refuse_unfinished_restore()
 
 
 def test_restoring_over_a_database_with_tables_is_refused() -> None:
