@@ -1,9 +1,10 @@
 """Ask hosts whether released handles are unused, and give a handle free when its host has confirmed it.
 
 The question is a `detach` command (`accelerators.requests.releases`). Its answer is stored when the command ends. The
-job `releases` repeats the question with a back-off, and at once after a change of the host: a new report, or heartbeats
-again. It quarantines the device of a PCI handle that waits for too long, unless another request holds the function.
-Only the host's confirmation gives a handle free: neither the time limit nor an operator's action on the device does.
+job `releases` repeats the question with a back-off, and within a minute after a change of the host or of the device: a
+new report, heartbeats again, or an operator's action. It quarantines the device of a PCI handle that waits for too
+long, unless another request holds the function. Only the host's confirmation gives a handle free: neither the time
+limit nor an operator's action on the device does.
 """
 
 from __future__ import annotations
@@ -115,9 +116,10 @@ def ask_hosts_again() -> bool:
     each release. Runs in a transaction of its own, and locks the hosts and the devices.
     """
     now = datetime.now(UTC)
-    host_changed = Q(updated_at__lt=F("handle__deployable__device__host__updated_at"))
-    host_changed &= Q(updated_at__lt=now - timedelta(seconds=LONGEST_PAUSE_S))
-    due = ReleasedHandle.objects.filter(Q(ask_at__lt=now) | host_changed).order_by("ask_at")
+    device = "handle__deployable__device"
+    is_changed = Q(updated_at__lt=F(f"{device}__host__updated_at")) | Q(updated_at__lt=F(f"{device}__updated_at"))
+    is_changed &= Q(updated_at__lt=now - timedelta(seconds=LONGEST_PAUSE_S))
+    due = ReleasedHandle.objects.filter(Q(ask_at__lt=now) | is_changed).order_by("ask_at")
     with conductor.writing():
         found = dict(due.values_list("id", "handle__deployable__device")[:BATCH_SIZE])
         if not found:

@@ -245,6 +245,24 @@ def test_a_host_is_asked_about_an_old_release_once_an_hour_and_after_each_new_re
     assert Command.objects.count() == asked + 1
 
 
+def test_the_host_is_asked_soon_after_an_operator_has_released_the_device() -> None:
+    offer_card()
+    unbind(bind())
+    answer("refused", "a guest uses it")
+    let_time_pass(ask_until=datetime.now(UTC) - timedelta(seconds=1))
+    answer("refused", "a guest uses it")
+    put_off_question()
+    with conductor.writing():
+        Device.objects.update(updated_at=datetime.now(UTC) - timedelta(hours=1))
+        Host.objects.update(updated_at=datetime.now(UTC) - timedelta(hours=1))
+    release_checks.ask_hosts_again()
+    assert not Command.objects.filter(COMMAND_IS_OPEN).exists()
+    lifecycle.apply_action_to_device(Action.RELEASE, Device.objects.get().uuid, NOVA)
+    release_checks.ask_hosts_again()
+    answer()
+    assert not ReleasedHandle.objects.exists()
+
+
 def test_the_backlog_counts_handles_that_wait_for_their_host_and_those_not_confirmed_in_time() -> None:
     offer_card(handles=2)
     for request in (bind(), bind()):
