@@ -203,13 +203,16 @@ class PciDriver(Driver):
         """Return a plan without steps if no guest uses the function of `ask.handle`; libvirt itself detaches the
         function.
 
+        A device that is not reported now is looked for where its handle says, because others may have its serial
+        number.
         Raises Busy while a guest uses it, Failed if that cannot be found out, and Invalid or Gone for an unknown handle
         or device.
         """
         address = parse_handle(ask.handle)
         if machine.exists(f"{PCI_DEVICES}/{address}"):
-            card = find_address(machine, ask.key, ask.address)
-            if address != card and machine.link(f"{PCI_DEVICES}/{address}/physfn") != card:
+            physical_function = machine.link(f"{PCI_DEVICES}/{address}/physfn") or address
+            card = find_address(machine, ask.key, ask.address or physical_function)
+            if card not in (address, physical_function):
                 raise Invalid(f"{address} is not a function of {ask.key}")
         return Plan(said=confirm_no_guest_uses(machine, ask.handle))
 
@@ -565,15 +568,14 @@ def _build_device(
 
 
 def _make_handle(machine: Machine, address: str) -> AttachHandle:
-    """Return the `PCI` handle of a function. If the function is bound to a driver of VFIO, the handle's use is
-    `unknown`.
+    """Return the `PCI` handle of a function. If a guest may have the function open, the handle's use is `unknown`.
 
     No VFIO node is opened to find out the use, because a guest that starts at that moment would find the node busy.
     """
     domain, bus, slot, number = re.split("[:.]", address)
     info = json.dumps({"bus": bus, "device": slot, "domain": domain, "function": number})
-    is_bound = guest_usage.is_bound_to_vfio(machine, f"{PCI_DEVICES}/{address}")
-    return AttachHandle("PCI", info, "unknown" if is_bound else "")
+    may_be_open = guest_usage.is_registered_with_vfio(machine, f"{PCI_DEVICES}/{address}")
+    return AttachHandle("PCI", info, "unknown" if may_be_open else "")
 
 
 def confirm_no_guest_uses(machine: Machine, handle: AttachHandle | None) -> str:

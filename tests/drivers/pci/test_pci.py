@@ -361,6 +361,19 @@ def test_an_act_is_done_to_the_reported_function_although_another_has_its_serial
         driver.health(host.machine, {}, Ask(key, address=T4))
 
 
+def test_a_detach_looks_where_its_handle_says_while_another_card_has_the_serial_number(host: FakeHost) -> None:
+    key, twin = "serial:10de:000a1b2c3d4e5f60:0", "0000:00:01.0"
+    for address in (T4, twin):
+        host.file(
+            host.pci(address, "0x10de", "0x1eb8", "0x030200") / "config", make_config_space(bytes.fromhex(key[12:28]))
+        )
+    handles = {
+        device.address: device.deployables[0].handles[0] for device in discover(host, {"vendor": "10de"}).devices
+    }
+    for address, handle in handles.items():
+        assert PciDriver().detach(host.machine, {}, Ask(key, handle=handle)).said == f"no guest uses {address}"
+
+
 def test_a_card_that_is_powered_off_is_not_woken_again_for_its_serial_number(
     host: FakeHost, monkeypatch: pytest.MonkeyPatch
 ) -> None:
