@@ -553,15 +553,14 @@ def _build_device(
 
 
 def _make_handle(machine: Machine, address: str) -> AttachHandle:
-    """Return the `PCI` handle of a function. If the function is bound to a driver of VFIO, the handle's use is
-    `unknown`.
+    """Return the `PCI` handle of a function. If a guest may have the function open, the handle's use is `unknown`.
 
     No VFIO node is opened to find out the use, because a guest that starts at that moment would find the node busy.
     """
     domain, bus, slot, number = re.split("[:.]", address)
     info = json.dumps({"bus": bus, "device": slot, "domain": domain, "function": number})
-    is_bound = guest_usage.is_bound_to_vfio(machine, f"{PCI_DEVICES}/{address}")
-    return AttachHandle("PCI", info, "unknown" if is_bound else "")
+    may_be_open = guest_usage.is_registered_with_vfio(machine, f"{PCI_DEVICES}/{address}")
+    return AttachHandle("PCI", info, "unknown" if may_be_open else "")
 
 
 def confirm_no_guest_uses(machine: Machine, handle: AttachHandle | None) -> str:

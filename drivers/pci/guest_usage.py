@@ -40,6 +40,16 @@ def is_bound_to_vfio(machine: Machine, folder: str) -> bool:
     return "vfio" in machine.link(f"{folder}/driver") or bool(machine.names(f"{folder}/vfio-dev"))
 
 
+def is_registered_with_vfio(machine: Machine, folder: str) -> bool:
+    """Return whether a guest may have a device open: it is bound to a driver of the VFIO family, or its group still
+    exists.
+
+    When a card is pulled while a guest has it open, the kernel removes the link to the driver and the device's own node
+    at once, and the group only when the guest has closed it (`vfio_unregister_group_dev`).
+    """
+    return is_bound_to_vfio(machine, folder) or bool(_list_groups(machine, folder))
+
+
 def find_guest_uses(machine: Machine, folders: Iterable[str]) -> dict[str, GuestUse]:
     """Return whether a guest uses each of the PCI functions or mediated devices: directory in sysfs → GuestUse.
 
@@ -97,8 +107,7 @@ def _read_group_use(machine: Machine, folder: str) -> GuestUse | None:
 
     Returns None if the device is registered without a group, so that `_find_cdev_use` has to find out.
     """
-    group = machine.link(f"{folder}/iommu_group")
-    names = [name for name in (group, f"noiommu-{group}") if group and machine.exists(f"{VFIO_GROUPS}/{name}")]
+    names = _list_groups(machine, folder)
     for name in names:
         node = f"/dev/vfio/{name}"
         if not machine.exists(node):
@@ -111,6 +120,12 @@ def _read_group_use(machine: Machine, folder: str) -> GuestUse | None:
         except DriverError as error:
             return GuestUse("unknown", f"the agent may not open {node} ({error}): run it as root")
     return None if not names and is_bound_to_vfio(machine, folder) else FREE
+
+
+def _list_groups(machine: Machine, folder: str) -> list[str]:
+    """Return the names of the device's group in VFIO; empty if no device of its IOMMU group is registered with VFIO."""
+    group = machine.link(f"{folder}/iommu_group")
+    return [name for name in (group, f"noiommu-{group}") if group and machine.exists(f"{VFIO_GROUPS}/{name}")]
 
 
 def _find_cdev_use(machine: Machine, folder: str, open_nodes: OpenNodes) -> GuestUse:

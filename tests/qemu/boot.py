@@ -1,4 +1,4 @@
-"""One virtual machine: QEMU without KVM, a Debian kernel, an SR-IOV NVMe disk and two free slots.
+"""One virtual machine: QEMU without KVM, a Debian kernel, disks, cards, and two free slots.
 
 Its root is the root of this machine, read-only over 9p, so this checkout and its virtual environment run inside. The
 folder `share` is mounted as `SHARE` inside and survives a power-off. The tests use a shell inside and QMP outside.
@@ -13,7 +13,7 @@ import socket
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, Literal, TextIO
 
 from tests.qemu import prepare
 
@@ -23,11 +23,20 @@ BOOT_S = 90.0
 COMMAND_S = 60.0
 
 
-class Guest:
-    """A virtual machine that ends when the process that started it ends, even by SIGKILL."""
+TWIN = "e1000e,mac=52:54:00:00:00:07"
+"""A network card for QEMU. Its Device Serial Number is made of its address, so two such cards have the same number."""
+DISK_SIZE = 256 << 20
+"""The size in bytes of a disk that keeps what is written to it; btrfs needs 109 MiB."""
 
-    def __init__(self, name: str, folder: Path) -> None:
-        self.name, self.folder = name, folder
+
+class Guest:
+    """A virtual machine that ends when the process that started it ends, even by SIGKILL.
+
+    `iommu` is `on`, `off` (the kernel is told not to use it) or `absent`, as on a machine whose firmware hides it.
+    """
+
+    def __init__(self, name: str, folder: Path, iommu: Literal["on", "off", "absent"] = "on") -> None:
+        self.name, self.folder, self.iommu = name, folder, iommu
         self.share = folder / "share"
         self.share.mkdir()
         self.listener = socket.create_server(("127.0.0.1", 0))
@@ -49,27 +58,53 @@ class Guest:
         share = "virtio-9p-pci,fsdev={0},mount_tag={0}"
         yield from ("-nodefaults", "-no-user-config", "-display", "none", "-serial", "stdio")
         yield from ("-qmp", f"unix:{self.folder}/qmp,server=on,wait=off")
-        yield from ("-accel", "tcg,thread=multi", "-M", "q35", "-cpu", "max", "-m", "768", "-smp", "2")
+        yield from (
+            "-accel",
+            "tcg,thread=multi",
+            "-M",
+            "q35",
+            "-cpu",
+            "max,vendor=GenuineIntel",
+            "-m",
+            "768",
+            "-smp",
+            "2",
+        )
         yield from ("-kernel", f"{prepare.CACHE}/vmlinuz", "-initrd", f"{prepare.CACHE}/initrd")
-        words = ("console=ttyS0", "quiet", "panic=-1", "mitigations=off", "random.trust_cpu=on", "intel_iommu=on")
+        words = ("console=ttyS0", "quiet", "panic=-1", "mitigations=off", "random.trust_cpu=on")
+        iommu = () if self.iommu == "absent" else (f"intel_iommu={self.iommu}",)
         # On a busy machine timers are late, and the guest may calibrate its cycle counter wrongly, so that its clock
         # runs away. These options skip the check of the timer and take the clock from QEMU.
         slow = ("no_timer_check", "tsc=unstable", "clocksource=acpi_pm")
-        yield from ("-append", " ".join((*words, *slow, f"GUEST_PORT={port}", f"GUEST_NAME={self.name}")))
+        yield from ("-append", " ".join((*words, *iommu, *slow, f"GUEST_PORT={port}", f"GUEST_NAME={self.name}")))
         yield from ("-fsdev", "local,id=root,path=/,security_model=none,readonly=on,multidevs=remap")
         yield from ("-fsdev", f"local,id=share,path={self.share},security_model=none")
         yield from ("-device", share.format("root"), "-device", share.format("share"))
         yield from ("-netdev", "user,id=net", "-device", "virtio-net-pci,netdev=net,romfile=")
 
     def _devices(self) -> Iterator[str]:
-        """Yield QEMU's options for the disk with up to four virtual functions and for the slots `free1` and `free2`."""
+        """Yield QEMU's options for what is plugged in at the start, and for the free slots `free1` and `free2`.
+
+        Each root port is a bus of its own, in this order, so the buses have the numbers 1 to 8.
+        """
         functions = "sriov_max_vfs=4,sriov_vq_flexible=8,sriov_vi_flexible=4,max_ioqpairs=16,msix_qsize=17"
-        yield from ("-device", "intel-iommu", "-device", "nvme-subsys,id=subsystem")
-        yield from ("-device", "pcie-root-port,id=taken,chassis=1,slot=1")
+        if self.iommu != "absent":
+            yield from ("-device", "intel-iommu")
+        yield from ("-device", "VGA", "-device", "nvme-subsys,id=subsystem", "-chardev", "null,id=nowhere")
+        for slot, port in enumerate(("taken", "free1", "free2", "disk1", "disk2", "disk3", "card", "gpu"), 1):
+            yield from ("-device", f"pcie-root-port,id={port},chassis={slot},slot={slot}")
         yield from ("-device", f"nvme,id=disk,serial=SRIOV1,subsys=subsystem,bus=taken,{functions}")
         yield from ("-drive", "if=none,id=blocks,driver=null-co,size=64M", "-device", "nvme-ns,drive=blocks,bus=disk")
-        for slot in (2, 3):
-            yield from ("-device", f"pcie-root-port,id=free{slot - 1},chassis={slot},slot={slot}")
+        for disk in ("disk1", "disk2", "disk3"):
+            image = self.folder / f"{disk}.raw"
+            with image.open("wb") as file:
+                file.truncate(DISK_SIZE)
+            yield from ("-drive", f"if=none,id={disk}_image,format=raw,cache=unsafe,file={image}")
+            yield from ("-device", f"nvme,serial={disk},bus={disk},drive={disk}_image")
+        yield from ("-device", f"{TWIN},id=twin1,bus=card")
+        yield from ("-device", "bochs-display,bus=gpu,addr=0.0,multifunction=on")
+        yield from ("-device", "ich9-intel-hda,bus=gpu,addr=0.1")
+        yield from ("-device", "pci-serial,chardev=nowhere,bus=gpu,addr=0.2")
 
     def wait_until_up(self) -> None:
         """Wait until the machine has booted, which is when its shell connects."""
@@ -129,9 +164,9 @@ class Guest:
 
 
 @contextlib.contextmanager
-def running(name: str, folder: Path) -> Iterator[Guest]:
+def running(name: str, folder: Path, iommu: Literal["on", "off", "absent"] = "on") -> Iterator[Guest]:
     """Start a guest, yield it while it boots, and switch it off at the end."""
-    guest = Guest(name, folder)
+    guest = Guest(name, folder, iommu)
     try:
         guest.start()
         yield guest

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import shlex
 import subprocess
 import sys
+import urllib.error
 import urllib.request
+import uuid
 from collections.abc import Generator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +23,15 @@ from tests.system.product import ROOT, Product, running
 
 HOST = "guest1"
 DISK = "0000:01:00.0"
-"""The disk with SR-IOV; it exists from the start."""
+"""The disk with SR-IOV; it exists from the start, as do the other devices with a name here."""
+FREE_SLOTS = ("0000:02:00.0", "0000:03:00.0")
+"""Where the devices in the slots `free1` and `free2` appear."""
+PLAIN_DISKS = ("0000:04:00.0", "0000:05:00.0", "0000:06:00.0")
+CARD = "0000:07:00.0"
+"""A network card with a Device Serial Number, in the slot `card`."""
+GPU, AUDIO, SERIAL_PORT = (f"0000:08:00.{number}" for number in range(3))
+"""The three functions of one card, which share an IOMMU group."""
+BOOT_DISPLAY = "0000:00:04.0"
 START_S = 60.0
 """Time for the agent to start or to see a change. It is slow, because QEMU translates every instruction."""
 DRIVERS = f"""\
@@ -31,9 +42,16 @@ desired = {{ vfs = 2, bind = "vfio-pci" }}
 labels = {{ tier = "fast" }}
 
 [pci_driver]
-rules = [{{ vendor = "1b36", product = "0010" }}]
+rules = [
+    {{ vendor = "1b36", product = "0010" }},
+    {{ vendor = "8086", product = "10d3", bind = "vfio-pci" }},
+    {{ class = "03*", bind = "vfio-pci" }},
+    {{ class = "0[47]*", type = "FPGA" }},
+]
 """
-"""The generic driver is first, so `pci_driver` does not offer the disk of its backend a second time."""
+"""The generic driver is first, so `pci_driver` does not offer the disk of its backend a second time. The last rule
+selects the audio function and the serial port: they are not offered although an operator selects them."""
+PROFILE = "pci"
 
 ROLES = ("admin", "service")
 _guest: pytest.StashKey[Guest] = pytest.StashKey()
@@ -90,6 +108,67 @@ class GuestLab:
 
         command: dict[str, Any] = self.product.until(ended, START_S, f"{op} has not ended")
         return command
+
+    def rescan(self) -> None:
+        """Make the agent look at its hardware now: a mount, for example, is no event that it notices."""
+        done = self.run_command("rescan", host=self._read_host()["uuid"])
+        assert done["state"] == "succeeded", done
+
+    def read_faults(self) -> dict[str, str]:
+        """Return what `pci_driver` does not offer: PCI address → reason."""
+        return dict(self._read_host()["drivers"]["pci_driver"]["faults"])
+
+    def _read_host(self) -> dict[str, Any]:
+        [host] = self.ask(f"hosts/?name={HOST}")["results"]
+        found: dict[str, Any] = host
+        return found
+
+    def bind_function(self, device: str) -> dict[str, Any]:
+        """Bind a function of the device (uuid) to a new instance; return the request, which is Bound."""
+        bound = self._bind(device)
+        assert bound["state"] == "Bound", bound
+        return bound
+
+    def check_not_given(self, device: str) -> None:
+        """Check that no function of the device (uuid) can be bound to another instance."""
+        with pytest.raises(urllib.error.HTTPError) as caught:
+            self._bind(device)
+        assert caught.value.code in (404, 409), caught.value.read().decode()
+
+    def _bind(self, device: str) -> dict[str, Any]:
+        [request] = self.call("POST", "/v2/accelerator_requests", {"device_profile_name": PROFILE})["arqs"]
+        [part] = self.ask(f"deployables/?device={device}")["results"]
+        values = {"hostname": HOST, "device_rp_uuid": part["rp_uuid"], "instance_uuid": str(uuid.uuid4())}
+        patch = [{"op": "add", "path": f"/{name}", "value": value} for name, value in values.items()]
+        self.call("PATCH", "/v2/accelerator_requests", {request["uuid"]: patch})
+        bound: dict[str, Any] = self.call("GET", f"/v2/accelerator_requests/{request['uuid']}")
+        return bound
+
+    def release(self, request: dict[str, Any]) -> None:
+        """Delete the requests of an instance, as Nova does when it deletes the instance."""
+        self.call("DELETE", f"/v2/accelerator_requests?instance={request['instance_uuid']}")
+
+    def describe_releases(self, device: str) -> list[str]:
+        """Return why functions of the device are not offered: they were released, and a guest may still use them."""
+        handles = self.ask(f"attach_handles/?device={device}")["results"]
+        return [handle["not_offered"] for handle in handles if handle["not_offered"]]
+
+    def run_python(self, code: str) -> str:
+        """Run code of this checkout inside the guest, and return its output."""
+        return self.guest.run(f"cd {ROOT} && {sys.executable} -c {shlex.quote(code)}")
+
+    def start_python(self, code: str, *words: str) -> str:
+        """Start code inside the guest, wait until it has created the file /run/held, and return its process id."""
+        command = shlex.join([sys.executable, "-c", code, *words])
+        process = self.guest.run(f"rm -f /run/held; {command} >/run/held.log 2>&1 & echo $!")
+        self.guest.run(
+            f"for _ in $(seq {START_S:.0f}); do [ -e /run/held ] && exit; sleep 1; done; cat /run/held.log; exit 1"
+        )
+        return process
+
+    def read_kernel_driver(self, address: str) -> str:
+        """Return the driver that a function is bound to in the guest's kernel; '' if it has none."""
+        return Path(self.guest.run(f"readlink /sys/bus/pci/devices/{address}/driver", check=False)).name
 
     def virtual_functions(self) -> dict[str, str]:
         """Return the disk's virtual functions in the guest's kernel: PCI address → driver."""
@@ -159,6 +238,7 @@ def lab(pytestconfig: pytest.Config) -> Iterator[GuestLab]:
             started = GuestLab(
                 guest, product, *(product.manage("api_token", f"t-{role}", "--role", role)[-1] for role in ROLES)
             )
+            started.ask("profiles/", name=PROFILE, groups=[{"resources:CUSTOM_PCI": "1"}])
             guest.wait_until_up()
             started.start_agent(CYBORG_JOIN_TOKEN=join)
             yield started

@@ -14,16 +14,20 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 CACHE = ROOT / ".sim"
-PACKAGES = ("umockdev", "qemu-system-x86", "busybox-static")
+PACKAGES = ("umockdev", "qemu-system-x86", "busybox-static", "btrfs-progs", "dmsetup")
 EMULATOR = "qemu-system-x86_64"
 KERNEL = "linux-image-amd64"
 MODULES = ("virtio_pci", "virtio_net", "9pnet_virtio", "9p", "nvme", "vfio-pci", "vfio_iommu_type1")
 """The modules that the guest loads, after those they depend on. A module without a file is built into the kernel."""
+LATER_MODULES = ("crc32c_generic", "btrfs", "dm-mod")
+"""The modules that a test loads when it needs them, because they would make each boot slower."""
+LATER_FOLDER = CACHE / "modules"
+"""The files of the later modules, with a number before each name that tells the order in which they are loaded."""
 
 INIT = r"""#!/bin/busybox sh
 /bin/busybox --install -s /bin
@@ -108,8 +112,8 @@ def fetch_kernel(into: Path) -> None:
     _run("dpkg-deb", "-x", archive, into, failure_text=f"{archive.name} cannot be unpacked")
 
 
-def _order_modules(modules: dict[str, Path]) -> dict[str, bytes]:
-    """Return the modules to load by file name, each after those it depends on."""
+def _order_modules(modules: dict[str, Path], wanted: Iterable[str]) -> dict[str, bytes]:
+    """Return the wanted modules by file name, each after those it depends on."""
     order: dict[str, bytes] = {}
 
     def add(name: str) -> None:
@@ -122,15 +126,16 @@ def _order_modules(modules: dict[str, Path]) -> dict[str, bytes]:
             add(need)
         order[path.name] = content
 
-    for name in MODULES:
+    for name in wanted:
         add(name)
     return order
 
 
 def build_initramfs(unpacked: Path, tree: Path) -> None:
-    """Build the initramfs and put it and the kernel into the cache."""
+    """Build the initramfs, and put it, the later modules, the kernel and its configuration into the cache."""
     found: Iterator[Path] = (unpacked / "lib" / "modules").rglob("*.ko*")
-    modules = _order_modules({path.name.split(".")[0].replace("-", "_"): path for path in found})
+    files = {path.name.split(".")[0].replace("-", "_"): path for path in found}
+    modules = _order_modules(files, MODULES)
     for name in ("bin", "modules", "proc", "sys", "dev", "host"):
         (tree / name).mkdir(parents=True)
     shutil.copy("/bin/busybox", tree / "bin")
@@ -141,8 +146,13 @@ def build_initramfs(unpacked: Path, tree: Path) -> None:
     (tree / "init").chmod(0o755)
     pack = f"find . | busybox cpio -o -H newc >{CACHE}/initrd"
     _run("sh", "-c", pack, cwd=tree, failure_text="the initramfs cannot be packed")
-    [kernel] = (unpacked / "boot").glob("vmlinuz-*")
-    shutil.copy(kernel, CACHE / "vmlinuz")
+    LATER_FOLDER.mkdir()
+    later = {name: content for name, content in _order_modules(files, LATER_MODULES).items() if name not in modules}
+    for number, (name, content) in enumerate(later.items()):
+        (LATER_FOLDER / f"{number:02}-{name}").write_bytes(content)
+    for name in ("vmlinuz", "config"):
+        [file] = (unpacked / "boot").glob(f"{name}-*")
+        shutil.copy(file, CACHE / name)
     (CACHE / "stamp").write_text(compute_stamp())
 
 

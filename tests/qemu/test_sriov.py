@@ -6,8 +6,6 @@ The tests run in this order, because each starts with the disk as the one before
 from __future__ import annotations
 
 import urllib.error
-import uuid
-from typing import Any
 
 import pytest
 
@@ -35,24 +33,6 @@ def test_an_enabled_disk_is_offered_as_its_virtual_functions(lab: GuestLab) -> N
     assert lab.offered_handles().keys() == vf_addresses(2)
 
 
-def bind_function(lab: GuestLab, disk: str) -> dict[str, Any]:
-    """Bind a function of the disk to a new instance; return the request."""
-    [request] = lab.call("POST", "/v2/accelerator_requests", {"device_profile_name": "disk"})["arqs"]
-    [part] = lab.ask(f"deployables/?device={disk}")["results"]
-    values = {"hostname": HOST, "device_rp_uuid": part["rp_uuid"], "instance_uuid": str(uuid.uuid4())}
-    patch = [{"op": "add", "path": f"/{name}", "value": value} for name, value in values.items()]
-    lab.call("PATCH", "/v2/accelerator_requests", {request["uuid"]: patch})
-    bound: dict[str, Any] = lab.call("GET", f"/v2/accelerator_requests/{request['uuid']}")
-    assert bound["state"] == "Bound"
-    return bound
-
-
-def describe_releases(lab: GuestLab, disk: str) -> list[str]:
-    """Return why functions of the disk are not offered: they were released, and a guest may still use them."""
-    handles = lab.ask(f"attach_handles/?device={disk}")["results"]
-    return [handle["not_offered"] for handle in handles if handle["not_offered"]]
-
-
 def test_a_partition_is_refused_while_a_guest_has_a_virtual_function_open(lab: GuestLab) -> None:
     disk = lab.wait_for_device(DISK, state="ready")["uuid"]
     group = lab.guest.run("basename $(readlink /sys/bus/pci/devices/0000:01:00.2/iommu_group)")
@@ -73,14 +53,13 @@ def test_a_partition_is_refused_while_a_request_holds_a_virtual_function(lab: Gu
     [backend] = lab.ask(f"backends/?host={HOST}")["results"]
     found = {service["name"]: (service["state"], service["limits"]) for service in backend["services"]}
     assert found["sriov"] == ("ready", {"total_vfs": "4"}) and found["passthrough"] == ("ready", {})
-    lab.ask("profiles/", name="disk", groups=[{"resources:CUSTOM_PCI": "1"}])
-    request = bind_function(lab, disk)
+    request = lab.bind_function(disk)
     with pytest.raises(urllib.error.HTTPError) as caught:
         lab.run_command("partition", device=disk, layout={"vfs": "2"})
     assert caught.value.code == 409 and request["uuid"] in (told := caught.value.read().decode()), told
     assert lab.virtual_functions() == vfs_bound_to_vfio(3)
-    lab.call("DELETE", f"/v2/accelerator_requests?instance={request['instance_uuid']}")
-    lab.product.until(lambda: not describe_releases(lab, disk), 30, "the host has not confirmed that it is unused")
+    lab.release(request)
+    lab.product.until(lambda: not lab.describe_releases(disk), 30, "the host has not confirmed that it is unused")
     done = lab.run_command("partition", device=disk, layout={"vfs": "2"})
     assert done["state"] == "succeeded", done
     assert lab.virtual_functions() == vfs_bound_to_vfio(2) and lab.offered_handles().keys() == vf_addresses(2)
@@ -88,18 +67,18 @@ def test_a_partition_is_refused_while_a_request_holds_a_virtual_function(lab: Gu
 
 def test_S1_a_released_function_is_given_again_only_when_its_guest_has_closed_it(lab: GuestLab) -> None:
     disk = lab.wait_for_device(DISK, state="ready")["uuid"]
-    request = bind_function(lab, disk)
+    request = lab.bind_function(disk)
     address = "{domain}:{bus}:{device}.{function}".format(**request["attach_handle_info"])
     group = lab.guest.run(f"basename $(readlink /sys/bus/pci/devices/{address}/iommu_group)")
     holder = lab.guest.run(f"sh -c 'exec 3<>/dev/vfio/{group} && exec sleep 600' >/dev/null 2>&1 & echo $!")
-    lab.call("DELETE", f"/v2/accelerator_requests?instance={request['instance_uuid']}")
+    lab.release(request)
     told = f"a guest still uses {address}"
-    lab.product.until(lambda: told in "".join(describe_releases(lab, disk)), 30, "the host has not answered")
-    other = bind_function(lab, disk)
+    lab.product.until(lambda: told in "".join(lab.describe_releases(disk)), 30, "the host has not answered")
+    other = lab.bind_function(disk)
     assert other["attach_handle_uuid"] != request["attach_handle_uuid"]
     lab.guest.run(f"kill {holder}")
-    lab.call("DELETE", f"/v2/accelerator_requests?instance={other['instance_uuid']}")
-    lab.product.until(lambda: not describe_releases(lab, disk), 60, "the host has not confirmed that it is unused")
+    lab.release(other)
+    lab.product.until(lambda: not lab.describe_releases(disk), 60, "the host has not confirmed that it is unused")
 
 
 def test_virtual_functions_are_restored_after_a_reboot_before_the_device_is_reported(lab: GuestLab) -> None:

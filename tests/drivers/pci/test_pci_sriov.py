@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -435,3 +436,12 @@ def test_a_report_tells_what_guests_may_use_without_opening_a_device_node(
     make_runner(host, vfs=2, bind="vfio-pci").run_act("install", ASK)
     monkeypatch.setattr(type(host.machine), "is_open", lambda *_: pytest.fail("a guest that starts would find it busy"))
     assert [handle.in_use for handle in discover_card(work).deployables[0].handles] == ["unknown", "unknown"]
+
+
+def test_a_report_tells_that_a_guest_may_use_a_card_that_is_being_pulled(host: ModelMachine) -> None:
+    make_runner(host, bind="vfio-pci").run_act("install", ASK)
+    folder = host.sys / "bus/pci/devices" / CARD
+    (folder / "driver").unlink()  # the kernel keeps only the group until the guest has closed it
+    shutil.rmtree(folder / "vfio-dev", ignore_errors=True)
+    (handle,) = discover_card(make_runner(host)).deployables[0].handles
+    assert host.machine.exists("/sys/class/vfio/7") and handle.in_use == "unknown"
