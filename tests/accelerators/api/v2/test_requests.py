@@ -283,6 +283,27 @@ def test_X4_requests_of_other_projects_are_answered_404_and_not_listed(call: Cal
     assert {arq["uuid"] for arq in json.loads(call("GET", PATH).content)["arqs"]} == {mine, theirs}
 
 
+LISTS = ["accelerator_requests", "device_profiles", "devices", "deployables", "attributes"]
+
+
+@pytest.mark.parametrize("collection", LISTS)
+def test_a_marker_of_another_projects_request_is_refused_like_an_unknown_one(
+    call: Call, offered: Offered, collection: str
+) -> None:
+    offered()
+    (theirs,) = create_requests(call, roles="member reader", project="p2")
+    refusals = []
+    for uuid in (theirs, UNKNOWN_UUID):
+        response = call("GET", f"/v2/{collection}?limit=1&marker={uuid}", roles="member reader", project="p1")
+        assert response.status_code == 400, response.content
+        refusals.append(response.content.replace(uuid.encode(), b"U"))
+    assert refusals[0] == refusals[1]
+    (mine,) = create_requests(call, roles="member reader", project="p1")
+    own = call("GET", f"{PATH}?marker={mine}", roles="member reader", project="p1")
+    assert json.loads(own.content) == {"arqs": []}
+    assert call("GET", f"{PATH}?marker={theirs}").status_code == 200, "an administrator sees the requests of all"
+
+
 def test_requests_can_be_listed_by_instance_and_bind_state_and_paged(call: Call, offered: Offered) -> None:
     def uuids(query: str) -> list[str]:
         response = call("GET", f"{PATH}?{query}")
