@@ -343,12 +343,18 @@ def test_listing_resolved_requests_of_an_instance_still_being_bound_is_answered_
     assert Device.objects.get().busy_with == command.uuid
 
 
+NO_INSTANCE = (
+    "Invalid input for field/attribute instance. Value: '{0}'."
+    " unable to convert to uuid. Error: Expected a uuid but received {0}."
+)
+
+
 @pytest.mark.parametrize(
     ("query", "sentence"),
     [
         ("bind_state=unresolved", "Bad state: unresolved for ARQ: None. Expected state(s): ['resolved']"),
-        ("instance=nope", "Expected a uuid but received nope."),
-        ("instance=", "Expected a uuid"),
+        ("instance=nope", NO_INSTANCE.format("nope")),
+        ("instance=", NO_INSTANCE.format("")),
         ("arqs=", 'Unknown argument: "arqs"'),
         ("state=Bound", 'Unknown argument: "state"'),
     ],
@@ -356,6 +362,11 @@ def test_listing_resolved_requests_of_an_instance_still_being_bound_is_answered_
 def test_invalid_queries_are_refused(call: Call, query: str, sentence: str) -> None:
     response = call("GET", f"{PATH}?{query}")
     assert (response.status_code, sentence in get_fault_string(response)) == (400, True)
+
+
+def test_an_instance_that_is_no_uuid_is_named_in_the_refusal_of_a_deletion(call: Call) -> None:
+    response = call("DELETE", f"{PATH}?instance=notauuid", service=True)
+    assert (response.status_code, get_fault_string(response)) == (400, NO_INSTANCE.format("notauuid"))
 
 
 def test_unbound_requests_can_be_deleted_by_path_and_by_query(call: Call) -> None:
