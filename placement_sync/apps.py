@@ -55,4 +55,5 @@ class PlacementSyncConfig(AppConfig):
             INSTANCE_LOOKUP.register("nova", attachments.look_up_instance)
             HOLDER_CHECKS.register("nova", holder_checks.check_nova)
         if keys.glance_endpoint != "off":
-            IMAGE_SERVICE.register("glance", GlanceClient(get_service_session, keys.glance_endpoint))
+            client = GlanceClient(get_service_session, keys.glance_endpoint, keys.image_owners)
+            IMAGE_SERVICE.register("glance", client)

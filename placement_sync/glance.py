@@ -2,6 +2,10 @@
 
 `placement_sync.apps` registers it as the image service of `accelerators.images.download`. It makes three kinds of
 calls: one image by its id, the images with a given function id, and the bytes of an image from an offset on.
+
+Every member of a project can make private images with any properties, and the service user often sees all of them.
+Therefore only trusted images say which function they have: public ones, which by default only an administrator of
+Glance can make, and those of the projects in CYBORG_IMAGE_OWNERS.
 """
 
 from __future__ import annotations
@@ -26,14 +30,15 @@ PROPERTY_PREFIX = "accel:"
 
 
 class GlanceClient:
-    """The image service; one per process. `session` creates the service user's session at the first call."""
+    """The image service; one per process. `session` creates the service user's session at the first call. `owners` are
+    the ids of the projects whose images are trusted although they are not public."""
 
-    def __init__(self, session: Callable[[], Any], endpoint: str = "") -> None:
-        self._session, self._endpoint = session, endpoint
+    def __init__(self, session: Callable[[], Any], endpoint: str = "", owners: Sequence[str] = ()) -> None:
+        self._session, self._endpoint, self._owners = session, endpoint, owners
         self._image_proxy: Any = None
 
     def image(self, uuid: str) -> ServiceImage:
-        """Return the image with this id.
+        """Return the image with this id; without its function id if it is not a trusted image.
 
         Raises ImageUnusableError if there is none or it has no bytes; ImageServiceUnavailableError to retry later.
         """
@@ -42,19 +47,26 @@ class GlanceClient:
             if answer.status_code == 404:
                 raise ImageUnusableError(f"Glance has no image {uuid}")
             _raise_for_status(answer)
-            return parse_offer(answer.json())
+            return parse_offer(answer.json(), self._owners)
 
     def with_function(self, function: str) -> Sequence[ServiceImage]:
-        """Return at most two active images whose property `accel:function_id` is `function`.
+        """Return active, trusted images whose property `accel:function_id` is `function`: all of them if there are at
+        most two, otherwise at least two, which is enough to show that the id is ambiguous.
 
-        Two are enough to show that the id is ambiguous. Raises ImageUnusableError and ImageServiceUnavailableError.
+        One call for the public images, and one for each owner. Glance's filters keep images of others from filling the
+        answer; what it answers is checked again. Raises ImageUnusableError and ImageServiceUnavailableError.
         """
-        with _translate_errors():
-            answer = self._get_image_proxy().get(
-                "/images", params={FUNCTION_KEY: function, "status": ACTIVE, "limit": "2"}
-            )
-            _raise_for_status(answer)
-            return [parse_offer(one) for one in answer.json()["images"] if one.get(FUNCTION_KEY) == function]
+        offers: dict[str, ServiceImage] = {}
+        for trusted in ({"visibility": "public"}, *({"owner": owner} for owner in self._owners)):
+            with _translate_errors():
+                query = {FUNCTION_KEY: function, "status": ACTIVE, "limit": "2"} | trusted
+                answer = self._get_image_proxy().get("/images", params=query)
+                _raise_for_status(answer)
+                for document in answer.json()["images"]:
+                    if document.get(FUNCTION_KEY) == function and is_trusted(document, self._owners):
+                        offer = parse_offer(document, self._owners)
+                        offers[offer.uuid] = offer
+        return [*offers.values()]
 
     def read(self, uuid: str, start: int) -> tuple[int, Iterator[bytes]]:
         """Return the offset at which the bytes begin (`start`, or 0 if Glance ignores the range), and the bytes.
@@ -83,8 +95,15 @@ class GlanceClient:
         return self._image_proxy
 
 
-def parse_offer(document: Mapping[str, Any]) -> ServiceImage:
-    """Convert Glance's image document into a ServiceImage.
+def is_trusted(document: Mapping[str, Any], owners: Sequence[str]) -> bool:
+    """Return whether Glance's image is public or belongs to one of the projects `owners` (ids). Images of the
+    visibility `shared` and `community` are their owner's alone to make, like private ones."""
+    return document.get("visibility") == "public" or document.get("owner") in owners
+
+
+def parse_offer(document: Mapping[str, Any], owners: Sequence[str]) -> ServiceImage:
+    """Convert Glance's image document into a ServiceImage; without its function id if it is not a trusted image of
+    `owners` (`is_trusted`). The image's own id then names the function of a device that is programmed with it.
 
     Raises ImageServiceUnavailableError if the image is still being uploaded, ImageUnusableError if it has another state
     or no size.
@@ -99,7 +118,10 @@ def parse_offer(document: Mapping[str, Any]) -> ServiceImage:
     algorithm, digest = document.get("os_hash_algo"), document.get("os_hash_value")
     checksum = (algorithm, str(digest)) if algorithm in DIGEST_ALGORITHMS and digest else ("", "")
     name = str(document.get("name") or "")[:255]
-    return ServiceImage(uuid, name, document["size"], select_properties(document), *checksum)
+    properties = select_properties(document)
+    if not is_trusted(document, owners):
+        properties.pop(FUNCTION_KEY, None)
+    return ServiceImage(uuid, name, document["size"], properties, *checksum)
 
 
 def select_properties(document: Mapping[str, Any]) -> dict[str, str]:

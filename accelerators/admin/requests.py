@@ -100,8 +100,10 @@ class AcceleratorRequestAdmin(ReadOnlyModelAdmin):
             return self._get_obj_does_not_exist_redirect(request, self.opts, object_id)
         if request.method not in ("GET", "HEAD") or not self.has_view_permission(request, arq):
             raise PermissionDenied
+        may_view_commands = request.user.has_perm("accelerators.view_command")  # their texts name other instances
         events = list(Event.objects.filter(subject=arq.uuid)[: request_timeline.MAX_EVENTS])
-        commands = Command.objects.filter(request=arq.uuid).select_related("host").order_by("-id")
+        visible_commands = Command.objects.all() if may_view_commands else Command.objects.none()
+        commands = visible_commands.filter(request=arq.uuid).select_related("host").order_by("-id")
         siblings = self.get_queryset(request).filter(instance_uuid=arq.instance_uuid).exclude(pk=arq.pk)
         steps = request_timeline.build_timeline(events, commands[: request_timeline.MAX_COMMANDS])
         context = self.admin_site.each_context(request) | {

@@ -30,6 +30,9 @@ class Caller:
     is_authenticated: bool = True
     is_local: bool = field(default=False, kw_only=True)
     """True for the person at the server who runs `manage.py`. No policy rule applies to them."""
+    has_session: bool = field(default=False, kw_only=True)
+    """True for a caller with a session of the console, who has the rights of their console role and not those that a
+    token gives to every member of a project."""
 
     @property
     def event_source(self) -> EventSource:

@@ -29,7 +29,7 @@ from psycopg.errors import DeadlockDetected
 from accelerators import conductor, safety
 from accelerators.commands import command_queue
 from accelerators.commands.command_queue import TYPES_CREATED_ON_HOST, CommandOrder
-from accelerators.domain import groups, offer
+from accelerators.domain import groups, offer, redaction
 from accelerators.domain.caller import Caller, request_id
 from accelerators.domain.errors import AcceleratorsError, RefusalReason, RefusedError
 from accelerators.domain.states import BINDABLE_STATES, CommandState, EventSource, RequestState
@@ -102,7 +102,7 @@ class _FreeHandle:
 @dataclass(frozen=True)
 class WaitingRequest:
     """A locked request in state BindStarted, which waits for its host. The fields are the columns of
-    `sql.LOCK_WAITING`; `waited_s` is the time since the bind began, in seconds."""
+    `sql.LOCK_WAITING`; `waited_s` is the time since the bind began, in seconds, and `group` is JSON text."""
 
     uuid: str
     id: int
@@ -114,6 +114,7 @@ class WaitingRequest:
     attach_type: str
     device: int
     waited_s: float
+    group: str
 
 
 @dataclass(frozen=True)
@@ -349,6 +350,7 @@ def _build_finish_row(outcome: BindOutcome) -> dict[str, Any]:
         "deployable": request.deployable,
         "handle": None if outcome.fault else request.handle,
         "fault": outcome.fault,
+        "group": request.group,
         "had_instance": request.instance,
         "had_handle": request.handle,
         "waited": request.waited_s,
@@ -391,7 +393,8 @@ def _try_bind(
     try:
         handles = _reserve_handles(pairs, check_claims)
         programmed_by = _choose_programming_requests(pairs, handles)
-    except RefusedError as refused:
+    except RefusedError as error:
+        refused = RefusedError(error.reason, redaction.hide_foreign_ids(error.text, str(pairs)))
         _move_requests(
             [_build_failure_row(*pair, caller, refused.text) for pair in pairs], EventSource.API, caller.name
         )
@@ -542,7 +545,8 @@ def _plan_bind(
 
 def _build_failure_row(request: _LockedRequest, spec: BindSpec, caller: Caller, fault: str) -> dict[str, Any]:
     """Build the row with which `_move_requests` moves the request to BindFailed; `fault` is the reason."""
-    return _build_bind_columns(request, spec, caller) | {"state": _S.BIND_FAILED, "fault": fault}
+    failure = {"state": _S.BIND_FAILED, "fault": fault, "group": str(request.group)}
+    return _build_bind_columns(request, spec, caller) | failure
 
 
 def _build_bind_columns(request: _LockedRequest, spec: BindSpec, caller: Caller) -> dict[str, Any]:
@@ -568,17 +572,26 @@ def _build_unbind_row(request: _LockedRequest) -> dict[str, Any]:
     return {"id": request.id, "was": request.state, "state": _S.UNBOUND} | before
 
 
-def _move_requests(moves: Sequence[Mapping[str, Any]], source: EventSource, actor: str) -> None:
+def _move_requests(moves: Sequence[dict[str, Any]], source: EventSource, actor: str) -> None:
     """Update locked requests and write an event for each; one statement. Does nothing if `moves` is empty.
 
-    Raises AssertionError if a request is not in the state `was` of its row.
+    This is the only writer of faults, which the project of the request reads: identifiers that do not occur in the
+    request or its bind are hidden in them. A row with a `fault` has the `group` of its request, too. Raises
+    AssertionError if a request is not in the state `was` of its row.
     """
     if moves:
-        values = {"rows": _json.encode(moves).decode(), "count": len(moves), "source": source.value}
+        rows = [move | {"fault": _hide_foreign_ids(move)} if move.get("fault") else move for move in moves]
+        values = {"rows": _json.encode(rows).decode(), "count": len(moves), "source": source.value}
         cursor = conductor.open_cursor()
         cursor.execute(sql.MOVE_REQUESTS, values | {"actor": actor, "request_id": request_id.get()})
         assert cursor.rowcount == len(moves), "a request moved although it was locked"
         metrics.count_bind_outcomes(moves)
+
+
+def _hide_foreign_ids(move: Mapping[str, Any]) -> str:
+    """Return the fault of the row without identifiers that are not the request's own."""
+    own = (str(move[name]) for name in ("uuid", "rp", "instance", "group"))
+    return redaction.hide_foreign_ids(move["fault"], " ".join(own))
 
 
 def _delete_locked_requests(requests: Sequence[_LockedRequest], caller: Caller, *, instance_is_gone: bool) -> None:

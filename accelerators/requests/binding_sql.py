@@ -186,7 +186,7 @@ WITH gone AS (
 _SELECT_WAITING = """
 SELECT q.uuid::text, q.id, q.hostname, q.device_rp_uuid::text, q.instance_uuid::text, q.deployable_id,
   q.attach_handle_id, t.attach_type, p.device_id,
-  extract(epoch FROM clock_timestamp() - coalesce(q.updated_at, q.created_at))::float8
+  extract(epoch FROM clock_timestamp() - coalesce(q.updated_at, q.created_at))::float8, q."group"::text
 FROM accelerators_acceleratorrequest q JOIN accelerators_attachhandle t ON t.id = q.attach_handle_id
 JOIN accelerators_deployable p ON p.id = t.deployable_id WHERE q.state = 'BindStarted'
 """

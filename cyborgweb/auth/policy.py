@@ -21,7 +21,7 @@ from rest_framework.request import Request
 
 from accelerators.domain.caller import Caller
 from cyborgweb.auth import read_only
-from cyborgweb.auth.policy_rules import AUDITOR, OPERATOR, RULES, PolicyRule
+from cyborgweb.auth.policy_rules import AUDITOR, OPERATOR, RULES, SESSION_RULES, PolicyRule
 from cyborgweb.errors import CyborgwebError
 from cyborgweb.settings.keys import get_keys
 
@@ -145,12 +145,20 @@ class Policy:
         """Return whether the rule allows the caller, from the cache if possible. Raises KeyError for an unknown rule.
 
         A token without a project, or with domain or system scope, is always refused, whatever the policy file says
-        (CVE-2026-40213, CVE-2026-40214). The policy file is checked first if the last check is long enough ago.
+        (CVE-2026-40213, CVE-2026-40214). A caller with a session of the console must satisfy the rule's `session_rule`
+        as well. The policy file is checked first if the last check is long enough ago.
         """
         if not caller.project_id or caller.system_scope or caller.domain_id:
             return False
         if self._monotonic() >= self._next_check_at:
             self._check_file()
+        if not self._is_rule_satisfied(caller, rule):
+            return False
+        session_rule = SESSION_RULES.get(rule) if caller.has_session else None
+        return session_rule is None or self._is_rule_satisfied(caller, session_rule)
+
+    def _is_rule_satisfied(self, caller: Caller, rule: str) -> bool:
+        """Return whether the caller satisfies this one rule, from the cache if possible; KeyError if it is unknown."""
         loaded = self._loaded
         key = rule, caller.roles, caller.project_id, caller.user_id
         if (cached_decision := loaded.decisions.get(key)) is not None:

@@ -37,6 +37,9 @@ class PolicyRule:
     description: str
     operations: tuple[str, ...] = ()
     legacy: str = ""
+    session_rule: str = ""
+    """The name of a rule that a caller with a session of the console must satisfy as well, whatever the policy file
+    says about this one. It withholds what a token gives to every member, or every token, of a project."""
 
 
 def _rule_with_legacy(name: str, check: str, description: str) -> PolicyRule:
@@ -46,6 +49,13 @@ def _rule_with_legacy(name: str, check: str, description: str) -> PolicyRule:
     """
     return PolicyRule(name, check, description, legacy="is_admin:True or project_id:%(project_id)s")
 
+
+ARQ_BY_SESSION = "cyborg:arq:by_session"
+INVENTORY = "cyborg:inventory:get_all"
+LABEL_OF_ANY_PROJECT = "cyborg:accelerator:update_elevated"
+NO_AUDITOR = f"not role:{AUDITOR}"
+"""Auditors change nothing: the legacy alternatives, which allow every token of a project to write, are not for them.
+An auditor who is also a member of the project is allowed by the rule itself."""
 
 BUILDING_BLOCKS = (
     PolicyRule("admin_api", "role:admin", "Administrators of the cloud."),
@@ -105,39 +115,56 @@ UPSTREAM_RULES = (
         MEMBER_OR_SERVICE,
         "Make accelerator requests.",
         ("POST /v2/accelerator_requests",),
-        "rule:project_member_or_admin",
+        f"rule:project_member_or_admin and {NO_AUDITOR}",
+        ARQ_BY_SESSION,
     ),
     PolicyRule(
-        "cyborg:arq:delete", MEMBER_OR_SERVICE, "Delete requests.", ("DELETE /v2/accelerator_requests",), legacy=ANYONE
+        "cyborg:arq:delete",
+        MEMBER_OR_SERVICE,
+        "Delete requests.",
+        ("DELETE /v2/accelerator_requests",),
+        f"{ANYONE} and {NO_AUDITOR}",
+        ARQ_BY_SESSION,
     ),
     PolicyRule(
         "cyborg:arq:update",
         MEMBER_OR_SERVICE,
         "Bind and unbind requests. A service token is needed as well, whatever this rule says.",
         ("PATCH /v2/accelerator_requests",),
-        ANYONE,
+        f"{ANYONE} and {NO_AUDITOR}",
+        ARQ_BY_SESSION,
     ),
-    PolicyRule("cyborg:device:get_all", MANAGER, "List devices.", ("GET /v2/devices",), ADMIN),
-    PolicyRule("cyborg:device:get_one", MANAGER, "Show a device.", ("GET /v2/devices/{uuid}",), ADMIN),
+    PolicyRule("cyborg:device:get_all", MANAGER, "List devices.", ("GET /v2/devices",), ADMIN, INVENTORY),
+    PolicyRule("cyborg:device:get_one", MANAGER, "Show a device.", ("GET /v2/devices/{uuid}",), ADMIN, INVENTORY),
     PolicyRule("cyborg:device:disable", ADMIN, "Take a device out of offer.", ("POST /v2/devices/{uuid}/disable",)),
     PolicyRule("cyborg:device:enable", ADMIN, "Offer a device.", ("POST /v2/devices/{uuid}/enable",)),
-    PolicyRule("cyborg:deployable:get_all", MANAGER, "List deployables.", ("GET /v2/deployables",), ADMIN),
-    PolicyRule("cyborg:deployable:get_one", MANAGER, "Show a deployable.", ("GET /v2/deployables/{uuid}",), ADMIN),
+    PolicyRule("cyborg:deployable:get_all", MANAGER, "List deployables.", ("GET /v2/deployables",), ADMIN, INVENTORY),
+    PolicyRule(
+        "cyborg:deployable:get_one", MANAGER, "Show a deployable.", ("GET /v2/deployables/{uuid}",), ADMIN, INVENTORY
+    ),
     PolicyRule("cyborg:deployable:program", ADMIN, "Program a deployable.", ("PATCH /v2/deployables/{uuid}/program",)),
-    PolicyRule("cyborg:attribute:get_all", MANAGER, "List attributes.", ("GET /v2/attributes",), ADMIN),
-    PolicyRule("cyborg:attribute:get_one", MANAGER, "Show an attribute.", ("GET /v2/attributes/{uuid}",), ADMIN),
+    PolicyRule("cyborg:attribute:get_all", MANAGER, "List attributes.", ("GET /v2/attributes",), ADMIN, INVENTORY),
+    PolicyRule(
+        "cyborg:attribute:get_one", MANAGER, "Show an attribute.", ("GET /v2/attributes/{uuid}",), ADMIN, INVENTORY
+    ),
     PolicyRule("cyborg:attribute:create", ADMIN, "Make an attribute.", ("POST /v2/attributes",)),
     PolicyRule("cyborg:attribute:delete", ADMIN, "Delete an attribute.", ("DELETE /v2/attributes/{uuid}",)),
 )
 
 OWN_RULES = (
+    PolicyRule(
+        ARQ_BY_SESSION,
+        ADMIN,
+        "Make, bind and delete requests with a session of the console instead of a token.",
+        ("POST /v2/accelerator_requests", "PATCH /v2/accelerator_requests", "DELETE /v2/accelerator_requests"),
+    ),
     PolicyRule("cyborg:host:get_all", STRICT_MANAGER, "List hosts.", ("GET /api/hosts/",)),
     PolicyRule("cyborg:host:get_one", STRICT_MANAGER, "Show a host.", ("GET /api/hosts/{uuid}/",)),
     PolicyRule("cyborg:agent:get_all", STRICT_MANAGER, "List agents.", ("GET /api/agents/",)),
     PolicyRule("cyborg:agent:get_one", STRICT_MANAGER, "Show an agent.", ("GET /api/agents/{uuid}/",)),
     PolicyRule("cyborg:agent:update", ADMIN, "Revoke an agent.", ("POST /api/agents/{uuid}/revoke/",)),
     PolicyRule(
-        "cyborg:inventory:get_all",
+        INVENTORY,
         STRICT_MANAGER,
         "List devices and deployables with their states, reasons and holders, and list discrepancies.",
         ("GET /api/devices/", "GET /api/deployables/", "GET /api/discrepancies/"),
@@ -203,14 +230,21 @@ OWN_RULES = (
     PolicyRule(
         "cyborg:accelerator:update",
         STRICT_MEMBER,
-        "Label an attached accelerator.",
+        "Label an attached accelerator of one's own project.",
+        ("PATCH /api/accelerators/{uuid}/",),
+        session_rule=LABEL_OF_ANY_PROJECT,
+    ),
+    PolicyRule(
+        LABEL_OF_ANY_PROJECT,
+        ELEVATED,
+        "Label the accelerators of every project, not only those of one's own.",
         ("PATCH /api/accelerators/{uuid}/",),
     ),
     PolicyRule(
         "cyborg:accelerator:elevated",
         STRICT_MANAGER,
-        "See and label the accelerators of every project, not only one's own, and see the free ones.",
-        ("GET /api/accelerators/", "PATCH /api/accelerators/{uuid}/"),
+        "See the accelerators of every project, not only one's own, and see the free ones.",
+        ("GET /api/accelerators/",),
     ),
     PolicyRule("cyborg:accelerator:create", ADMIN, "Divide devices into more units.", ("POST /api/accelerators/",)),
     PolicyRule(
@@ -296,3 +330,4 @@ OWN_RULES = (
 )
 
 RULES = (*BUILDING_BLOCKS, *UPSTREAM_RULES, *OWN_RULES)
+SESSION_RULES = {rule.name: rule.session_rule for rule in RULES if rule.session_rule}

@@ -147,9 +147,10 @@ def get_session_caller(user: Any, session: Any) -> Caller | None:
         return None
     if get_keys().auth != "keystone":
         project = get_only_project(user) or LOCAL_PROJECT
-        return Caller(user.get_username(), str(user.pk), get_keystone_roles(user), project)
-    facts = session.get(SESSION_KEY)
-    return Caller(facts["name"], facts["id"], frozenset(facts["roles"]), facts["project"]) if facts else None
+        return Caller(user.get_username(), str(user.pk), get_keystone_roles(user), project, has_session=True)
+    if not (facts := session.get(SESSION_KEY)):
+        return None
+    return Caller(facts["name"], facts["id"], frozenset(facts["roles"]), facts["project"], has_session=True)
 
 
 def get_caller(request: HttpRequest) -> Caller | None:

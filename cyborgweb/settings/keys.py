@@ -112,6 +112,13 @@ class Keys:
         "The URL of the image API; `off`: devices are programmed with uploaded images only.",
         "*(catalogue)*",
     )
+    image_owners: tuple[str, ...] = declare_key(
+        "CYBORG_IMAGE_OWNERS",
+        (),
+        "Ids of the projects whose images in Glance may say by the property `accel:function_id` which function they"
+        " have, separated by commas. Public images always may.",
+        "*(none)*",
+    )
     image_max_bytes: int = declare_key(
         "CYBORG_IMAGE_MAX_BYTES",
         1_073_741_824,

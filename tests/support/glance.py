@@ -24,7 +24,8 @@ class FakeGlance:
     """Contents and switches of the fake Glance.
 
     If `fails_with` is set, every request is answered with that status. `cut` ends a transfer after that many bytes.
-    Without `ranges` every transfer begins at byte 0. `held` delays downloads until the event is set, at most 20 s.
+    Without `ranges` every transfer begins at byte 0. With `ignores_filters` a list shows all images. `held` delays
+    downloads until the event is set, at most 20 s.
     """
 
     port: int = 0
@@ -34,6 +35,7 @@ class FakeGlance:
     fails_with: int = 0
     cut: int | None = None
     ranges: bool = True
+    ignores_filters: bool = False
     held: threading.Event | None = None
 
     @property
@@ -42,10 +44,12 @@ class FakeGlance:
         return f"http://127.0.0.1:{self.port}/v2"
 
     def add_image(self, content: bytes, **more: Any) -> str:
-        """Add an active, public image and return its id; `more` replaces or adds fields of its document."""
+        """Add an active, public image of the project `images` and return its id; `more` replaces or adds fields of its
+        document."""
         uuid = str(uuid4())
         digest = hashlib.sha512(content).hexdigest()
         said = {"id": uuid, "name": "an image", "status": "active", "size": len(content), "visibility": "public"}
+        said["owner"] = "images"
         self.documents[uuid] = said | {"os_hash_algo": "sha512", "os_hash_value": digest} | more
         self.contents[uuid] = content
         return uuid
@@ -85,9 +89,11 @@ class _Handler(BaseHTTPRequestHandler):
             here = {"id": "v2.16", "status": "CURRENT", "links": [{"rel": "self", "href": f"{self.glance.url}/"}]}
             self._answer(200, json.dumps({"versions": [here]}).encode())
         elif parts == ["v2", "images"]:
-            wanted = {name: value for name, value in parse_qsl(url.query) if name != "limit"}
-            found = [one for one in self.glance.documents.values() if wanted.items() <= one.items()]
-            self._answer(200, json.dumps({"images": found}).encode(), "list")
+            wanted = dict(parse_qsl(url.query))
+            limit = int(wanted.pop("limit", 25))
+            filters = {} if self.glance.ignores_filters else wanted
+            found = [one for one in self.glance.documents.values() if filters.items() <= one.items()]
+            self._answer(200, json.dumps({"images": found[:limit]}).encode(), "list")
         elif (document := self.glance.documents.get(parts[2])) is None:
             self._answer(404, b"no such image", "show")
         elif parts[3:] == ["file"]:

@@ -250,6 +250,7 @@ class AcceleratorView(CollectionView):
 
     policy = "accelerator"
     elevated_rule = "cyborg:accelerator:elevated"
+    elevated_write_rule = "cyborg:accelerator:update_elevated"
     lookup_field = "request__uuid"
     lookup_url_kwarg = "uuid"
     serializer_class = AcceleratorSerializer
@@ -298,9 +299,10 @@ class AcceleratorView(CollectionView):
         """Set the label of the request that holds the unit, and answer with the unit.
 
         A label that differs from the stored one is recorded as the event `request.labelled`. 404 if the caller may not
-        see the unit, 400 for an invalid body.
+        see the unit, 403 if the caller may see it and may not change what its project has, 400 for an invalid body.
         """
         unit = self.get_object()
+        self.require_project(unit.request.project_id)
         values = self.validate_body(unit)
         holding_request = unit.request
         old_label, label = (
@@ -308,7 +310,10 @@ class AcceleratorView(CollectionView):
             values.get("request", {}).get("label", holding_request.label),
         )
         with conductor.writing():
-            if AcceleratorRequest.objects.filter(pk=holding_request.pk).exclude(label=label).update(label=label):
+            same_request = AcceleratorRequest.objects.filter(
+                pk=holding_request.pk, project_id=holding_request.project_id
+            )
+            if same_request.exclude(label=label).update(label=label):
                 subject, changes = (holding_request.uuid, str(holding_request.uuid)), {"label": [old_label, label]}
                 conductor.record_event(
                     "request.labelled", self.caller.event_source, self.caller.name, subject=subject, changes=changes

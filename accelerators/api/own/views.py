@@ -105,6 +105,9 @@ class CollectionView(GenericViewSet[Any]):
     """Prefix of its policy rules: `cyborg:<policy>:get_all`, `get_one`, `create`, `update`, `delete`."""
     elevated_rule: ClassVar[str] = ""
     """The policy rule that allows callers who are no administrators to see the rows of all projects."""
+    elevated_write_rule: ClassVar[str] = ""
+    """The policy rule that allows callers who are no administrators to change the rows of all projects. Whoever sees a
+    row of another project may not change it for that reason."""
     sort_fields: ClassVar[Mapping[str, str]] = {"created": "id"}
     """The words that `ordering` accepts, each with the indexed field that it sorts by."""
     default_ordering: ClassVar[str] = "created"
@@ -205,6 +208,15 @@ class CollectionView(GenericViewSet[Any]):
         """Return whether the caller may see the rows of all projects: an administrator, or a caller whom
         `elevated_rule` allows."""
         return self.caller.is_admin or (bool(self.elevated_rule) and self.is_rule_satisfied(self.elevated_rule))
+
+    def require_project(self, project_id: str) -> None:
+        """Raise PermissionDenied (403) unless the caller may change rows of this project: its own; any for an
+        administrator, or for a caller whom `elevated_write_rule` allows."""
+        if self.caller.is_admin or (project_id and project_id == self.caller.project_id):
+            return
+        if not self.elevated_write_rule:
+            raise PermissionDenied
+        self.require_rule(self.elevated_write_rule)
 
     def list_orderings(self) -> Sequence[str]:
         """Return the values that `ordering` accepts: each key of `sort_fields`, also with a leading `-`."""

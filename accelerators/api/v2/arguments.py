@@ -111,10 +111,11 @@ def to_canonical_uuid(value: str) -> str | None:
     return str(parsed) if parsed.hex == digits else None
 
 
-def check_uuid(value: str) -> None:
-    """Raise V2Error 400, with upstream's text, unless `value` is a uuid (contract 2.0)."""
+def check_uuid(value: str, name: str) -> None:
+    """Raise V2Error 400, with upstream's text, unless `value` is a uuid (contract 2.0). `name` is the argument that has
+    this value: `uuid` for a path."""
     if to_canonical_uuid(value) is None:
-        raise bad_input_error("uuid", value, f"unable to convert to uuid. Error: Expected a uuid but received {value}.")
+        raise bad_input_error(name, value, f"unable to convert to uuid. Error: Expected a uuid but received {value}.")
 
 
 def is_canonical_uuid(value: str) -> bool:

@@ -86,7 +86,7 @@ class DeployableProgram(V2View):
         """
         arguments.parse_known_arguments(request.query_params.lists())
         image = _parse_image_uuid(bodies.read_json_body(request, "program_info"))
-        arguments.check_uuid(uuid)
+        arguments.check_uuid(uuid, "uuid")
         is_visible = arguments.is_canonical_uuid(uuid) and DEPLOYABLES.has_element("p.uuid = %(uuid)s", uuid=uuid)
         device = Device.objects.filter(deployables__uuid=uuid).first() if is_visible else None
         if device is None:

@@ -128,7 +128,7 @@ class RequestMethods(V2View):
             message = "Object action delete failed because: Provide either an ARQ uuid list or an instance UUID"
             raise V2Error(400, message)
         if instance is not None:
-            arguments.check_uuid(instance)
+            arguments.check_uuid(instance, "instance")
             if not self.caller.service:
                 raise V2Error(403, NEEDS_SERVICE_TOKEN)
             if arguments.is_canonical_uuid(instance):
@@ -158,7 +158,7 @@ class RequestList(RequestMethods, V2ListView):
             raise V2Error(400, f"Bad state: {bind_state} for ARQ: None. Expected state(s): ['resolved']")
         condition = "TRUE"
         if instance is not None:
-            arguments.check_uuid(instance)
+            arguments.check_uuid(instance, "instance")
             condition = "q.instance_uuid = %(instance)s::uuid" if arguments.is_canonical_uuid(instance) else "FALSE"
         if bind_state and instance is not None:
             if REQUESTS.has_element(f"{condition} AND q.state <> ALL(%(resolved)s)", **self._build_params(instance)):

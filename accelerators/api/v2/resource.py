@@ -86,7 +86,7 @@ class V2Resource:
         """Return the list as a JSON object: the visible elements, filtered, sorted and limited as `query` says.
 
         `condition` is a further SQL condition; it may use only constants and `params`. Links begin with `base`. Raises
-        V2Error 400 for an unknown marker. One statement, two with a marker.
+        V2Error 400 for a marker that is unknown or not visible, with the same text. One statement, two with a marker.
         """
         params |= {"base": base, "limit": query.limit, "marker": query.marker, **query.equal_filters}
         sort_sql, direction = self._build_order_sql(query.sort)
@@ -96,7 +96,7 @@ class V2Resource:
             *(f"{self.sort_expressions[name]} = %({name})s" for name in query.equal_filters),
         ]
         if query.marker:
-            marker_row = f"FROM {self.tables} WHERE {self.alias}.uuid = %(marker)s"
+            marker_row = f"FROM {self.tables} WHERE {self.visible_condition} AND {self.alias}.uuid = %(marker)s"
             if _fetch_text(f"SELECT '1' {marker_row}", params) is None:
                 raise unknown_marker_error(query.marker)
             conditions.append(f"{sort_sql} {'>' if direction == 'asc' else '<'} (SELECT {sort_sql} {marker_row})")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-
 from accelerators.api.v2.faults import V2Error, not_acceptable_error
 
 Microversion = tuple[int, int]
@@ -11,8 +9,6 @@ MIN_VERSION: Microversion = (2, 0)
 MAX_VERSION: Microversion = (2, 3)
 VERSION_HEADER = "OpenStack-API-Version"
 SERVICE_TYPE = "accelerator"
-
-_VERSION_NUMBER = re.compile(r"([0-9]{1,9})\.([0-9]{1,9})")
 
 
 def format_version(version: Microversion) -> str:
@@ -44,10 +40,9 @@ def parse_requested_version(header: str) -> Microversion:
         return MIN_VERSION
     if wanted == "latest":
         return MAX_VERSION
-    number = _VERSION_NUMBER.fullmatch(wanted)
-    if not number:
+    version = _parse_version(wanted)
+    if version is None:
         raise not_acceptable_error(f"Invalid value for {VERSION_HEADER} header")
-    version = (int(number[1]), int(number[2]))
     if version[0] != MAX_VERSION[0]:
         refusal = (
             f"Mutually exclusive versions requested. Version {format_version(version)} requested but not supported"
@@ -64,6 +59,19 @@ def parse_requested_version(header: str) -> Microversion:
 def version_too_low_error(minimum: Microversion) -> V2Error:
     """Return the error 406 for a function that the requested version does not have yet (contract section 1.6)."""
     return V2Error(406, f"Request not acceptable. The minimal required API version should be {format_version(minimum)}")
+
+
+def _parse_version(text: str) -> Microversion | None:
+    """Return the two numbers of a version, None if the text has another form.
+
+    Upstream reads each number with `int`, so signs and spaces are allowed, and a negative version is one that is not
+    supported.
+    """
+    try:
+        major, minor = map(int, text.split(".", 1))
+    except ValueError:
+        return None
+    return (major, minor) if text.isascii() else None
 
 
 def _extract_own_version(header: str) -> str:

@@ -137,7 +137,7 @@ class V2DetailView(V2View):
         (contract 2.0)."""
         arguments.parse_known_arguments(request.query_params.lists())
         if self.checks_uuid:
-            arguments.check_uuid(uuid)
+            arguments.check_uuid(uuid, "uuid")
         is_canonical = arguments.is_canonical_uuid(uuid)
         element = (
             self.resource.fetch_one(uuid, self.version, self.base_url, **self.build_visible_params())

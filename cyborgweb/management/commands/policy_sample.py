@@ -18,7 +18,10 @@ Tokens that have no project, such as those of a domain or of the system, are ref
 owner of a request, and the service token for binding, are checked in addition to the rule, whatever the rule says.
 
 "Legacy" is a second rule beside a default. Callers that satisfy it are allowed as well, until
-CYBORG_ENFORCE_NEW_DEFAULTS is on."""
+CYBORG_ENFORCE_NEW_DEFAULTS is on.
+
+"Console session" names a rule that somebody who uses an API with a session of the console, instead of a token, must
+satisfy as well: the console's roles see and do the same through the APIs as on its pages."""
 RULES_BY_TITLE = {
     "Building blocks, for use in other rules": BUILDING_BLOCKS,
     "The Accelerator API, /v2": UPSTREAM_RULES,
@@ -37,6 +40,8 @@ def _render_rule(rule: PolicyRule) -> str:
     lines = [_comment_out(line) for line in (rule.description, *rule.operations)]
     if rule.legacy:
         lines.append(f"# Legacy: {rule.legacy}")
+    if rule.session_rule:
+        lines.append(f"# Console session: {rule.session_rule} is needed as well.")
     return "\n".join([*lines, f'#"{rule.name}": "{rule.check}"'])
 
 

@@ -206,6 +206,65 @@ def test_images_that_glance_does_not_have_are_reported_to_the_waiting_command(
     assert "No cloud is configured" in get_state_and_image_or_text(lonely)[1]
 
 
+FOREIGN_VISIBILITIES = ("private", "shared", "community")
+
+
+@pytest.mark.parametrize("ignores_filters", [False, True])
+@pytest.mark.parametrize("visibility", FOREIGN_VISIBILITIES)
+def test_a_private_image_of_another_project_neither_decides_nor_disturbs_a_function_id(
+    wait: OrderCommand, cloud: FakeGlance, visibility: str, ignores_filters: bool
+) -> None:
+    cloud.ignores_filters = ignores_filters
+    cloud.add_image(b"hostile", visibility=visibility, owner="mallory", **{"accel:function_id": "AFU-1"})
+    official = cloud.add_image(IMAGE_CONTENT, **{"accel:function_id": "AFU-1"})
+    cloud.add_image(b"hostile", visibility=visibility, owner="mallory", **{"accel:function_id": "AFU-2"})
+    with_official, without = wait(function_id="AFU-1"), wait(function_id="AFU-2")
+    download.run()
+    assert get_state_and_image_or_text(with_official) == ("queued", official)
+    assert "no image has accel:function_id=AFU-2" in get_state_and_image_or_text(without)[1]
+
+
+def test_many_private_images_of_another_project_do_not_hide_the_public_one(
+    wait: OrderCommand, cloud: FakeGlance
+) -> None:
+    for _ in range(30):
+        cloud.add_image(b"hostile", visibility="private", owner="mallory", **{"accel:function_id": "AFU-1"})
+    official = cloud.add_image(IMAGE_CONTENT, **{"accel:function_id": "AFU-1"})
+    command = wait(function_id="AFU-1")
+    download.run()
+    assert get_state_and_image_or_text(command) == ("queued", official)
+
+
+@pytest.mark.parametrize("visibility", ["private", "shared", "public"])
+def test_the_images_of_configured_owners_count(wait: OrderCommand, visibility: str) -> None:
+    with glance() as cloud:
+        session = Session(Token(cloud.url, "secret"))
+        ours = cloud.add_image(
+            IMAGE_CONTENT, visibility=visibility, owner="bitstreams", **{"accel:function_id": "AFU-1"}
+        )
+        command = wait(function_id="AFU-1")
+        client = Client(lambda: session, cloud.url, ("bitstreams", "others"))
+        with download.IMAGE_SERVICE.replaced("glance", client):
+            download.run()
+            assert get_state_and_image_or_text(command) == ("queued", ours)
+            cloud.add_image(IMAGE_CONTENT, **{"accel:function_id": "AFU-1"})
+            several = wait(function_id="AFU-1")
+            download.run()
+            assert "several images have accel:function_id=AFU-1" in get_state_and_image_or_text(several)[1]
+
+
+@pytest.mark.parametrize("visibility", FOREIGN_VISIBILITIES)
+def test_a_private_image_named_by_id_decides_no_function_trait(
+    wait: OrderCommand, cloud: FakeGlance, visibility: str
+) -> None:
+    properties = {"accel:function_id": "AFU-1", "accel:device": "fake"}
+    uuid = cloud.add_image(IMAGE_CONTENT, visibility=visibility, owner="mallory", **properties)
+    command = wait(bitstream_id=uuid)
+    download.run()
+    assert get_state_and_image_or_text(command) == ("queued", uuid)
+    assert command.arguments["image"]["properties"] == {"accel:device": "fake"}
+
+
 def test_commands_wait_while_glance_is_away_and_an_interrupted_download_is_resumed(
     wait: OrderCommand, cloud: FakeGlance
 ) -> None:

@@ -358,9 +358,7 @@ def test_a_device_with_the_wanted_bitstream_is_bound_at_once_even_if_it_is_held(
     assert get_state_and_fault(request)[0] == "Bound"
     (beside,) = create_and_bind("bits")
     assert get_state_and_fault(beside)[0] == "Bound"
-    with pytest.raises(
-        RefusedError, match=f"held by request ({request.uuid}|{beside.uuid}): it cannot be programmed for an"
-    ):
+    with pytest.raises(RefusedError, match=r"held by request \[hidden\]: it cannot be programmed for an"):
         create_and_bind("adder")
 
 

@@ -71,7 +71,7 @@ def test_a_session_of_staff_may_use_the_apis_with_the_roles_of_the_user(
     client: Client, flags: dict[str, bool], roles: set[str]
 ) -> None:
     client.force_login(User.objects.create_user("ann", **flags))
-    response = client.get("/v2/devices")
+    response = client.get("/v2/accelerator_requests")
     assert response.status_code == (401 if roles is None else 200)
     if roles:
         request = RequestFactory().get("/")

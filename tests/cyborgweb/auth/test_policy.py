@@ -47,6 +47,7 @@ OWN_MATRIX = [
     (["accelerator:elevated"], "+++----", "+++----"),
     (["accelerator:get_all", "event:get_one"], "+++++++", "+++++--"),
     (["accelerator:update"], "++++---", "++++---"),
+    (["accelerator:update_elevated", "arq:by_session"], "++-----", "++-----"),
     (["device:update", "device_profile:update"], "++-----", "++-----"),
     (["backend:get", "service:get", "driver:get"], "+++----", "+++----"),
     (["service:discover", "driver:rollout"], "++-----", "++-----"),

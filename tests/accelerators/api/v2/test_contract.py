@@ -103,6 +103,9 @@ SERVED_VERSIONS = [
     ("accelerator LATEST", "2.3"),
     ("accelerator 2.01", "2.1"),
     ("compute 2.1,accelerator 2.2", "2.2"),
+    ("accelerator +2.1", "2.1"),
+    ("accelerator 2. 1", "2.1"),
+    ("accelerator 2.00000000001", "2.1"),
 ]
 
 
@@ -126,11 +129,17 @@ REFUSED_VERSIONS = [
     ("2.9", UNSUPPORTED_MINOR.format("2.9")),
     ("accelerator 1.0", UNSUPPORTED_MAJOR.format("1.0")),
     ("accelerator 3.0", UNSUPPORTED_MAJOR.format("3.0")),
+    ("accelerator -1.0", UNSUPPORTED_MAJOR.format("-1.0")),
+    ("-2.1", UNSUPPORTED_MAJOR.format("-2.1")),
+    ("accelerator 2.-1", UNSUPPORTED_MINOR.format("2.-1")),
+    ("accelerator 999999999999.0", UNSUPPORTED_MAJOR.format("999999999999.0")),
+    ("accelerator 2.999999999999", UNSUPPORTED_MINOR.format("2.999999999999")),
     *((asked, INVALID_HEADER) for asked in ("accelerator 10", "accelerator 2", "accelerator 2.0.0", "abc")),
     *(
         (asked, INVALID_HEADER)
         for asked in ("compute 2.50", "placement latest", "accelerator", ",", "2.\u0661", "2.0 2.1 2.2")
     ),
+    *((asked, INVALID_HEADER) for asked in ("-.1", "2.", "9" * 5000 + ".0")),
 ]
 
 

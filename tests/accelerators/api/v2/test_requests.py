@@ -283,6 +283,27 @@ def test_X4_requests_of_other_projects_are_answered_404_and_not_listed(call: Cal
     assert {arq["uuid"] for arq in json.loads(call("GET", PATH).content)["arqs"]} == {mine, theirs}
 
 
+LISTS = ["accelerator_requests", "device_profiles", "devices", "deployables", "attributes"]
+
+
+@pytest.mark.parametrize("collection", LISTS)
+def test_a_marker_of_another_projects_request_is_refused_like_an_unknown_one(
+    call: Call, offered: Offered, collection: str
+) -> None:
+    offered()
+    (theirs,) = create_requests(call, roles="member reader", project="p2")
+    refusals = []
+    for uuid in (theirs, UNKNOWN_UUID):
+        response = call("GET", f"/v2/{collection}?limit=1&marker={uuid}", roles="member reader", project="p1")
+        assert response.status_code == 400, response.content
+        refusals.append(response.content.replace(uuid.encode(), b"U"))
+    assert refusals[0] == refusals[1]
+    (mine,) = create_requests(call, roles="member reader", project="p1")
+    own = call("GET", f"{PATH}?marker={mine}", roles="member reader", project="p1")
+    assert json.loads(own.content) == {"arqs": []}
+    assert call("GET", f"{PATH}?marker={theirs}").status_code == 200, "an administrator sees the requests of all"
+
+
 def test_requests_can_be_listed_by_instance_and_bind_state_and_paged(call: Call, offered: Offered) -> None:
     def uuids(query: str) -> list[str]:
         response = call("GET", f"{PATH}?{query}")
@@ -322,12 +343,18 @@ def test_listing_resolved_requests_of_an_instance_still_being_bound_is_answered_
     assert Device.objects.get().busy_with == command.uuid
 
 
+NO_INSTANCE = (
+    "Invalid input for field/attribute instance. Value: '{0}'."
+    " unable to convert to uuid. Error: Expected a uuid but received {0}."
+)
+
+
 @pytest.mark.parametrize(
     ("query", "sentence"),
     [
         ("bind_state=unresolved", "Bad state: unresolved for ARQ: None. Expected state(s): ['resolved']"),
-        ("instance=nope", "Expected a uuid but received nope."),
-        ("instance=", "Expected a uuid"),
+        ("instance=nope", NO_INSTANCE.format("nope")),
+        ("instance=", NO_INSTANCE.format("")),
         ("arqs=", 'Unknown argument: "arqs"'),
         ("state=Bound", 'Unknown argument: "state"'),
     ],
@@ -335,6 +362,11 @@ def test_listing_resolved_requests_of_an_instance_still_being_bound_is_answered_
 def test_invalid_queries_are_refused(call: Call, query: str, sentence: str) -> None:
     response = call("GET", f"{PATH}?{query}")
     assert (response.status_code, sentence in get_fault_string(response)) == (400, True)
+
+
+def test_an_instance_that_is_no_uuid_is_named_in_the_refusal_of_a_deletion(call: Call) -> None:
+    response = call("DELETE", f"{PATH}?instance=notauuid", service=True)
+    assert (response.status_code, get_fault_string(response)) == (400, NO_INSTANCE.format("notauuid"))
 
 
 def test_unbound_requests_can_be_deleted_by_path_and_by_query(call: Call) -> None:
