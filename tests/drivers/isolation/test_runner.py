@@ -238,9 +238,9 @@ def test_a_driver_sees_none_of_the_agents_secrets(monkeypatch: pytest.MonkeyPatc
     assert "OS_" not in report.error
 
 
-def fake_driver_process(path: Path, **script_: object) -> DriverProcess:
+def fake_driver_process(path: Path, deadline_s: float = 30.0, **script_: object) -> DriverProcess:
     path.write_text(json.dumps(script_))
-    return DriverProcess("fake_driver", "n", {"control_file": str(path)}, deadline_s=2.0)
+    return DriverProcess("fake_driver", "n", {"control_file": str(path)}, deadline_s=deadline_s)
 
 
 @pytest.mark.parametrize(
@@ -257,7 +257,7 @@ def test_the_fake_driver_misbehaves_as_configured_and_still_declares_its_watched
     tmp_path: Path, how: str, reason: str
 ) -> None:
     async def story() -> None:
-        process = fake_driver_process(tmp_path / "fake.json", misbehave=how)
+        process = fake_driver_process(tmp_path / "fake.json", 2.0 if how == "hang" else 30.0, misbehave=how)
         assert reason in (await process.discover()).error
         assert process.watched == (str(tmp_path / "fake.json"),)
         await process.close()
