@@ -241,7 +241,8 @@ class PlanRun:
             )
         )
         scope = self._get_scope(act)
-        await run_in_thread(lambda: preflight.refuse_if_guest_in_scope(self._machine, act, self._address, scope))
+        if scope != DEVICE_SCOPE:
+            await run_in_thread(lambda: preflight.refuse_if_guest_in_scope(self._machine, act, self._address, scope))
         for step_number, step in enumerate(plan.steps):
             self._report_progress(step_number * 100 // len(plan.steps), step.does)
             if asyncio.get_running_loop().time() > self._deadline:

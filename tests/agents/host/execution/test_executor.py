@@ -179,9 +179,8 @@ def test_commands_of_one_device_run_in_order_and_those_of_another_device_in_para
             for one in (make_command(3, "reset"), make_command(2, "detach", uuid="u"), make_command(1, "install")):
                 host.executor.accept_command(one)
             await host.run_commands(make_command(4, "reset", key="other"))
-            await wait_until(lambda: host.executor.progress.get(1))
+            await wait_until(lambda: host.executor.progress[1].text == "set mode to 1")
             assert sorted(act for act, _ in driver.plan_calls) == ["install", "reset"]
-            assert host.executor.progress[1].text == "set mode to 1"
             driver.plans.clear()
             host.file_content("numvfs", "9")
             await host.wait_for_result(3)
