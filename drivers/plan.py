@@ -70,8 +70,9 @@ class Step(Struct, frozen=True, omit_defaults=True):
     After the write, every check in `seen` must hold within `timeout_s` seconds, counted from the start of the write;
     the write itself has the same limit.
     `undo` holds the writes that revert the step, in order. If a check of `seen` does not come true, or a later step
-    fails, the steps that were done are undone, the last one first. A step whose own write failed is not undone. After a
-    time-out with unknown outcome nothing is undone.
+    fails, the steps that were done are undone, the last one first. If a step cannot be undone because somebody uses
+    what it made, the steps before it stay, too. A step whose own write failed is not undone. After a time-out with
+    unknown outcome nothing is undone.
     """
 
     does: Annotated[str, Meta(min_length=1, max_length=500)]

@@ -118,6 +118,8 @@ class Executor:
         self._may_run = asyncio.Event()
         self._device_slots = asyncio.Semaphore(MAX_PARALLEL_DEVICES)
         self._tasks: set[asyncio.Task[None]] = set()
+        self._lanes_to_restore: set[QueueKey] = set()
+        """Devices that could not be restored after a reboot; tried again once if they are found at another address."""
         self._recovered_results: list[tuple[wire.Command, ExecutionResult]] = []
 
     def accept_command(self, command: wire.Command) -> None:
@@ -176,6 +178,7 @@ class Executor:
                     )
                     task.cancel()
             await asyncio.gather(*tasks.values(), return_exceptions=True)
+        self._lanes_to_restore = {lane for lane in tasks if lane in self._reporter.failure_marks}
 
     async def run(self) -> None:
         """Run the commands accepted so far and those that come. Runs until it is cancelled.
@@ -185,6 +188,9 @@ class Executor:
         self._may_run.set()
         for command, result in self._recovered_results:
             self._start_task(self._record_result(command, result))
+        for queue_key in self._lanes_to_restore - self._active_queues:
+            self._active_queues.add(queue_key)
+            self._start_task(self._run_queue(queue_key))
         try:
             await asyncio.get_running_loop().create_future()
         finally:
@@ -242,9 +248,16 @@ class Executor:
         task.add_done_callback(self._tasks.discard)
 
     async def _run_queue(self, queue_key: QueueKey) -> None:
-        """Run the commands of one queue until it is empty. Waits until `run` has begun."""
+        """Run the commands of one queue until it is empty. Waits until `run` has begun.
+
+        A device that could not be restored after a reboot is first looked for once more.
+        """
         await self._may_run.wait()
         try:
+            if queue_key in self._lanes_to_restore:
+                self._lanes_to_restore.discard(queue_key)
+                async with self._device_slots:
+                    await self._restore_moved_device(queue_key)
             while queue := self._queues.get(queue_key):
                 async with (
                     self._device_slots if queue_key[0] else nullcontext()
@@ -252,7 +265,7 @@ class Executor:
                     queued = heapq.heappop(queue)
                     await self._run_command(queued)
                     self._unfinished_ids.discard(queued.command.id)
-            del self._queues[queue_key]
+            self._queues.pop(queue_key, None)
         finally:
             self._active_queues.discard(queue_key)
 
@@ -518,6 +531,14 @@ class Executor:
             *device_id, f"a write to it hangs in the kernel, and the agent does nothing to it until that ends: {reason}"
         )
         self._start_task(restore_when_unstuck())
+
+    async def _restore_moved_device(self, device_id: QueueKey) -> None:
+        """Make the driver look for its devices, and restore the device if it has another address than before the
+        reboot, for example because the buses were numbered anew. Otherwise the reason of the first attempt stays."""
+        await self._reporter.discover_and_record(device_id[0])
+        effects = recovery.find_lost_effects(self._context).get(device_id, [])
+        if any(recovery.locate_effect(self._context, effect) != effect for effect in effects):
+            await self._restore_device(device_id)
 
     async def _restore_device(self, device_id: QueueKey) -> None:
         """Restore on one device what a reboot removed; mark the device as failed with the reason if that fails."""

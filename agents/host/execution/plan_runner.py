@@ -17,7 +17,7 @@ from agents import wire
 from agents.errors import AgentsError
 from agents.host.execution import preflight
 from agents.host.journal.command_log import CommandLog
-from drivers.errors import Busy, DriverError, Failed, Gone, Timeout
+from drivers.errors import Busy, Denied, DriverError, Failed, Gone, Timeout
 from drivers.inventory import Device
 from drivers.isolation.driver_main import Manifest
 from drivers.isolation.threads import run_in_thread
@@ -166,7 +166,6 @@ class PlanRun:
                     return plan.said or "; ".join(summaries)
                 if round_number == MAX_ROUNDS:
                     raise Failed(f"after {MAX_ROUNDS} rounds of steps this is still to be done: {plan.steps[0].does}")
-                self._check_affected_devices(act)
                 await self._run_steps(act, plan)
                 summaries.append(plan.said or ", ".join(step.does for step in plan.steps))
                 if act not in REPEATED_ACTS:
@@ -241,7 +240,8 @@ class PlanRun:
             )
         )
         scope = self._get_scope(act)
-        await run_in_thread(lambda: preflight.refuse_if_guest_in_scope(self._machine, act, self._address, scope))
+        if scope != DEVICE_SCOPE:
+            await run_in_thread(lambda: preflight.refuse_if_guest_in_scope(self._machine, act, self._address, scope))
         for step_number, step in enumerate(plan.steps):
             self._report_progress(step_number * 100 // len(plan.steps), step.does)
             if asyncio.get_running_loop().time() > self._deadline:
@@ -267,7 +267,7 @@ class PlanRun:
             raise Gone(f"{step.does}: the command has no image")
         path, loop = step.write.path, asyncio.get_running_loop()
         if path.startswith("/sys/") and path not in self._first_values and not step.image:
-            await self._record_first_value(path)
+            await self._record_first_value(step)
         deadline = loop.time() + step.timeout_s
         self._has_begun_writing = True
         try:
@@ -289,8 +289,9 @@ class PlanRun:
             pause = min(pause * 2, LONGEST_POLL_S)
 
     async def _check_preconditions(self, step: Step) -> None:
-        """Raise Busy if a check in `step.expect` does not hold, if a device node in `step.idle` is open, if the write
-        would take something away from a guest or the host, or if one of these cannot be found out in time.
+        """Raise Busy if a check in `step.expect` does not hold, if a device node in `step.idle` is open, if the act
+        would affect another device that has an attachment by now, if the write would take something away from a guest
+        or the host, or if one of these cannot be found out in time.
 
         Raises Denied if it is not known whether a guest uses it, and the other errors of reading the host. Timeout is
         not raised, because it would leave open whether the write was done.
@@ -301,6 +302,7 @@ class PlanRun:
             for node in step.idle:
                 if await run_in_thread(lambda node=node: self._machine.is_open(node)):  # type: ignore[misc]
                     raise Busy(f"{node} is open: a process uses the device")
+            self._check_affected_devices(self._act)
             await self._refuse_if_user_is_harmed(step.write)
         except DriverError as error:
             kind = Busy if isinstance(error, Timeout) else type(error)
@@ -321,12 +323,18 @@ class PlanRun:
             lambda: next(filter(None, (_describe_mismatch(self._machine, check) for check in checks)), "")
         )
 
-    async def _record_first_value(self, path: str) -> None:
-        """Record in the journal what the file contains before this device's first write to it; ignore an unreadable
-        file.
+    async def _record_first_value(self, step: Step) -> None:
+        """Record in the journal what the step's file contains before this device's first write to it; ignore an
+        unreadable file.
+
+        Raises Busy if the read does not return in time: `uninstall` would not restore the file, and a write would
+        probably wait for the same lock of the kernel.
         """
+        path = step.write.path
         try:
             value = await run_in_thread(lambda: self._machine.read(path))
+        except Timeout as error:
+            raise Busy(f"{step.does}: not started, because its first value cannot be read: {error}") from None
         except DriverError as error:  # some files, such as `unbind`, cannot be read
             log.debug("the first value of %s cannot be read: %s", path, error)
             return
@@ -359,13 +367,19 @@ class PlanRun:
     async def _undo_steps(self, reason: str) -> PlanFailedError:
         """Undo the steps that were done, the last one first. Return the PlanFailedError for the caller to raise.
 
-        It is *refused* when no write was begun, else *failed*; its text lists what was undone and what was not.
+        If a step cannot be undone because somebody uses what it made or may use it, or because its write hangs, the
+        steps before it are not undone either: the later step rests on them. The error is *refused* when no write was
+        begun, else *failed*; its text lists what was undone and what was not.
         """
         if not self._has_begun_writing:
             return PlanFailedError("refused", reason, undone=True)
         undone: list[str] = []
         not_undone: list[str] = []
+        is_blocked = False
         for step in reversed(self._completed_steps):
+            if is_blocked:
+                not_undone.append(step.does)
+                continue
             try:
                 for write in step.undo:
                     await self._refuse_if_user_is_harmed(write)
@@ -373,8 +387,7 @@ class PlanRun:
                 (undone if step.undo else not_undone).append(step.does)
             except DriverError as error:
                 not_undone.append(f"{step.does} ({error})")
-                if self._writer.stuck:
-                    break
+                is_blocked = self._writer.stuck or isinstance(error, (Busy, Denied, Timeout))
         if undone:
             reason += f". Undone: {', '.join(undone)}"
         if not_undone:

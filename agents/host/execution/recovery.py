@@ -7,6 +7,9 @@ was completed. What was made on a device before a reboot is made again, in the s
 from __future__ import annotations
 
 import sqlite3
+from dataclasses import replace
+
+import msgspec
 
 from agents import wire
 from agents.host.execution import preflight
@@ -83,14 +86,26 @@ def find_lost_effects(context: HostContext) -> dict[tuple[str, str], list[Applie
     return lost_effects
 
 
+def locate_effect(context: HostContext, effect: AppliedEffect) -> AppliedEffect:
+    """Return the entry with the PCI address at which its device was last reported; unchanged if it is not reported.
+
+    A reboot may give a card another address. Its key is the same if it has a serial number that no other function has.
+    """
+    device = context.find_device(effect.driver, effect.key)
+    if device is None or not device.address or not effect.ask.address:
+        return effect
+    return replace(effect, ask=msgspec.structs.replace(effect.ask, address=device.address))
+
+
 async def restore_effects(context: HostContext, effects: list[AppliedEffect]) -> None:
-    """Restore these entries of one device, in order. An entry whose effect still exists on the host needs no step.
+    """Restore these entries of one device, in order, where the device was last reported. An entry whose effect still
+    exists on the host needs no step.
 
     Images are not restored: the host keeps none, and the conductor has the device programmed again for the next request
     that needs it. PlanFailedError is raised if the device has lost its image while handles of it are attached. Raises
     PlanFailedError at the first entry that fails; the later ones are not tried.
     """
-    for effect in effects:
+    for effect in (locate_effect(context, one) for one in effects):
         act = effect.slot.partition(":")[0]
         try:
             if act == "program":

@@ -14,8 +14,9 @@ import pytest
 
 from agents import wire
 from agents.host.execution import command_semantics
-from drivers.errors import Busy, DriverError, Failed, Gone, Invalid
+from drivers.errors import Busy, DriverError, Failed, Gone, Invalid, Timeout
 from drivers.inventory import AttachHandle, Device, DriverReport, Health
+from drivers.machine import Machine
 from drivers.plan import Ask, Check, Plan, Step, Vitals, Write
 from tests.agents.host.execution.executor_host import (
     CARD_PATH,
@@ -179,9 +180,8 @@ def test_commands_of_one_device_run_in_order_and_those_of_another_device_in_para
             for one in (make_command(3, "reset"), make_command(2, "detach", uuid="u"), make_command(1, "install")):
                 host.executor.accept_command(one)
             await host.run_commands(make_command(4, "reset", key="other"))
-            await wait_until(lambda: host.executor.progress.get(1))
+            await wait_until(lambda: host.executor.progress[1].text == "set mode to 1")
             assert sorted(act for act, _ in driver.plan_calls) == ["install", "reset"]
-            assert host.executor.progress[1].text == "set mode to 1"
             driver.plans.clear()
             host.file_content("numvfs", "9")
             await host.wait_for_result(3)
@@ -335,6 +335,27 @@ def test_a_device_removed_between_steps_fails_the_command_and_the_undo_is_report
             assert f"set numvfs to 2: {CARD_PATH}/numvfs: No such file" in result.text
             assert f"Not undone: set mode to 1 ({CARD_PATH}/mode: No such file" in result.text
 
+    asyncio.run(story())
+
+
+def test_a_file_whose_first_value_cannot_be_read_in_time_is_not_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def hang(machine: Machine, path: str, limit: int = 0) -> str:
+        if path.endswith("/numvfs"):  # as while another write holds the lock of the device
+            raise Timeout("reading the host took more than 10 s")
+        return real_read(machine, path)
+
+    async def story() -> None:
+        driver = ScriptedDriver({"install": plan_once(write_step("mode", "1", undo="0"), write_step("numvfs", "4"))})
+        async with run_host(tmp_path, driver) as host:
+            result = await host.run_commands(make_command(1, "install"))
+            assert result.outcome == "failed"
+            assert "set numvfs to 4: not started, because its first value cannot be read: reading" in result.text
+            assert (host.file_content("mode"), host.file_content("numvfs")) == ("0", "0")
+
+    real_read = Machine.read
+    monkeypatch.setattr(Machine, "read", hang)
     asyncio.run(story())
 
 

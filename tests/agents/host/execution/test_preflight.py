@@ -20,7 +20,7 @@ from drivers.inventory import AttachHandle, DriverDeclaration
 from drivers.isolation.driver_main import Manifest
 from drivers.isolation.host_writer import HostWriter
 from drivers.machine import OpenNodes
-from drivers.plan import Ask, Plan, Step, Write
+from drivers.plan import Ask, Check, Plan, Step, Write
 from tests.agents.host.execution.executor_host import (
     CARD,
     CARD_PATH,
@@ -35,6 +35,7 @@ from tests.agents.host.execution.executor_host import (
     run_host,
     write_step,
 )
+from tests.agents.host.fake_gateway import wait_until
 from tests.drivers.tree import FakeHost
 from tests.support.modelmachine import ModelMachine
 
@@ -489,6 +490,37 @@ def test_S3_a_step_is_not_undone_while_a_guest_uses_what_that_would_take_away(tm
     asyncio.run(story())
 
 
+def test_S3_what_a_guest_has_begun_to_use_keeps_the_steps_that_it_rests_on_when_a_later_step_fails(
+    tmp_path: Path,
+) -> None:
+    async def story() -> None:
+        model = make_model_with_guest_functions(tmp_path)
+        virtual = "0000:01:00.1"
+        override = f"/sys/bus/pci/devices/{virtual}/driver_override"
+        bind = Write("/sys/bus/pci/drivers/mlx5_vfio_pci/bind", virtual)
+        model.write("/sys/bus/pci/drivers/mlx5_vfio_pci/unbind", virtual)
+        model.write(override, "\n")
+        steps = (
+            Step("name the driver", Write(override, "mlx5_vfio_pci"), undo=(Write(override, "\n"),)),
+            Step("bind it", bind, undo=(Write("/sys/bus/pci/drivers/mlx5_vfio_pci/unbind", virtual),)),
+            Step("set the mode", Write(AUTOPROBE, "1"), undo=(Write(AUTOPROBE, "0"),)),
+            write_step("absent", "1"),
+        )
+        # A guest opens the function as soon as it is bound.
+        model.event = lambda action, path: model.held.add(VF_GROUP) if action == "bind" else None
+        driver = ScriptedDriver({"install": plan_once(*steps)})
+        async with run_host(tmp_path, driver, hand=lambda _: model.hand(), machine=model.machine) as host:
+            result = await host.run_commands(make_command(1, "install"))
+        assert result.outcome == "failed"
+        assert ". Undone: set the mode. Not undone: bind it (0000:01:00.1 cannot be changed: a guest" in result.text
+        assert result.text.endswith(", name the driver"), (
+            "after the guest, the host's driver must not take the function"
+        )
+        assert model.machine.read(override) == "mlx5_vfio_pci"
+
+    asyncio.run(story())
+
+
 def test_writes_that_take_nothing_away_are_allowed_beside_a_guest(tmp_path: Path) -> None:
     async def story() -> None:
         model = make_model_with_guest_functions(tmp_path)
@@ -652,6 +684,25 @@ def test_S3_the_functions_of_a_wide_scope_are_asked_before_a_plan_and_again_befo
         assert asked.count(VF_GROUP) == 2, "not before each of the 21 steps"
         assert model.resets == ([] if late else [card.name])
         assert result.outcome == ("failed" if late else "succeeded")
+
+    asyncio.run(story())
+
+
+def test_S1_a_wide_act_stops_before_the_step_at_which_another_device_has_got_an_attachment(tmp_path: Path) -> None:
+    async def story() -> None:
+        manifest = Manifest("drv", writes=WRITABLE_PATHS, declares=DriverDeclaration(affects={"reset": "host"}))
+        first = write_step("mode", "1", seen=(Check(f"{CARD_PATH}/numvfs", "9"),), timeout_s=60, undo="0")
+        driver = ScriptedDriver({"reset": plan_once(first, write_step("last", "1"))}, manifest=manifest)
+        async with run_host(tmp_path, driver) as host:
+            host.file_content("last", "0")
+            host.executor.accept_command(make_command(1, "reset"))
+            await wait_until(lambda: host.file_content("mode") == "1")
+            attach = make_command(2, "attach", key="other", uuid="u", handle=HANDLE, consumer="vm1")
+            assert (await host.run_commands(attach)).outcome == "succeeded"
+            host.file_content("numvfs", "9")
+            result = await host.wait_for_result(1)
+            assert (result.outcome, host.file_content("last"), host.file_content("mode")) == ("failed", "0", "0")
+            assert "reset would also affect the device other, which has an attached handle" in result.text
 
     asyncio.run(story())
 

@@ -18,7 +18,7 @@ from agents import wire
 from agents.host.discovery.driver_set import DriverSet
 from agents.host.journal.command_log import AppliedEffect, CommandLog
 from agents.host.journal.journal import Journal
-from drivers.errors import Busy
+from drivers.errors import Busy, DriverError, Gone
 from drivers.inventory import DriverReport
 from drivers.isolation.host_writer import HostWriter
 from drivers.isolation.threads import run_in_thread
@@ -240,6 +240,42 @@ def test_installation_and_attachments_are_restored_after_a_reboot_before_the_fir
             assert driver.discover_count == await_looks + 1
             assert {one.boot_id for one in host.journal.command_log.list_effects()} == {"boot2"}
             assert reported_health(host) == ("ok", "")
+
+    asyncio.run(story())
+
+
+@pytest.mark.parametrize("is_found", [True, False])
+def test_a_device_is_restored_where_it_is_found_if_the_reboot_gave_it_another_address(
+    tmp_path: Path, is_found: bool
+) -> None:
+    async def story() -> None:
+        moved = "0000:05:00.0"
+
+        def install(ask: Ask) -> Plan | DriverError:
+            """Plan at the address of the ask, if the card is there."""
+            path = f"/sys/bus/pci/devices/{ask.address}/numvfs"
+            if ask.address != driver.devices.get("card"):
+                return Gone("the device is not there any more")
+            has_steps = (tmp_path / path.lstrip("/")).read_text() != "4"
+            return Plan((Step("make VFs", Write(path, "4")),) if has_steps else ())
+
+        driver = ScriptedDriver({"install": install})
+        async with run_host(tmp_path, driver) as host:
+            assert (await host.run_commands(make_command(1, "install"))).outcome == "succeeded"
+            host.file_content(f"/sys/bus/pci/devices/{moved}/numvfs", "0")
+        driver.devices = {"card": moved} if is_found else {"other": moved}
+        async with run_host(tmp_path, driver, boot="boot2") as host:
+            result = await host.run_commands(make_command(2, "reset"))
+            assert result.outcome == ("succeeded" if is_found else "refused")
+            assert host.file_content(f"/sys/bus/pci/devices/{moved}/numvfs") == ("4" if is_found else "0")
+            mark = host.reporter.failure_marks.get(("drv", "card"), "")
+            assert mark == (
+                ""
+                if is_found
+                else "after the reboot its install could not be restored: the device is not there any more"
+            )
+            acts = [act for act, _ in driver.plan_calls]
+            assert not is_found or acts[-2:] == ["install", "reset"], "the device is restored before its next command"
 
     asyncio.run(story())
 
