@@ -83,15 +83,15 @@ class Guest:
         yield from ("-netdev", "user,id=net", "-device", "virtio-net-pci,netdev=net,romfile=")
 
     def _devices(self) -> Iterator[str]:
-        """Yield QEMU's options for what is plugged in at the start, and for the free slots `free1` and `free2`.
+        """Yield QEMU's options for what is plugged in, and for the free slots `free1`, `free2` and `second`.
 
-        Each root port is a bus of its own, in this order, so the buses have the numbers 1 to 8.
+        Each root port is a bus of its own, in this order, so the buses have the numbers 1 to 9.
         """
         functions = "sriov_max_vfs=4,sriov_vq_flexible=8,sriov_vi_flexible=4,max_ioqpairs=16,msix_qsize=17"
         if self.iommu != "absent":
             yield from ("-device", "intel-iommu")
         yield from ("-device", "VGA", "-device", "nvme-subsys,id=subsystem", "-chardev", "null,id=nowhere")
-        for slot, port in enumerate(("taken", "free1", "free2", "disk1", "disk2", "disk3", "card", "gpu"), 1):
+        for slot, port in enumerate(("taken", "free1", "free2", "disk1", "disk2", "disk3", "second", "card", "gpu"), 1):
             yield from ("-device", f"pcie-root-port,id={port},chassis={slot},slot={slot}")
         yield from ("-device", f"nvme,id=disk,serial=SRIOV1,subsys=subsystem,bus=taken,{functions}")
         yield from ("-drive", "if=none,id=blocks,driver=null-co,size=64M", "-device", "nvme-ns,drive=blocks,bus=disk")

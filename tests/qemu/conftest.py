@@ -24,12 +24,10 @@ from tests.system.product import ROOT, Product, running
 HOST = "guest1"
 DISK = "0000:01:00.0"
 """The disk with SR-IOV; it exists from the start, as do the other devices with a name here."""
-FREE_SLOTS = ("0000:02:00.0", "0000:03:00.0")
-"""Where the devices in the slots `free1` and `free2` appear."""
 PLAIN_DISKS = ("0000:04:00.0", "0000:05:00.0", "0000:06:00.0")
-CARD = "0000:07:00.0"
-"""A network card with a Device Serial Number, in the slot `card`."""
-GPU, AUDIO, SERIAL_PORT = (f"0000:08:00.{number}" for number in range(3))
+SECOND_CARD, CARD = "0000:07:00.0", "0000:08:00.0"
+"""A network card with a Device Serial Number, in the slot `card`, and where another appears in the slot `second`."""
+GPU, AUDIO, SERIAL_PORT = (f"0000:09:00.{number}" for number in range(3))
 """The three functions of one card, which share an IOMMU group."""
 BOOT_DISPLAY = "0000:00:04.0"
 START_S = 60.0
@@ -54,6 +52,12 @@ selects the audio function and the serial port: they are not offered although an
 PROFILE = "pci"
 
 ROLES = ("admin", "service")
+NOT_PLAYED = {
+    "CONFIG_VFIO_DEVICE_CDEV": "VFIO device nodes of iommufd",
+    "CONFIG_SAMPLE_VFIO_MDEV_MTTY": "mediated devices",
+    "CONFIG_ZFS": "ZFS",
+}
+"""What only a model of the kernel shows, by the option that a kernel needs to show it."""
 _guest: pytest.StashKey[Guest] = pytest.StashKey()
 
 
@@ -254,3 +258,15 @@ def pytest_runtest_makereport(
     if report.failed and guest:
         report.sections.append(("the guest", guest.log()))
     return report
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    """Print in red what the guest's kernel cannot show, and also what it could show although no test asks for it."""
+    if config.stash.get(_guest, None) is None:
+        return
+    options = (prepare.CACHE / "config").read_text().splitlines()
+    ways = [
+        f"{what} ({'its kernel has' if {f'{name}=y', f'{name}=m'} & {*options} else 'its kernel is without'} {name})"
+        for name, what in NOT_PLAYED.items()
+    ]
+    terminalreporter.write_line(f"ONLY MODELLED, not played in the guest: {', '.join(ways)}", red=True)
