@@ -9,7 +9,8 @@ from __future__ import annotations
 import hashlib
 import secrets
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
 from typing import Any
@@ -60,13 +61,14 @@ function of PostgreSQL.
 class ConnectionRejectedError(AgentsError):
     """Raised to refuse a request of an agent: an HTTP status, a code for programs, a sentence for people.
 
-    `retry_after` is sent with a 503: the seconds after which the agent should come back.
+    `retry_after` is sent with a 503: the seconds after which the agent should come back. `proven_host` is the host
+    whose enrolled key or known join token the client has used, '' if it has proven nothing.
     """
 
-    def __init__(self, status: int, code: str, reason: str, retry_after: int = 5) -> None:
+    def __init__(self, status: int, code: str, reason: str, retry_after: int = 5, proven_host: str = "") -> None:
         super().__init__(reason)
         self.status, self.code, self.reason = status, code, reason
-        self.retry_after = retry_after
+        self.retry_after, self.proven_host = retry_after, proven_host
 
 
 def read_credential(scope: Any) -> credentials.Credential:
@@ -212,8 +214,19 @@ def identify_or_enrol(credential: credentials.Credential, identity: EnrolledAgen
     any more. Another host's `node` is refused. Otherwise the agent is enrolled by its token in a transaction. Using a
     token expires the older tokens of its host, so that a replaced key cannot come back with the token it once had.
     Raise ConnectionRejectedError (403) if there is no token, if the token is not valid for this host and key, if the
-    node belongs to another host, or if a bar forbids the enrolment.
+    node belongs to another host, or if a bar forbids the enrolment. Its `proven_host` is the host of the key, else that
+    of the token.
     """
+    try:
+        return _identify_or_enrol(credential, identity)
+    except ConnectionRejectedError as refused:
+        if identity is not None:
+            refused.proven_host = identity.host
+        raise
+
+
+def _identify_or_enrol(credential: credentials.Credential, identity: EnrolledAgent | None) -> EnrolledAgent:
+    """Do the work of `identify_or_enrol`; of a refusal, only the host of a token is noted as proven."""
     if identity is not None and identity.host == credential.host and not identity.barred:
         if identity.node != credential.node:
             _ensure_host(credential, credential.host)
@@ -251,9 +264,12 @@ def _enrol_with_token(credential: credentials.Credential) -> EnrolledAgent:
     """
     with transaction.atomic():
         token = JoinToken.objects.select_for_update().filter(secret_hash=_hash_secret(credential.token)).first()
-        _check_token(token, credential)
-        assert token
-        with conductor.writing():
+        if token is None:
+            raise ConnectionRejectedError(
+                403, "token-unknown", f"the join token is not known here: {_explain_new_token(credential)}"
+            )
+        with _naming_host_of(token), conductor.writing():
+            _check_token(token, credential)
             host = _ensure_host(credential, token.created_by or "join token")
             agent = Agent.objects.select_for_update().filter(host=host).first()
             _check_bar(agent, token, credential)
@@ -284,12 +300,25 @@ def _check_bar(agent: Agent | None, token: JoinToken, credential: credentials.Cr
         raise ConnectionRejectedError(403, wire.CODE_KEY_BARRED, sentence)
 
 
-def _check_token(token: JoinToken | None, credential: credentials.Credential) -> None:
-    """Raise ConnectionRejectedError unless the token exists, is for this host, has not expired, and has not bound
-    another key."""
-    remedy = f"make a new one with `manage.py join_token {credential.host}`"
-    if token is None:
-        raise ConnectionRejectedError(403, "token-unknown", f"the join token is not known here: {remedy}")
+@contextmanager
+def _naming_host_of(token: JoinToken) -> Iterator[None]:
+    """Note the host of a known token as proven in a ConnectionRejectedError that is raised inside the `with` block."""
+    try:
+        yield
+    except ConnectionRejectedError as refused:
+        refused.proven_host = token.host_name
+        raise
+
+
+def _explain_new_token(credential: credentials.Credential) -> str:
+    """Return the remedy for a token that cannot be used."""
+    return f"make a new one with `manage.py join_token {credential.host}`"
+
+
+def _check_token(token: JoinToken, credential: credentials.Credential) -> None:
+    """Raise ConnectionRejectedError unless the token is for this host, has not expired, and has not bound another
+    key."""
+    remedy = _explain_new_token(credential)
     if token.host_name != credential.host:
         raise ConnectionRejectedError(
             403, "token-host", f"the join token is for host {token.host_name!r}, not {credential.host!r}: {remedy}"

@@ -26,6 +26,7 @@ from django.utils.text import slugify
 
 from accelerators import conductor
 from accelerators.domain.states import EventSource
+from drivers.csv_text import disarm_formulas
 
 RowIterator = Iterator[Sequence[Any]]
 
@@ -37,8 +38,6 @@ has read everything."""
 STALL_TIMEOUT = "60s"
 """Time after which PostgreSQL ends the transaction of a client that reads nothing; the client loses the remaining rows.
 An open transaction would keep the database from vacuuming."""
-FORMULA_PREFIXES = ("=", "+", "-", "@", "\t", "\r", "\n")
-"""First characters of a cell that a spreadsheet would evaluate. Text from agents and tenants must stay text."""
 
 _export_slots = BoundedSemaphore(MAX_CONCURRENT_EXPORTS)
 
@@ -146,25 +145,24 @@ def _read_chunks(rows: Iterator[Sequence[Any]], row_counter: list[int]) -> Itera
 
 
 def _write_csv(names: list[str], chunks: Iterator[list[Sequence[Any]]]) -> Iterator[str]:
-    """Yield the rows as CSV with `names` as the heading, one text per chunk."""
+    """Yield the rows as CSV with `names` as the heading, every cell quoted, one text per chunk."""
     all_chunks: Iterator[list[Sequence[Any]]] = chain([[names]], chunks)
     for chunk in all_chunks:
         text = io.StringIO()
-        csv.writer(text).writerows([_to_csv_cell(value) for value in row] for row in chunk)
+        csv.writer(text, quoting=csv.QUOTE_ALL).writerows([_to_csv_cell(value) for value in row] for row in chunk)
         yield text.getvalue()
 
 
 def _to_csv_cell(value: Any) -> Any:
     """Return a value as text that a spreadsheet shows but does not evaluate; numbers and None are left as they are.
 
-    A `'` is put before text that begins with one of FORMULA_PREFIXES. Times are in UTC; lists and dicts become JSON.
+    Text from agents and tenants must stay text (`disarm_formulas`). Times are in UTC; lists and dicts become JSON.
     """
     if value is None or isinstance(value, (int, float)):
         return value
     if isinstance(value, datetime):
         return value.astimezone(UTC).isoformat()
-    text = json.dumps(value, ensure_ascii=False) if isinstance(value, (dict, list)) else str(value)
-    return f"'{text}" if text.startswith(FORMULA_PREFIXES) else text
+    return disarm_formulas(json.dumps(value, ensure_ascii=False) if isinstance(value, (dict, list)) else str(value))
 
 
 def _to_plain_dict(names: list[str], row: Sequence[Any]) -> dict[str, Any]:

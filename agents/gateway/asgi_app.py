@@ -205,12 +205,14 @@ class AgentGateway:
             with self.throttle.count_handshake():
                 identity = await self._identify_agent(credential)
             if credential.epoch > authentication.highest_allowed_epoch(identity.epoch):
-                raise ConnectionRejectedError(
-                    403, "epoch", f"epoch {credential.epoch} is out of range: the agent's journal may be damaged"
-                )
+                reason = f"epoch {credential.epoch} is out of range: the agent's journal may be damaged"
+                raise ConnectionRejectedError(403, "epoch", reason, proven_host=identity.host)
         except ConnectionRejectedError as refused:
             if refused.code != "busy":
-                self.refusals.add(MANY_HOSTS if refused.status == 503 else host, refused.code, refused.reason)
+                proven_host = MANY_HOSTS if refused.status == 503 else refused.proven_host
+                self.refusals.add(
+                    proven_host, refused.code, refused.reason, claimed=host, address=client_address(scope)
+                )
             await deny_upgrade(scope, send, refused)
             return
         session = AgentSession(identity, credential, fingerprint, version, scope, send)

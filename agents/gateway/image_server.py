@@ -24,6 +24,7 @@ from accelerators.runtime import database_outage
 from agents import authentication, credentials, key_revocation, wire
 from agents.authentication import ChallengeStore, ConnectionRejectedError
 from agents.gateway.rejections import RefusalCounter
+from agents.gateway.upgrade_request import client_address
 
 log = logging.getLogger(__name__)
 
@@ -74,7 +75,9 @@ class ImageServer:
                 self.transfer_count -= 1
         except ConnectionRejectedError as refused:
             if refused.status != 405:
-                self._refusals.add(host, refused.code, refused.reason)
+                self._refusals.add(
+                    refused.proven_host, refused.code, refused.reason, claimed=host, address=client_address(scope)
+                )
             headers, body = authentication.build_denial(refused)
             await send({"type": "http.response.start", "status": refused.status, "headers": headers})
             await send({"type": "http.response.body", "body": body})
@@ -130,30 +133,35 @@ def _open_image_for_agent(credential: credentials.Credential, image_id: str) -> 
     """Open an image for the host that a verified credential belongs to; return the file and its size in bytes.
 
     Raise ConnectionRejectedError: 403 if the key is barred or not enrolled for this host, or if no unanswered command
-    of the host names the image; 404 if the id is not a uuid or the file is gone. Raise database errors. For a thread:
-    it closes the thread's database connection.
+    of the host names the image; 404 if the id is not a uuid or the file is gone. Its `proven_host` is the host of the
+    key. Raise database errors. For a thread: it closes the thread's database connection.
     """
+    host = ""
     try:
         identity = authentication.find_enrolled([credential.public_key]).get(credential.public_key)
-        if identity is None or identity.host != credential.host:
+        host = identity.host if identity else ""
+        if identity is None or host != credential.host:
             raise ConnectionRejectedError(403, "not-enrolled", f"this key does not belong to host {credential.host!r}")
         if identity.barred:
             raise ConnectionRejectedError(
-                403, identity.barred, key_revocation.explain_bar(identity.barred, identity.barred_reason, identity.host)
+                403, identity.barred, key_revocation.explain_bar(identity.barred, identity.barred_reason, host)
             )
         if not IMAGE_ID.fullmatch(image_id):
             raise ConnectionRejectedError(404, "no-image", "the path must end in the uuid of an image")
         unanswered_commands = Command.objects.filter(COMMAND_IS_OPEN, host=identity.host_id, answered_at=None)
         if not unanswered_commands.filter(arguments__image__id=image_id).exists():
             raise ConnectionRejectedError(
-                403, "not-ordered", f"no open command of host {identity.host!r} names image {image_id}"
+                403, "not-ordered", f"no open command of host {host!r} names image {image_id}"
             )
+        try:
+            path = store.get_image_path(image_id)
+            return path.open("rb"), path.stat().st_size
+        except OSError:
+            raise ConnectionRejectedError(
+                404, "no-image", f"image {image_id} is no longer stored: order the command again"
+            ) from None
+    except ConnectionRejectedError as refused:
+        refused.proven_host = host
+        raise
     finally:
         connection.close()
-    try:
-        path = store.get_image_path(image_id)
-        return path.open("rb"), path.stat().st_size
-    except OSError:
-        raise ConnectionRejectedError(
-            404, "no-image", f"image {image_id} is no longer stored: order the command again"
-        ) from None

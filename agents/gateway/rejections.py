@@ -1,10 +1,14 @@
-"""Record refusals of agents as events: at most one event per host, code and minute, with a count."""
+"""Record refusals of agents as events: few events for each host and code, with a count.
+
+An event bears a host's name only if the client has proven who it is. Whoever reaches the gateway can send handshakes
+in any host's name, so those that prove nothing share one series of events for each code.
+"""
 
 from __future__ import annotations
 
 import logging
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from django.db import DatabaseError, InterfaceError, OperationalError
@@ -17,18 +21,38 @@ log = logging.getLogger(__name__)
 
 EVENT_INTERVAL_S = 60.0
 """Minimum seconds between two events of the same host and code."""
+MAX_EVENTS_AT_ONCE = 6
+"""How many events of the same host and code may follow each other at that distance, after a quiet time."""
+EVENT_REFILL_S = 3600.0
+"""Seconds after which one event more is allowed: of one host and code at most MAX_EVENTS_AT_ONCE + 24 a day."""
 MAX_TALLIES = 500
-"""Maximum number of (host, code) pairs that are counted separately. The host name of a refused client is not verified,
-so a client could otherwise fill the memory with invented names."""
+"""Maximum number of (host, code) pairs that are counted separately."""
+MAX_CLAIMS = 10
+"""Maximum number of claimed host names, and of addresses, in an event about clients that have proven nothing."""
+UNPROVEN_HOST = "(unknown)"
+"""Stands in place of a host name in events about clients that have not proven which host they are."""
 
 
 @dataclass(slots=True)
 class _RefusalTally:
-    """Refusals of one host and code: how many are not recorded yet, the last reason, and the time of the last event."""
+    """Refusals of one host and code: how many are not recorded yet, the last reason, and the time of the last event.
+
+    `claimed` and `addresses` are the first host names that unproven clients have claimed since the last event, and
+    their addresses. `allowance` is the number of events that may be written, as of `updated_at` (monotonic clock).
+    """
 
     count: int
     reason: str
-    written_at: float
+    updated_at: float
+    written_at: float = float("-inf")
+    allowance: float = MAX_EVENTS_AT_ONCE
+    claimed: dict[str, None] = field(default_factory=dict)
+    addresses: dict[str, None] = field(default_factory=dict)
+
+    def update_allowance(self, now: float) -> None:
+        """Add to the allowance what the time since `updated_at` has earned."""
+        earned = (now - self.updated_at) / EVENT_REFILL_S
+        self.allowance, self.updated_at = min(MAX_EVENTS_AT_ONCE, self.allowance + earned), now
 
 
 class RefusalCounter:
@@ -40,40 +64,56 @@ class RefusalCounter:
     def __init__(self) -> None:
         self._tallies: dict[tuple[str, str], _RefusalTally] = {}
 
-    def add(self, host: str, code: str, reason: str, *, is_disconnected: bool = True) -> None:
-        """Count one refusal of a client that claims to be `host`.
+    def add(
+        self,
+        proven_host: str,
+        code: str,
+        reason: str,
+        *,
+        claimed: str = "",
+        address: str = "",
+        is_disconnected: bool = True,
+    ) -> None:
+        """Count one refusal of the host `proven_host`, '' if the client has not proven which host it is.
 
-        `is_disconnected` means that it was refused or disconnected; only then the metrics count it. False is for agents
-        that stay connected, for example when samples are dropped.
+        `claimed` is the host name that the client claims, and `address` where it comes from; they are only recorded if
+        it has proven nothing. `is_disconnected` means that it was refused or disconnected; only then the metrics count
+        it. False is for agents that stay connected, for example when samples are dropped.
         """
         metrics.refusals_by_code[code] += is_disconnected
-        key = (host[:255].replace("\0", "") or "(unknown)", code)
+        key = (proven_host[:255].replace("\0", "") or UNPROVEN_HOST, code)
         if key not in self._tallies and len(self._tallies) >= MAX_TALLIES:
             key = ("(many)", code)
-        tally = self._tallies.setdefault(key, _RefusalTally(0, reason, -EVENT_INTERVAL_S))
+        tally = self._tallies.setdefault(key, _RefusalTally(0, reason, time.monotonic()))
         tally.count += 1
         tally.reason = reason.replace("\0", "")
+        if not proven_host:
+            _note_claim(tally.claimed, claimed)
+            _note_claim(tally.addresses, address)
 
     def flush(self) -> None:
-        """Record an event for each tally with new refusals, at most one per tally every EVENT_INTERVAL_S.
+        """Record an event for each tally with new refusals, if its allowance and EVENT_INTERVAL_S permit one.
 
-        Tallies without new refusals since their last event are deleted after EVENT_INTERVAL_S. All events are written
-        in one statement. Raise OperationalError or InterfaceError if the database is down; the counts are kept then.
+        A tally without new refusals is deleted when its allowance is complete again, so that a pause between two floods
+        earns no additional events. All events are written in one statement. Raise OperationalError or InterfaceError if
+        the database is down; the counts are kept then.
         """
         now = time.monotonic()
         due: dict[tuple[str, str], int] = {}
         for key, tally in list(self._tallies.items()):
-            if now - tally.written_at < EVENT_INTERVAL_S:
-                continue
-            if tally.count:
+            tally.update_allowance(now)
+            if tally.count and tally.allowance >= 1 and now - tally.written_at >= EVENT_INTERVAL_S:
                 due[key] = tally.count
-            else:
+            elif not tally.count and tally.allowance >= MAX_EVENTS_AT_ONCE:
                 del self._tallies[key]
         if due:
             self._record_events(due)
         for key, count in due.items():  # only after the write, which fails while the database is down
-            self._tallies[key].count -= count
-            self._tallies[key].written_at = now
+            tally = self._tallies[key]
+            tally.count -= count
+            tally.allowance -= 1
+            tally.written_at = now
+            tally.claimed, tally.addresses = {}, {}
 
     def _record_events(self, due: dict[tuple[str, str], int]) -> None:
         """Record an event for each key of `due`, in one statement. Raise OperationalError or InterfaceError if the
@@ -89,9 +129,24 @@ class RefusalCounter:
             log.exception("refusals cannot be recorded (agents: %d)", len(due))
 
     def _build_event(self, host: str, code: str, count: int) -> dict[str, Any]:
-        """Return the event `agent.refused` with code, count and the last reason of one tally; nothing is written."""
-        changes = {"code": [None, code], "count": [None, count]}
-        reason = self._tallies[host, code].reason
+        """Return the event `agent.refused` with code, count and the last reason of one tally; nothing is written.
+
+        If the clients have proven nothing, the event also has the names that they claimed, and their addresses.
+        """
+        tally = self._tallies[host, code]
+        changes: dict[str, Any] = {"code": [None, code], "count": [None, count]}
+        if tally.claimed:
+            changes["claimed"] = [None, ", ".join(tally.claimed)]
+        if tally.addresses:
+            changes["addresses"] = [None, ", ".join(tally.addresses)]
         return conductor.build_event(
-            "agent.refused", EventSource.SYSTEM, "gateway", host_name=host, changes=changes, reason=reason
+            "agent.refused", EventSource.SYSTEM, "gateway", host_name=host, changes=changes, reason=tally.reason
         )
+
+
+def _note_claim(claims: dict[str, None], text: str) -> None:
+    """Add a text that a client chose to `claims`, cut and without characters that cannot be stored, unless there are
+    MAX_CLAIMS already.
+    """
+    if text and len(claims) < MAX_CLAIMS:
+        claims[text[:255].replace("\0", "")] = None

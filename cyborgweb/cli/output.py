@@ -20,10 +20,9 @@ from typing import Any
 import click
 
 from cyborgweb.cli.exit_codes import to_printable_line
+from drivers.csv_text import disarm_formulas
 
 FORMATS = ("table", "json", "yaml", "csv")
-FORMULA_SIGNS = ("=", "+", "-", "@")
-"""A spreadsheet takes a cell that begins with one of these for a formula. Text of hosts and tenants must stay text."""
 API_TIME = re.compile(r"\A(\d{4}-\d\d-\d\d)T(\d\d:\d\d:\d\d)(\.\d+)?(Z|\+00:00)\Z")
 """A time as the API writes it; tables show it to the second."""
 COLUMN_GAP = 2
@@ -244,5 +243,4 @@ def _format_csv_cell(value: Any) -> Any:
     """Return a CSV cell: None and numbers unchanged, anything else as text that no spreadsheet takes for a formula."""
     if value is None or (isinstance(value, int | float) and not isinstance(value, bool)):
         return value
-    text = to_printable_line(value) if isinstance(value, str) else format_cell(value)
-    return f"'{text}" if text.startswith(FORMULA_SIGNS) else text
+    return disarm_formulas(to_printable_line(value) if isinstance(value, str) else format_cell(value))

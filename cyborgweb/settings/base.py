@@ -10,7 +10,7 @@ from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 from accelerators.domain import states
-from cyborgweb.database.postgres import Postgres
+from cyborgweb.database.postgres import Postgres, PostgresError
 from cyborgweb.settings import over_tls
 from cyborgweb.settings.keys import Keys, get_keys
 from drivers.configuration import ConfigurationError
@@ -69,6 +69,14 @@ KEEPALIVE_OPTIONS: dict[str, object] = {
 default this takes two hours, and PostgreSQL would keep the locks of a vanished client for that time."""
 
 
+def _secure_socket_folder(settings: Keys) -> Path:
+    """Return the folder of the embedded database's socket. Raises ConfigurationError if it is another user's."""
+    try:
+        return Postgres(settings.state_path / "postgres").secure_socket_folder()
+    except PostgresError as error:
+        raise ConfigurationError(str(error)) from None
+
+
 def _make_database_settings(settings: Keys) -> dict[str, object]:
     """Return Django's settings of the one database: that of CYBORG_DATABASE_URL, or the embedded one at its socket.
 
@@ -84,7 +92,7 @@ def _make_database_settings(settings: Keys) -> dict[str, object]:
         return common | {
             "NAME": "cyborg",
             "USER": "postgres",
-            "HOST": str(Postgres(settings.state_path / "postgres").socket),
+            "HOST": str(_secure_socket_folder(settings)),
             "OPTIONS": STATEMENT_OPTIONS,
         }
     url = urlsplit(settings.database_url)

@@ -33,6 +33,7 @@ from cyborgweb.database import libpq
 from cyborgweb.server import backup
 from cyborgweb.settings.keys import get_keys
 from drivers.configuration import load_configuration
+from drivers.files import write_private
 
 MIGRATION_LOCK = 0x6D696772
 MAX_MIGRATION_TRIES, MIGRATION_RETRY_S = 60, 1.0
@@ -63,10 +64,11 @@ class Command(BaseCommand):
     def handle(self, *args: Any, **options: Any) -> None:
         """Migrate the database, create what is missing, and print one line of JSON for the supervisor.
 
-        Its keys are `login` and `login_file` (the first login, and the file that holds it), `join` (a new join token;
-        '' without `--address`), `jobs` (each job's cluster, lock class and lock id) and `dsn` (the database's
-        connection string, with its password). Raises CommandError if a restore was interrupted, and CommandError or
-        OperationalError if the database cannot be migrated.
+        Its keys are `login` (who can log in first, without a password), `login_file` (the file with the first login,
+        '' if there is none), `login_is_new` (whether this call created the user), `join` (a new join token; '' without
+        `--address`), `jobs` (each job's cluster, lock class and lock id) and `dsn` (the database's connection string,
+        with its password). Raises CommandError if a restore was interrupted, and CommandError or OperationalError
+        if the database cannot be migrated.
         """
         try:
             backup.refuse_unfinished_restore()
@@ -76,12 +78,13 @@ class Command(BaseCommand):
         if options["sample_rules"]:
             _create_sample_rule()
         path = get_keys().state_path / "first-login"
-        login = (
-            "with your name and password in Keystone" if get_keys().auth == "keystone" else _create_first_login(path)
-        )
+        with_keystone = get_keys().auth == "keystone"
+        is_new = not with_keystone and _create_first_login(path)
+        has_file = not with_keystone and path.exists()
         facts = {
-            "login": login,
-            "login_file": str(path) if get_keys().auth != "keystone" and path.exists() else "",
+            "login": "with your name and password in Keystone" if with_keystone else "a login that already exists",
+            "login_file": str(path) if has_file else "",
+            "login_is_new": is_new,
             "join": _create_join_token(options["address"]) if options["address"] else "",
             "jobs": {name: (job.cluster, jobs.LOCK_CLASS, jobs.lock_id(name)) for name, job in jobs.JOBS.items()},
             "dsn": make_conninfo("", **libpq.get_connection_parameters()),
@@ -112,24 +115,22 @@ def _migrate_database() -> None:
     raise CommandError("another process has been migrating this database for a minute: check what it waits for")
 
 
-def _create_first_login(path: Path) -> str:
-    """If there is no user yet, create the superuser `admin` with a new password and return `admin / PASSWORD`.
+def _create_first_login(path: Path) -> bool:
+    """If there is no user yet, create the superuser `admin` with a new password and return True; otherwise False.
 
-    That text is also written to the file `path`, which only its owner can read. If users exist, return the content of
-    the file or, without one, a text that says so. If a process ended after it had written the file and before it had
-    created the user, the user gets the password of the file.
+    `admin / PASSWORD` is written to the file `path`, which only its owner can read, and nowhere else. If a process
+    ended after it had written the file and before it had created the user, the user gets the password of the file.
     """
-    stored = path.read_text().strip() if path.exists() else ""
     users = get_user_model()
     if users.objects.exists():
-        return stored or "a login that already exists"
+        return False
+    stored = path.read_text().strip() if path.exists() else ""
     password = stored.partition(" / ")[2] or secrets.token_urlsafe(12)
-    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
-        file.write(f"admin / {password}\n")
+    write_private(path, f"admin / {password}\n".encode())
     users.objects.create_superuser("admin", password=password)
     changes = {"is_superuser": [None, True]}
     conductor.record_event("user.created", EventSource.SYSTEM, "prepare", subject=(None, "admin"), changes=changes)
-    return f"admin / {password}"
+    return True
 
 
 def _create_sample_rule() -> None:

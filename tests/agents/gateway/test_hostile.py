@@ -17,7 +17,7 @@ from websockets.exceptions import ConnectionClosed, InvalidStatus
 from accelerators.models import Event, Host
 from agents import authentication, wire
 from agents.gateway.asgi_app import AgentGateway
-from agents.gateway.rejections import MAX_TALLIES, RefusalCounter
+from agents.gateway.rejections import MAX_CLAIMS, MAX_TALLIES, RefusalCounter
 from agents.gateway.writer import CommandJob
 from agents.models import Agent, Lease, Spooled
 from cyborgweb.settings.keys import Keys
@@ -157,10 +157,14 @@ def test_samples_of_a_second_connection_do_not_replace_those_of_the_active_one(
         assert [one[2] for one in gateway.sample_cache.iterate_samples([host])] in ([], [before[2]])
 
 
-def test_refusals_of_many_forged_names_are_recorded_by_one_statement() -> None:
+def list_refusals() -> list[Event]:
+    return list(Event.objects.filter(action="agent.refused").order_by("id"))
+
+
+def test_refusals_of_many_hosts_are_recorded_by_one_statement() -> None:
     refusals = RefusalCounter()
     for number in range(2 * MAX_TALLIES):
-        refusals.add(f"forged-{number}", "challenge", "unknown\0")
+        refusals.add(f"host-{number}", "foreign-node", "unknown\0")
     with CaptureQueriesContext(connection) as captured:
         refusals.flush()
         refusals.flush()
@@ -168,6 +172,72 @@ def test_refusals_of_many_forged_names_are_recorded_by_one_statement() -> None:
     events = Event.objects.filter(action="agent.refused")
     assert events.count() == MAX_TALLIES + 1
     assert events.get(host="(many)").changes["count"] == [None, MAX_TALLIES]
+
+
+def test_forged_handshakes_write_no_event_under_a_hosts_name(agent: WireAgent, gateway: AgentGateway) -> None:
+    agent.connect().close()
+    forged = WireAgent(agent.port, host="cmp1")
+    for number in range(12):
+        stranger = WireAgent(agent.port, host=f"forged-{number}\n", node=f"forged-{number}")
+        assert stranger.connect_refused() == (403, "not-enrolled")
+    assert forged.connect_refused() == (403, "not-enrolled"), "the host exists, but the key is not its own"
+    assert WireAgent(agent.port, host="cmp1", token="of-nobody").connect_refused() == (403, "token-unknown")
+    until(lambda: {one.changes["code"][1] for one in list_refusals()} == {"not-enrolled", "token-unknown"})
+    assert {one.host for one in list_refusals()} == {"(unknown)"}
+    assert list_refusals()[0].changes["addresses"] == [None, "127.0.0.1"]
+    assert list_refusals()[0].changes["claimed"][1].startswith("forged-0")
+
+
+def test_a_refused_host_that_proved_its_name_is_recorded_under_it(agent: WireAgent) -> None:
+    agent.connect().close()
+    agent.host = "cmp2"
+    assert agent.connect_refused() == (403, "token-host"), "the key and the token are those of cmp1"
+    joiner = WireAgent(agent.port, host="cmp3", token=make_join_secret("cmp4"))
+    assert joiner.connect_refused() == (403, "token-host")
+    until(lambda: len(list_refusals()) == 2)
+    assert {(one.host, one.changes["code"][1]) for one in list_refusals()} == {
+        ("cmp1", "token-host"),
+        ("cmp4", "token-host"),
+    }
+    assert not any("claimed" in one.changes for one in list_refusals())
+
+
+@pytest.mark.parametrize(
+    ("pause_s", "most"), [(1.0, 30), (61.0, 30), (3601.0, 24)], ids=["flood", "each minute", "each hour"]
+)
+def test_a_client_causes_at_most_30_events_a_day_and_code(
+    monkeypatch: pytest.MonkeyPatch, pause_s: float, most: int
+) -> None:
+    now, written = [1000.0], []
+    monkeypatch.setattr("agents.gateway.rejections.time.monotonic", lambda: now[0])
+    refusals = RefusalCounter()
+    monkeypatch.setattr(refusals, "_record_events", lambda due: written.append(dict(due)))
+    added = 0
+    while now[0] < 1000 + 86_400:
+        for number in range(20):
+            refusals.add("", "challenge", "unknown", claimed=f"forged-{now[0]}-{number}")
+        added += 20
+        refusals.flush()
+        now[0] += pause_s
+        refusals.flush()
+    assert 20 <= len(written) <= most
+    now[0] += 3600
+    refusals.flush()
+    assert sum(sum(due.values()) for due in written) == added, "every refusal is counted in an event at last"
+    now[0] += 7 * 3600
+    refusals.flush()
+    assert not refusals._tallies
+
+
+def test_an_event_about_unproven_clients_names_only_the_first_ten(monkeypatch: pytest.MonkeyPatch) -> None:
+    refusals = RefusalCounter()
+    for number in range(1000):
+        refusals.add("", "challenge", "unknown", claimed=f"forged-{number}\0" * 100, address=f"10.0.0.{number}")
+    refusals.flush()
+    (event,) = list_refusals()
+    assert event.changes["count"] == [None, 1000]
+    assert len(event.changes["addresses"][1].split(", ")) == MAX_CLAIMS
+    assert len(event.changes["claimed"][1].split(", ")) == MAX_CLAIMS and len(event.changes["claimed"][1]) < 2600
 
 
 def test_the_writer_goes_on_after_an_unexpected_exception(

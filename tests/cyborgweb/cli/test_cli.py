@@ -387,9 +387,12 @@ def test_long_texts_in_a_table_are_wrapped_instead_of_cut() -> None:
     assert list(output.format_table_lines([("uuid", "host"), (uuid, "cmp1")], 30))[1] == "6a0c1d0e-0a53  cmp1"
 
 
-@given(random_texts)
-def test_csv_cells_cannot_be_spreadsheet_formulas(text: str) -> None:
-    assert not str(output._format_csv_cell(text)).startswith(output.FORMULA_SIGNS)
+@given(random_texts, random_texts)
+def test_csv_cells_cannot_be_spreadsheet_formulas(first: str, second: str) -> None:
+    written = output._format_csv([[f"={first}", f"{first};={second}"]])
+    for separator in (",", ";", "|"):
+        cells = next(csv.reader([written], delimiter=separator))
+        assert not any(cell.startswith(("=", "+", "-", "@", "\t", "\r", "\n")) for cell in cells)
 
 
 def test_an_untrusted_certificate_is_refused_unless_insecure_is_given(

@@ -92,10 +92,14 @@ def test_a_long_export_is_streamed_in_slices_without_losing_rows(
 def test_exported_csv_values_cannot_be_spreadsheet_formulas(operator: Client) -> None:
     apply_report(
         get_or_create_host(),
-        make_driver_report(make_card(1, model="=HYPERLINK(1)", vendor="@SUM(1)", status="ok", status_reason="-2+3")),
+        make_driver_report(make_card(1, model="=HYPERLINK(1)", vendor="@SUM(1)", status="ok", status_reason="x;=2+3")),
     )
-    (row,) = parse_csv(download(operator, f"{DEVICES}csv"))
-    assert (row["model"], row["vendor"], row["status_reason"]) == ("'=HYPERLINK(1)", "'@SUM(1)", "'-2+3")
+    text = download(operator, f"{DEVICES}csv")
+    (row,) = parse_csv(text)
+    assert (row["model"], row["vendor"], row["status_reason"]) == ("'=HYPERLINK(1)", "'@SUM(1)", "x;'=2+3")
+    heading, line = text.splitlines()
+    assert heading.count('"') == line.count('"') == 2 * len(row), "every cell is quoted"
+    assert not any(cell.startswith("=") for cell in line.split(";")), "for a spreadsheet with semicolons"
 
 
 def test_an_export_is_recorded_as_an_event_with_actor_filters_and_row_count(operator: Client, fill: Fill) -> None:

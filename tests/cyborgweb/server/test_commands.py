@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import stat
 import subprocess
 import sys
@@ -25,6 +26,7 @@ from agents import credentials
 from agents.models import JoinToken
 from cyborgweb.management.commands import prepare
 from cyborgweb.models import ApiToken, hash_token
+from cyborgweb.server.supervisor import Supervisor
 from cyborgweb.settings import base
 from cyborgweb.settings.keys import Keys, parse_listen_address
 from drivers.configuration import ConfigurationError, load_configuration
@@ -82,11 +84,39 @@ def test_prepare_creates_the_first_login_only_once(tmp_path: Path, monkeypatch: 
     facts = json.loads(run_manage_command("prepare", "--address", "http://127.0.0.1:1")[-1])
     login = tmp_path / "first-login"
     assert stat.S_IMODE(login.stat().st_mode) == 0o600
-    assert facts["login"] == login.read_text().strip()
+    assert (facts["login_file"], facts["login_is_new"]) == (str(login), True)
+    made = login.read_text()
     again = json.loads(run_manage_command("prepare", "--address", "http://127.0.0.1:1")[-1])
-    assert again["login"] == facts["login"] and not AdmissionRule.objects.exists()
+    assert again["login_is_new"] is False and again["login_file"] == str(login) and login.read_text() == made
+    assert not AdmissionRule.objects.exists()
     named = "merge leases sweep seals deadlines drains commands images bulks rollouts attachments messages deliveries"
     assert sorted(facts["jobs"]) == sorted([*named.split(), "mails", "releases"])
+
+
+def test_prepare_never_prints_the_password(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prepare, "get_keys", lambda: Keys(state_dir=str(tmp_path)))
+    printed = [line for _ in range(2) for line in run_manage_command("prepare")]
+    password = (tmp_path / "first-login").read_text().strip().removeprefix("admin / ")
+    assert len(password) > 10 and not any(password in line for line in printed)
+
+
+def test_the_first_password_is_shown_once_on_a_terminal_and_never_in_a_log(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "first-login").write_text("admin / the-password\n")
+    facts = {"login": "a login", "login_file": str(tmp_path / "first-login")}
+    written = []
+    for is_new, opened in [(True, os.openpty()), (False, os.openpty()), (True, os.pipe()), (False, os.pipe())]:
+        read_end, write_end = opened
+        with socket.socket() as listener, open(write_end, "w") as stderr:
+            listener.bind(("127.0.0.1", 0))
+            monkeypatch.setattr(sys, "stderr", stderr)
+            Supervisor(Keys(state_dir=str(tmp_path)))._print_addresses(listener, None, facts | {"login_is_new": is_new})
+            text = os.read(read_end, 4096).decode()
+        os.close(read_end)
+        assert str(tmp_path / "first-login") in text
+        written.append("the-password" in text)
+    assert written == [True, False, False, False]
 
 
 @pytest.mark.parametrize("cause", [DeadlockDetected, LockNotAvailable])
@@ -148,16 +178,18 @@ def test_health_endpoints_need_no_token_and_answer_with_a_request_id(client) -> 
 def test_the_first_login_gets_the_password_of_a_file_that_a_killed_start_left(tmp_path: Path) -> None:
     path = tmp_path / "first-login"
     path.write_text("admin / left-by-a-killed-start\n")
-    assert prepare._create_first_login(path) == "admin / left-by-a-killed-start"
+    assert prepare._create_first_login(path)
     assert get_user_model().objects.get(username="admin").check_password("left-by-a-killed-start")
-    assert prepare._create_first_login(path) == "admin / left-by-a-killed-start"
+    assert not prepare._create_first_login(path)
+    assert path.read_text() == "admin / left-by-a-killed-start\n" and stat.S_IMODE(path.stat().st_mode) == 0o600
 
 
 def test_an_empty_login_file_gets_a_new_password(tmp_path: Path) -> None:
     path = tmp_path / "first-login"
     path.touch(mode=0o600)
-    login = prepare._create_first_login(path)
-    assert path.read_text().strip() == login and len(login) > len("admin / ")
+    assert prepare._create_first_login(path)
+    login = path.read_text().strip()
+    assert len(login) > len("admin / ")
     assert get_user_model().objects.get(username="admin").check_password(login.removeprefix("admin / "))
 
 

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import pytest
 from django.test import Client, override_settings
@@ -15,8 +16,8 @@ from django.test import Client, override_settings
 from agents.wire import CHALLENGE_PATH
 from cyborgweb import asgi
 from cyborgweb.settings import over_tls
-from cyborgweb.settings.keys import get_keys
-from drivers.configuration import ConfigurationError
+from cyborgweb.settings.keys import Keys, get_keys
+from drivers.configuration import ConfigurationError, load_configuration
 from tests.support.webserver import serving
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -29,10 +30,28 @@ def run_deploy_check(**environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, check=False, env=os.environ | environment)
 
 
+def read_shipped_environment() -> dict[str, str]:
+    """Return the variables of the example file for controllers, as systemd's EnvironmentFile= reads them."""
+    lines = (ROOT / "docs/deploy/etc/controller.env").read_text().splitlines()
+    return dict(line.split("=", 1) for line in lines if line and not line.startswith("#"))
+
+
 @pytest.mark.system
 def test_the_deploy_check_passes_with_public_url_and_allowed_hosts() -> None:
     done = run_deploy_check(CYBORG_PUBLIC_URL=PUBLIC_URL, CYBORG_ALLOWED_HOSTS="accelerators.example")
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.system
+def test_the_deploy_check_is_clean_with_the_shipped_environment_files() -> None:
+    done = run_deploy_check(**read_shipped_environment())
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_shipped_environment_file_sets_what_the_deploy_check_asks_for() -> None:
+    keys = load_configuration(Keys, read_shipped_environment())
+    assert keys.public_url and "*" not in keys.allowed_hosts
+    assert urlsplit(keys.public_url).hostname in keys.allowed_hosts, "the console would answer 400 at its own address"
 
 
 @pytest.mark.system
