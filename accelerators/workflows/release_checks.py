@@ -116,8 +116,8 @@ def ask_hosts_again() -> bool:
     each release. Runs in a transaction of its own, and locks the hosts and the devices.
     """
     now = datetime.now(UTC)
-    device = "handle__deployable__device"
-    is_changed = Q(updated_at__lt=F(f"{device}__host__updated_at")) | Q(updated_at__lt=F(f"{device}__updated_at"))
+    path = "handle__deployable__device"
+    is_changed = Q(updated_at__lt=F(f"{path}__host__updated_at")) | Q(updated_at__lt=F(f"{path}__updated_at"))
     is_changed &= Q(updated_at__lt=now - timedelta(seconds=LONGEST_PAUSE_S))
     due = ReleasedHandle.objects.filter(Q(ask_at__lt=now) | is_changed).order_by("ask_at")
     with conductor.writing():
