@@ -2,8 +2,7 @@
 
 Observed with a real Nova: a server that is deleted while it is being bound leaves its requests behind. An instance
 counts as deleted only if two complete listings, at least LISTING_INTERVAL_S apart, lack it and Nova answers 404 to a
-direct query. If MIN_FOREIGN_CLOUD or more instances hold requests and a listing contains none of them, it is taken for
-another cloud's and ignored.
+direct query, all of them at the same address, and only if that address is trusted (`nova.endpoints`).
 """
 
 from __future__ import annotations
@@ -24,6 +23,7 @@ from accelerators.requests import binding
 from accelerators.runtime import jobs
 from placement_sync.cloud import get_cloud_session
 from placement_sync.models import Look, Vanished
+from placement_sync.nova import endpoints
 from placement_sync.nova.client import NovaUnavailableError, send_get
 
 log = logging.getLogger(__name__)
@@ -34,8 +34,6 @@ LISTING_INTERVAL_S = 60.0
 query.
 """
 PAGE_SIZE, TIMEOUT_S = 1000, 10.0
-MIN_FOREIGN_CLOUD = 4
-"""If this many or more instances hold requests and none of them is listed, the listing is taken for another cloud's."""
 JOB_CALLER = Caller("instances", "", frozenset({"admin", "service"}), "", service=True)
 MIN_UNCHANGED_S = 60.0
 """A request is compared with Nova once it has not changed for this many seconds."""
@@ -50,11 +48,11 @@ def step() -> bool:
     """Compare the instances that hold requests with Nova, at most every LISTING_INTERVAL_S.
 
     Delete the requests of those that are certainly gone: this listing lacks them, one at least LISTING_INTERVAL_S ago
-    lacked them, and Nova answers 404 for them. If Nova does not answer usably, a warning is logged. Does nothing if
-    Nova is switched off or no cloud is configured. Always returns False: there is never more.
+    lacked them, and Nova answers 404 for them. A listing with one of these instances proves the address. If it is not
+    trusted, or Nova does not answer usably, nothing is deleted and a warning is logged. Does nothing if Nova is
+    switched off or no cloud is configured. Always returns False: there is never more.
     """
     holding = _load_holding_instances()
-    missing_since = {str(row.instance): row.since for row in Vanished.objects.all()}
     now = datetime.now(UTC)
     if not holding or Look.objects.filter(job=JOB, at__gt=now - timedelta(seconds=LISTING_INTERVAL_S)).exists():
         return False
@@ -63,10 +61,18 @@ def step() -> bool:
     Look.objects.update_or_create(job=JOB, defaults={"at": now})
     nova = _NovaQueries(cloud, settings.KEYS.nova_endpoint)
     try:
+        endpoint = endpoints.load_endpoint(endpoints.resolve_url(cloud, settings.KEYS.nova_endpoint))
         listed = nova.list_instances()
-        missing = _find_missing(holding, listed)
-        _delete_vanished(missing_since.keys() - missing)
-        Vanished.objects.bulk_create((Vanished(instance=uuid, since=now) for uuid in missing), ignore_conflicts=True)
+        missing = holding - listed
+        if holding & listed:
+            endpoints.record_proof(endpoint)
+        else:
+            endpoints.refuse_unless_trusted(endpoint.url)
+        Vanished.objects.exclude(instance__in=missing, endpoint=endpoint).delete()
+        missing_since = {str(row.instance): row.since for row in Vanished.objects.all()}
+        Vanished.objects.bulk_create(
+            (Vanished(instance=uuid, since=now, endpoint=endpoint) for uuid in missing), ignore_conflicts=True
+        )
         for uuid in sorted(select_confirmed_missing(missing, missing_since, now)):
             if nova.is_gone(uuid):
                 _delete_requests(uuid)
@@ -92,21 +98,6 @@ def select_confirmed_missing(
     """
     missed_before = now - timedelta(seconds=LISTING_INTERVAL_S)
     return {uuid for uuid in missing if uuid in missing_since and missing_since[uuid] <= missed_before}
-
-
-def _find_missing(holding: Collection[str], listed: Collection[str]) -> set[str]:
-    """Return the instances that the listing lacks.
-
-    Raises NovaUnavailableError if there are at least MIN_FOREIGN_CLOUD instances and the listing contains none of them:
-    it is probably another cloud's.
-    """
-    missing = set(holding) - set(listed)
-    if len(missing) == len(holding) >= MIN_FOREIGN_CLOUD:
-        raise NovaUnavailableError(
-            f"its listing has none of the {len(holding)} instances that hold accelerators;"
-            " check that it is the same cloud"
-        )
-    return missing
 
 
 def _delete_vanished(instances: Collection[str]) -> None:

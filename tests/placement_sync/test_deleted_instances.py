@@ -19,7 +19,7 @@ from accelerators.models import AcceleratorRequest, Deployable, Device, DevicePr
 from accelerators.requests import binding
 from accelerators.requests.binding import BindSpec
 from placement_sync.cloud import SERVICE_SESSION
-from placement_sync.models import Look, Vanished
+from placement_sync.models import Look, NovaEndpoint, Vanished
 from placement_sync.nova import deleted_instances
 from tests.support.nova import FakeNova, running_nova
 from tests.support.reports import apply_report, get_or_create_host, make_card, make_driver_report
@@ -130,13 +130,51 @@ def test_a_failed_listing_frees_no_request(nova: FakeNova, trouble: int) -> None
     assert not Vanished.objects.exists()
 
 
-def test_a_listing_without_any_of_our_instances_frees_nothing_and_warns(
-    nova: FakeNova, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("count", [1, 3, 4])
+def test_S1_a_nova_of_another_region_frees_nothing_even_of_one_instance(
+    nova: FakeNova, caplog: pytest.LogCaptureFixture, count: int
 ) -> None:
-    instances = bind_instances(4)
+    instances = bind_instances(count)
     nova.servers = [str(uuid.uuid4())]
-    for _ in range(2):
+    for _ in range(3):
         run_job_after_a_minute()
         Vanished.objects.update(since=LONG_AGO)
     assert instances_with_requests() == set(instances)
-    assert "has none of the 4 instances" in caplog.text
+    assert "it has never shown an instance that holds an accelerator here" in caplog.text
+
+
+def test_all_instances_that_are_deleted_at_once_are_freed_at_an_address_that_has_shown_one(nova: FakeNova) -> None:
+    nova.servers = bind_instances(4)
+    run_job_after_a_minute()
+    assert NovaEndpoint.objects.get().proven_at
+    nova.servers = []
+    run_job_after_a_minute()
+    Vanished.objects.update(since=LONG_AGO)
+    run_job_after_a_minute()
+    assert instances_with_requests() == set()
+
+
+def test_S1_another_address_of_nova_has_to_prove_itself_again(nova: FakeNova, settings: Any) -> None:
+    nova.servers = instances = bind_instances(2)
+    run_job_after_a_minute()
+    with running_nova() as other:
+        settings.KEYS.nova_endpoint = other.url
+        for _ in range(3):
+            run_job_after_a_minute()
+            Vanished.objects.update(since=LONG_AGO)
+        assert instances_with_requests() == set(instances)
+        other.servers = instances[1:]
+        run_job_after_a_minute()
+        Vanished.objects.update(since=LONG_AGO)
+        run_job_after_a_minute()
+        assert instances_with_requests() == {instances[1]}
+
+
+def test_S1_an_answer_of_another_address_does_not_count_as_the_first_of_two(nova: FakeNova, settings: Any) -> None:
+    gone, *alive = bind_instances(2)
+    nova.servers = alive
+    other = NovaEndpoint.objects.create(url="http://elsewhere", proven_at=LONG_AGO)
+    Vanished.objects.create(instance=gone, since=LONG_AGO, endpoint=other)
+    run_job_after_a_minute()
+    assert gone in instances_with_requests()
+    assert Vanished.objects.get().endpoint == NovaEndpoint.objects.get(url=nova.url)

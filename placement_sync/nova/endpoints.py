@@ -1,0 +1,57 @@
+"""Decide whether Nova's answer 404 for an instance is believed.
+
+A Nova of another region or cloud answers 404 for every instance. So 404 means "deleted" only at an address that has
+shown an instance which held a request here, or that an administrator has confirmed (`models.NovaEndpoint`).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from django.db.models.functions import Now
+
+from placement_sync.models import NovaEndpoint
+from placement_sync.nova.client import NovaUnavailableError
+
+
+class UntrustedEndpointError(NovaUnavailableError):
+    """Nova answered 404 at an address that has never shown an instance which holds a request here."""
+
+
+def resolve_url(session: Any, endpoint: str) -> str:
+    """Return the address of Nova that requests through the session go to, without a slash at its end.
+
+    It is `endpoint` if that is not empty, otherwise that of Keystone's catalogue, for which the session may have to log
+    in first. Raises NovaUnavailableError if there is none.
+    """
+    from keystoneauth1.exceptions import ClientException
+
+    try:
+        url = endpoint or session.get_endpoint(service_type="compute")
+    except ClientException as error:
+        raise NovaUnavailableError(" ".join(str(error).split())[:300]) from None
+    if not url:
+        raise NovaUnavailableError("Keystone's catalogue has no service of the type compute")
+    return str(url).rstrip("/")
+
+
+def load_endpoint(url: str) -> NovaEndpoint:
+    """Return the row of this address; a new one, which is not trusted, if the address was not used before."""
+    return NovaEndpoint.objects.get_or_create(url=url)[0]
+
+
+def refuse_unless_trusted(url: str) -> None:
+    """Raise UntrustedEndpointError unless the answer 404 of this address means that an instance does not exist."""
+    endpoint = NovaEndpoint.objects.filter(url=url).first()
+    if endpoint is None or not endpoint.is_trusted:
+        raise UntrustedEndpointError(
+            f"Nova at {url} answered 404, but it has never shown an instance that holds an accelerator here, so it may"
+            " be the Nova of another region. Check the region and CYBORG_NOVA_ENDPOINT"
+        )
+
+
+def record_proof(endpoint: NovaEndpoint) -> None:
+    """Store that this address has shown an instance which holds a request here. A second proof changes nothing."""
+    if endpoint.proven_at is None:
+        NovaEndpoint.objects.filter(pk=endpoint.pk, proven_at=None).update(proven_at=Now(), updated_at=Now())
+        endpoint.refresh_from_db()
