@@ -54,4 +54,10 @@ def record_proof(endpoint: NovaEndpoint) -> None:
     """Store that this address has shown an instance which holds a request here. A second proof changes nothing."""
     if endpoint.proven_at is None:
         NovaEndpoint.objects.filter(pk=endpoint.pk, proven_at=None).update(proven_at=Now(), updated_at=Now())
-        endpoint.refresh_from_db()
+        endpoint.refresh_from_db(fields=["proven_at"])
+
+
+def record_unknown_instances(endpoint: NovaEndpoint, count: int) -> None:
+    """Store how many instances this address does not know while it is not trusted, and 0 for all other addresses."""
+    NovaEndpoint.objects.exclude(pk=endpoint.pk).exclude(unknown_instances=0).update(unknown_instances=0)
+    NovaEndpoint.objects.filter(pk=endpoint.pk).exclude(unknown_instances=count).update(unknown_instances=count)
