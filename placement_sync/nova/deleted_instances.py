@@ -31,10 +31,10 @@ from placement_sync.cloud import get_cloud_session
 from placement_sync.models import Look, NovaEndpoint, Vanished
 from placement_sync.nova import client, endpoints
 from placement_sync.nova.client import NovaServer, NovaUnavailableError
+from placement_sync.nova.endpoints import JOB
 
 log = logging.getLogger(__name__)
 
-JOB = "instances"
 INTERVAL_S = 60.0
 """Minimum time in seconds between two runs."""
 CONFIRM_AFTER_S = 60.0

@@ -6,12 +6,22 @@ shown an instance which held a request here, or that an administrator has confir
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
+from uuid import UUID
 
+from django.db import transaction
 from django.db.models.functions import Now
 
-from placement_sync.models import NovaEndpoint
+from accelerators import conductor
+from accelerators.commands.command_queue import check_reason
+from accelerators.domain.states import EventSource
+from accelerators.runtime import jobs
+from placement_sync.models import Look, NovaEndpoint
 from placement_sync.nova.client import NovaUnavailableError
+
+JOB = "instances"
+"""The job that asks every address, `placement_sync.nova.deleted_instances`."""
 
 
 class UntrustedEndpointError(NovaUnavailableError):
@@ -46,7 +56,8 @@ def refuse_unless_trusted(url: str) -> None:
     if endpoint is None or not endpoint.is_trusted:
         raise UntrustedEndpointError(
             f"Nova at {url} answered 404, but it has never shown an instance that holds an accelerator here, so it may"
-            " be the Nova of another region. Check the region and CYBORG_NOVA_ENDPOINT"
+            " be the Nova of another region. Check the region and CYBORG_NOVA_ENDPOINT, or confirm the address"
+            " (manage.py nova confirm)"
         )
 
 
@@ -61,3 +72,24 @@ def record_unknown_instances(endpoint: NovaEndpoint, count: int) -> None:
     """Store how many instances this address does not know while it is not trusted, and 0 for all other addresses."""
     NovaEndpoint.objects.exclude(pk=endpoint.pk).exclude(unknown_instances=0).update(unknown_instances=0)
     NovaEndpoint.objects.filter(pk=endpoint.pk).exclude(unknown_instances=count).update(unknown_instances=count)
+
+
+def confirm_endpoint(uuid: UUID, actor: str, reason: str = "", source: EventSource = EventSource.PERSON) -> None:
+    """Trust the answer 404 of this address from now on, although it has never shown an instance of ours.
+
+    Does nothing if the address is trusted already. Locks the row, records the event `nova.confirmed`, and lets the job
+    `instances` run at once. Raises RefusedError INVALID for an unusable reason.
+    """
+    reason = check_reason(reason)
+    with conductor.writing():
+        endpoint = NovaEndpoint.objects.select_for_update().get(uuid=uuid)
+        if endpoint.is_trusted:
+            return
+        NovaEndpoint.objects.filter(pk=endpoint.pk).update(
+            confirmed_at=Now(), confirmed_by=actor[:255], reason=reason, unknown_instances=0, updated_at=Now()
+        )
+        changes = {"endpoint": [None, endpoint.url], "unknown_instances": [endpoint.unknown_instances, 0]}
+        conductor.record_event("nova.confirmed", source, actor, changes=changes, reason=reason)
+        Look.objects.filter(job=JOB).delete()
+        if JOB in jobs.JOBS:
+            transaction.on_commit(partial(jobs.enqueue_job, JOB), robust=True)

@@ -202,7 +202,7 @@ def test_S1_retiring_is_refused_while_nova_answers_404_at_an_address_that_has_sh
     assert refused
     assert refused.reason is RefusalReason.UNAVAILABLE
     assert f"Nova at {nova.url} answered 404" in refused.text
-    assert "Check the region and CYBORG_NOVA_ENDPOINT" in refused.text
+    assert "Check the region and CYBORG_NOVA_ENDPOINT, or confirm the address" in refused.text
     nova.shown[instance] = ("ACTIVE", "cmp1")
     refused = try_to_retire(device)
     assert refused
