@@ -124,12 +124,13 @@ def _find_instances_on_host(
     does not know are remembered, so that they are not asked for again. Raises UntrustedEndpointError if no holder is
     found, and an instance is unknown to a Nova that is not trusted.
     """
+    end = time.monotonic() + HOLDER_CHECK_DEADLINE_S
     try:
-        url = endpoints.resolve_url(cloud, endpoint)
+        url = endpoints.resolve_url(cloud, endpoint, HOLDER_CHECK_DEADLINE_S)
     except client.NovaUnavailableError as error:
         return HolderCheckResult(unknown=str(error))
     asked = [uuid for uuid in former_holders if (url, uuid) not in _unknown_instances]
-    answers = client.get_servers(cloud, endpoint, asked)
+    answers = client.get_servers(cloud, endpoint, asked, max(0.1, end - time.monotonic()))
     holders = [
         f"instance {uuid} ({answer.status} on {host_names[0]}), which may still use it, according to Nova"
         for uuid, answer in answers.items()

@@ -84,7 +84,7 @@ def _compare_instances(cloud: Any, endpoint: str) -> None:
     is not trusted although Nova does not know an instance. What could be concluded from the other answers is done.
     """
     listing_end = time.monotonic() + LISTING_DEADLINE_S
-    url = client.call_with_deadline(partial(endpoints.resolve_url, cloud, endpoint), LISTING_DEADLINE_S)
+    url = endpoints.resolve_url(cloud, endpoint, LISTING_DEADLINE_S)
     row = endpoints.load_endpoint(url)
     holding = _load_holding_instances()
     Vanished.objects.exclude(instance__in=holding, endpoint=row).delete()

@@ -18,7 +18,7 @@ from accelerators.commands.command_queue import check_reason
 from accelerators.domain.states import EventSource
 from accelerators.runtime import jobs
 from placement_sync.models import Look, NovaEndpoint
-from placement_sync.nova.client import NovaUnavailableError
+from placement_sync.nova.client import DEADLINE_S, NovaUnavailableError, call_with_deadline
 
 JOB = "instances"
 """The job that asks every address, `placement_sync.nova.deleted_instances`."""
@@ -28,16 +28,16 @@ class UntrustedEndpointError(NovaUnavailableError):
     """Nova answered 404 at an address that has never shown an instance which holds a request here."""
 
 
-def resolve_url(session: Any, endpoint: str) -> str:
+def resolve_url(session: Any, endpoint: str, deadline_s: float = DEADLINE_S) -> str:
     """Return the address of Nova that requests through the session go to, without a slash at its end.
 
     It is `endpoint` if that is not empty, otherwise that of Keystone's catalogue, for which the session may have to log
-    in first. Raises NovaUnavailableError if there is none.
+    in first; this takes at most `deadline_s`. Raises NovaUnavailableError if there is none.
     """
     from keystoneauth1.exceptions import ClientException
 
     try:
-        url = endpoint or session.get_endpoint(service_type="compute")
+        url = endpoint or call_with_deadline(partial(session.get_endpoint, service_type="compute"), deadline_s)
     except ClientException as error:
         raise NovaUnavailableError(" ".join(str(error).split())[:300]) from None
     if not url:

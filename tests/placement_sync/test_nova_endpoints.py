@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 
 import pytest
 from django.contrib.auth.models import Permission, User
@@ -16,6 +17,7 @@ from cyborgweb.models import ApiToken
 from cyborgweb.monitoring import backlog
 from placement_sync.models import NovaEndpoint
 from placement_sync.nova import endpoints
+from placement_sync.nova.client import NovaUnavailableError
 
 pytestmark = pytest.mark.django_db
 LISTING = "admin:placement_sync_novaendpoint_changelist"
@@ -35,6 +37,31 @@ def press_confirm(client: Client, endpoint: NovaEndpoint) -> int:
 def make_token(*roles: str) -> dict[str, str]:
     user, _ = User.objects.get_or_create(username="olga")
     return {"X-Auth-Token": ApiToken.create_with_secret("-".join(roles), user, list(roles), "p1")}
+
+
+class CatalogueSession:
+    """A session whose catalogue has this address of Nova, and takes this many seconds to be read."""
+
+    def __init__(self, url: str | None, slow_s: float = 0.0) -> None:
+        self.url, self.slow_s = url, slow_s
+
+    def get_endpoint(self, service_type: str) -> str | None:
+        time.sleep(self.slow_s)
+        return self.url
+
+
+def test_the_address_comes_from_the_catalogue_unless_it_is_configured() -> None:
+    assert endpoints.resolve_url(CatalogueSession("http://nova/v2.1/"), "") == "http://nova/v2.1"
+    assert endpoints.resolve_url(CatalogueSession("http://nova/v2.1/"), "http://other/") == "http://other"
+    with pytest.raises(NovaUnavailableError, match="no service of the type compute"):
+        endpoints.resolve_url(CatalogueSession(None), "")
+
+
+def test_a_keystone_that_does_not_answer_ends_the_question_for_the_address_at_its_deadline() -> None:
+    started = time.monotonic()
+    with pytest.raises(NovaUnavailableError, match="did not answer in time"):
+        endpoints.resolve_url(CatalogueSession("http://nova", slow_s=3.0), "", deadline_s=0.2)
+    assert time.monotonic() - started < 2.5
 
 
 def test_a_confirmed_address_is_trusted_and_its_event_names_who_and_why(endpoint: NovaEndpoint) -> None:
