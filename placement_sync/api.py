@@ -1,13 +1,18 @@
-"""Discrepancies in our own API. `cyborgweb.api` mounts this view together with the other views."""
+"""Discrepancies and addresses of Nova in our own API. `cyborgweb.api` mounts these views together with the others."""
 
 from __future__ import annotations
 
 import django_filters as filters
+from rest_framework import serializers
+from rest_framework.request import Request
+from rest_framework.response import Response
 
-from accelerators.api.own.fields import DeviceReference, HostReference, RowSerializer, UrlField
+from accelerators.api.own.fields import DeviceReference, HostReference, ReasonSerializer, RowSerializer, UrlField
 from accelerators.api.own.filters import choice_filter, host_filter
 from accelerators.api.own.views import CollectionView
-from placement_sync.models import Discrepancy, DiscrepancyKind
+from accelerators.domain.states import EventSource
+from placement_sync.models import Discrepancy, DiscrepancyKind, NovaEndpoint
+from placement_sync.nova import endpoints
 
 
 class DiscrepancyFilter(filters.FilterSet):
@@ -55,3 +60,49 @@ class DiscrepancyView(CollectionView):
     serializer_class = DiscrepancySerializer
     filterset_class = DiscrepancyFilter
     queryset = Discrepancy.objects.select_related("host", "device")
+
+
+class NovaEndpointSerializer(RowSerializer):
+    """An address at which Nova was asked about instances, and whether its answer 404 is believed."""
+
+    url = UrlField("nova_endpoints", source="uuid")
+    address = serializers.CharField(source="url", read_only=True, help_text="The address of Nova.")
+    trusted = serializers.BooleanField(
+        source="is_trusted",
+        read_only=True,
+        help_text="Whether 404 means that an instance does not exist: the address is proven or confirmed.",
+    )
+
+    class Meta:
+        model = NovaEndpoint
+        fields = (
+            "uuid",
+            "url",
+            "address",
+            "trusted",
+            "unknown_instances",
+            "proven_at",
+            "confirmed_at",
+            "confirmed_by",
+            "reason",
+        )
+
+
+class NovaEndpointView(CollectionView):
+    """Addresses of Nova, oldest first. The job `instances` adds each address that it uses."""
+
+    policy = "nova_endpoint"
+    member_actions = {"confirm": ReasonSerializer}
+    actions_to_confirm = ("confirm",)
+    sort_fields = {"created": "id"}
+    serializer_class = NovaEndpointSerializer
+    queryset = NovaEndpoint.objects.all()
+
+    def confirm(self, request: Request, **kwargs: str) -> Response:
+        """Confirm that an address is the Nova of this cloud, so that its answer 404 for an instance is believed.
+
+        Requests of instances that it does not know are then deleted, and their devices are given to others.
+        """
+        reason = self.validate_body().get("reason", "")
+        endpoints.confirm_endpoint(self.get_object().uuid, self.caller.name, reason, EventSource.API)
+        return Response(self.get_serializer(self.get_object()).data)

@@ -91,15 +91,70 @@ class Look(models.Model):
         return self.job
 
 
-class Vanished(models.Model):
-    """An instance that holds requests and is missing from Nova's listing.
+class NovaEndpoint(fields.Row):
+    """An address at which Nova was asked about instances that hold requests, and whether its answer 404 is believed.
 
-    Deleted by the first later comparison that does not miss it: it is listed again, or its requests are gone or have
-    just changed.
+    It is believed once the address has shown an instance that held a request here (`proven_at`), or an administrator
+    has confirmed it (`confirmed_at`): a Nova of another region or cloud answers 404 for every instance. Another address
+    is another row, and has to prove itself again.
+    """
+
+    url = models.CharField(max_length=500, unique=True, help_text="The address of Nova, without a slash at its end.")
+    proven_at = models.DateTimeField(
+        null=True, help_text="When it first showed an instance that held a request here; null: never."
+    )
+    confirmed_at = models.DateTimeField(
+        null=True, help_text="When an administrator confirmed that it is the Nova of this cloud; null: never."
+    )
+    confirmed_by = models.CharField(max_length=255, default="", db_default="", blank=True)
+    reason = models.CharField(
+        max_length=500, default="", db_default="", blank=True, help_text="Why it was confirmed; empty: not said."
+    )
+    unknown_instances = models.PositiveIntegerField(
+        default=0,
+        db_default=0,
+        help_text="Instances that hold requests, while the address has shown none of them and is not confirmed.",
+    )
+    changes_since = models.DateTimeField(
+        null=True, help_text="By Nova's clock: up to here its listings of deleted instances were read completely."
+    )
+    next_changes_since = models.DateTimeField(
+        null=True, help_text="The next value of `changes_since`, once all pages of the present listing are read."
+    )
+    page_marker = models.CharField(
+        max_length=64, default="", db_default="", blank=True, help_text="The last instance of the last page read."
+    )
+    looked_up_to = models.UUIDField(
+        null=True, help_text="The instance that was looked up last in turn; the next run continues behind it."
+    )
+
+    class Meta:
+        ordering = ["id"]
+        verbose_name = "Nova endpoint"
+
+    @property
+    def is_trusted(self) -> bool:
+        """Return whether the answer 404 of this address means that the instance does not exist."""
+        return bool(self.proven_at or self.confirmed_at)
+
+    def __str__(self) -> str:
+        return self.url
+
+
+class Vanished(models.Model):
+    """An instance that holds requests, and that Nova listed as deleted or did not know.
+
+    Deleted by the first later look-up that finds it, and when its requests are gone.
     """
 
     instance = models.UUIDField(primary_key=True)
-    since = models.DateTimeField(db_default=Now(), help_text="The first listing of Nova in which it was missing.")
+    since = models.DateTimeField(db_default=Now(), help_text="When Nova first listed it as deleted or answered 404.")
+    endpoint = models.ForeignKey(
+        NovaEndpoint,
+        models.CASCADE,
+        null=True,
+        help_text="The address of Nova that gave this answer; null: it is not known, so the answer does not count.",
+    )
 
     def __str__(self) -> str:
         return str(self.instance)

@@ -24,7 +24,8 @@ STUCK_AFTER = 10
 """Failures after which an intent is shown as stuck."""
 SUBJECT_TYPES = (
     *("device", "command", "driver", "backend", "host", "agent", "report", "request", "instance", "attachment"),
-    *("profile", "rule", "image", "rollout", "bulk", "placement", "discrepancy", "events", "user", "token", "list"),
+    *("profile", "rule", "image", "rollout", "bulk", "placement", "nova", "discrepancy", "events", "user", "token"),
+    "list",
 )
 EXACT_LOOKUPS = {
     "actor": "actor",

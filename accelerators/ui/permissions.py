@@ -19,6 +19,7 @@ ATTACH = DETACH = "cyborg:attachment:elevated"
 instance."""
 UPDATE_RULES = "cyborg:rule:update"
 UPDATE_AGENTS = "cyborg:agent:update"
+CONFIRM_NOVA = "cyborg:nova_endpoint:update"
 
 
 def explain_denial(

@@ -23,7 +23,7 @@ from accelerators.api.own.views import CollectionView
 from agents.api import AgentView, DeviceUsageView
 from cyborgweb.notify.api import DeliveryView, InboxView, SubscriptionView
 from cyborgweb.telemetry.usage_api import CensusView, UsageView
-from placement_sync.api import DiscrepancyView
+from placement_sync.api import DiscrepancyView, NovaEndpointView
 
 if TYPE_CHECKING:
     from rest_framework.decorators import ViewSetAction
@@ -33,6 +33,7 @@ COLLECTIONS: Mapping[str, type[CollectionView]] = {
     "agents": AgentView,
     **RESOURCES,
     "discrepancies": DiscrepancyView,
+    "nova_endpoints": NovaEndpointView,
     "subscriptions": SubscriptionView,
     "deliveries": DeliveryView,
     "inbox": InboxView,

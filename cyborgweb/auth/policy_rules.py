@@ -316,6 +316,21 @@ OWN_RULES = (
         "Ask hosts now how busy they are, and which have free units. Nothing is changed.",
         ("POST /api/census/",),
     ),
+    PolicyRule(
+        "cyborg:nova_endpoint:get_all",
+        STRICT_MANAGER,
+        "List the addresses of Nova that were used, and whether their answer 404 is believed.",
+        ("GET /api/nova_endpoints/",),
+    ),
+    PolicyRule(
+        "cyborg:nova_endpoint:get_one", STRICT_MANAGER, "Show an address of Nova.", ("GET /api/nova_endpoints/{uuid}/",)
+    ),
+    PolicyRule(
+        "cyborg:nova_endpoint:update",
+        ADMIN,
+        "Confirm an address of Nova: requests of instances that it does not know are then deleted.",
+        ("POST /api/nova_endpoints/{uuid}/confirm/",),
+    ),
     PolicyRule("cyborg:command:get_all", STRICT_MANAGER, "List commands to agents.", ("GET /api/commands/",)),
     PolicyRule("cyborg:command:get_one", STRICT_MANAGER, "Show a command.", ("GET /api/commands/{uuid}/",)),
     PolicyRule("cyborg:command:create", ADMIN, "Command a host's agent.", ("POST /api/commands/",)),

@@ -5,7 +5,18 @@ from __future__ import annotations
 import click
 from click.shell_completion import get_completion_class
 
-from cyborgweb.cli import accelerators, attachments, backends, census, device_commands, devices, drivers, images, usage
+from cyborgweb.cli import (
+    accelerators,
+    attachments,
+    backends,
+    census,
+    device_commands,
+    devices,
+    drivers,
+    images,
+    nova,
+    usage,
+)
 from cyborgweb.cli.options import VerbCommand, connection_options, output_options
 
 SHELLS = ("bash", "zsh", "fish")
@@ -92,6 +103,8 @@ VERB_COMMANDS = (
     attachments.attachment_list,
     attachments.attachment_show,
     attachments.attachment_detach,
+    nova.nova_list,
+    nova.nova_confirm,
     usage.show_usage,
     census.load_census,
     devices.agent_list,

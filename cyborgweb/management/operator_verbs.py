@@ -17,7 +17,7 @@ from django.core.management.base import BaseCommand, CommandError, CommandParser
 
 from accelerators.devices import admission_rules
 from accelerators.management import shell
-from cyborgweb.cli import accelerators, attachments, device_commands, devices, drivers, images
+from cyborgweb.cli import accelerators, attachments, device_commands, devices, drivers, images, nova
 from cyborgweb.cli.exit_codes import CliError
 from cyborgweb.cli.main import VerbGroup
 from cyborgweb.cli.options import CliContext, pass_cli_context, verb_command
@@ -96,6 +96,7 @@ VERBS: Mapping[str, Mapping[str, click.Command]] = {
         "update": accelerators.accelerator_update,
     },
     "image": {"upload": images.image_upload, "list": images.image_list, "remove": images.image_remove},
+    "nova": {"list": nova.nova_list, "confirm": nova.nova_confirm},
 }
 """The verbs by the name of the command of `manage.py` and the word after it."""
 SPELLINGS = {"agent-list": "manage.py agents"} | {

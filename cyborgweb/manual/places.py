@@ -25,6 +25,7 @@ PLACE_BY_URL_NAME = {
     "accelerators_intent": "words.md#record",
     "placement_sync_tree": "first-day.md#offer-devices-to-tenants",
     "placement_sync_discrepancy": "troubleshooting.md#a-bind-or-a-command-does-not-end-well",
+    "placement_sync_novaendpoint": "troubleshooting.md#nova-answers-404-for-every-instance",
     "placement_sync_writer": "architecture.md#what-placement-and-nova-are-told",
     "agents_agent": "troubleshooting.md#an-agent-does-not-connect",
     "agents_jointoken": "first-day.md#join-a-host",

@@ -184,6 +184,11 @@ def _add_work(gauges: GaugeList) -> None:
         "Those of them that were not confirmed in time: their devices were quarantined.",
         work.unconfirmed,
     )
+    gauges.add_gauge(
+        "cyborg_nova_unknown_instances",
+        "Instances that hold requests and are unknown to a Nova whose answer is not believed.",
+        work.unknown_to_nova,
+    )
     gauges.add_gauge("cyborg_bulks_open", "Bulk actions under way.", work.bulks)
     _add_counts_by_state(gauges)
 

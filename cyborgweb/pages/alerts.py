@@ -119,10 +119,18 @@ def _host_alerts(system_state: SystemState) -> Iterator[Alert]:
 
 
 def _cloud_alerts(system_state: SystemState) -> Iterator[Alert]:
-    """Yield an alert about stuck intents of any kind, and an alert for Placement and for Nova if it is behind by more
+    """Yield an alert about instances that a Nova does not know whose answer is not believed, an alert about stuck
+    intents of any kind, and an alert for Placement and for Nova if it is behind by more
     than MAX_CLOUD_DELAY and none of its own intents is stuck. A service without a handler in this process is left out.
     """
     work = system_state.backlog
+    if n := work.unknown_to_nova:
+        doubt = (
+            "unknown to Nova, which has shown none that holds a request: nothing is freed. Check the region and"
+            " CYBORG_NOVA_ENDPOINT, or confirm the address."
+        )
+        url = reverse("admin:placement_sync_novaendpoint_changelist")
+        yield Alert("bad", "not proven", count_noun(n, "instance"), doubt, url)
     if n := work.stuck_intents:
         error = next((one.error for one in work.intents.values() if one.stuck and one.error), "")
         failed = _append_error("failed ten times or more", error)

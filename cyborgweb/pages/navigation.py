@@ -46,6 +46,7 @@ SIDEBAR_GROUPS: tuple[tuple[str, tuple[tuple[str, str, str], ...]], ...] = (
             ("Placement", "account_tree", "placement_sync.tree"),
             ("Discrepancies", "difference", "placement_sync.discrepancy"),
             ("Writer", "edit_note", "placement_sync.writer"),
+            ("Nova", "verified", "placement_sync.novaendpoint"),
         ),
     ),
     (

@@ -1,5 +1,5 @@
-"""Register the console pages about Placement with Django's admin."""
+"""Register the console pages about Placement and Nova with Django's admin."""
 
-from placement_sync.admin import hosts, writer
+from placement_sync.admin import hosts, nova, writer
 
-__all__ = ["hosts", "writer"]
+__all__ = ["hosts", "nova", "writer"]

@@ -36,7 +36,7 @@ from placement_sync.client import (
 )
 from placement_sync.cloud import get_cloud_session
 from placement_sync.models import Discrepancy, DiscrepancyKind, Tree, WrittenProvider
-from placement_sync.nova import client
+from placement_sync.nova import client, endpoints
 
 JOB = "faults"
 CONFIRM_AFTER_S = 60.0
@@ -331,8 +331,9 @@ def _find_without_device(broken_holdings: Sequence[HoldingRequest]) -> tuple[lis
     """Find instances that Nova shows as ACTIVE on their host although the handle that they hold has a defect.
 
     `broken_holdings` are bound requests with a `defect`. Returns the contradictions, and the instances for which Nova
-    gave no answer. Asks Nova for at most MAX_NOVA_QUERIES instances; the others count as not answered. Both are empty
-    if Nova is switched off or no cloud is configured.
+    gave no answer; 404 is an answer only at a trusted address (`nova.endpoints`). Asks Nova for at most
+    MAX_NOVA_QUERIES instances; the others count as not answered. Both are empty if Nova is switched off or no cloud is
+    configured.
     """
     if not broken_holdings or (cloud := get_cloud_session(settings.KEYS.nova_endpoint)) is None:
         return [], set()
@@ -341,6 +342,11 @@ def _find_without_device(broken_holdings: Sequence[HoldingRequest]) -> tuple[lis
     unanswered_instances = {
         uuid for uuid in instances if isinstance(answers.get(uuid, client.NOT_ASKED), client.NovaUnavailableError)
     }
+    if unknown_instances := {uuid for uuid, answer in answers.items() if answer is None}:
+        try:
+            endpoints.refuse_unless_trusted(endpoints.resolve_url(cloud, settings.KEYS.nova_endpoint))
+        except client.NovaUnavailableError:
+            unanswered_instances |= unknown_instances
     hosts = Host.objects.in_bulk({one.host_id for one in broken_holdings})
     contradictions = {}
     for holding in broken_holdings:

@@ -27,7 +27,7 @@ from placement_sync.client import (
     PlacementUnavailableError,
 )
 from placement_sync.cloud import get_cloud_session
-from placement_sync.nova import client
+from placement_sync.nova import client, endpoints
 
 MAX_SHOWN = 5
 BACK_OFF_S = 10.0
@@ -38,10 +38,11 @@ at most this number of them.
 """
 NO_HOLDERS = HolderCheckResult()
 MAX_UNKNOWN_INSTANCES = 10_000
-"""Largest number of instances that are remembered as unknown to Nova. Their ids never come back."""
+"""Largest number of instances that are remembered as unknown to a trusted Nova. Their ids never come back."""
 
 _outages: dict[str, tuple[float, str]] = {}
-_unknown_instances: set[str] = set()
+_unknown_instances: set[tuple[str, str]] = set()
+"""Address of Nova and uuid of each instance that it does not know."""
 
 
 def check_placement(device: Device) -> HolderCheckResult:
@@ -73,13 +74,15 @@ def check_nova(device: Device) -> HolderCheckResult:
     """Return the instances that gave back their request of this device and are still on its host, or why it is unknown.
 
     Their guests may still use the device. An instance that was deleted, is shelved and offloaded, or is on another host
-    does not hold it any more; one whose host Nova does not show counts as on this host. Nobody holds the device if Nova
-    is switched off or no cloud is configured.
+    does not hold it any more; one whose host Nova does not show counts as on this host. The answer 404 counts only at a
+    trusted address (`nova.endpoints`). Nobody holds the device if Nova is switched off or no cloud is configured.
     """
     host = device.host
-    former_holders = [uuid for uuid in _load_former_holders(device) if uuid not in _unknown_instances]
     ask = partial(_find_instances_on_host, host_names=(host.name, host.node))
-    return _ask_unless_away("nova", settings.KEYS.nova_endpoint, former_holders, ask)
+    try:
+        return _ask_unless_away("nova", settings.KEYS.nova_endpoint, _load_former_holders(device), ask)
+    except endpoints.UntrustedEndpointError as error:  # Nova is not away: it can be confirmed at any moment
+        return HolderCheckResult(unknown=str(error))
 
 
 def _load_former_holders(device: Device) -> list[str]:
@@ -117,18 +120,28 @@ def _find_instances_on_host(
 ) -> HolderCheckResult:
     """Ask Nova for these instances and return those that are on the host with one of `host_names`, at most MAX_SHOWN.
 
-    `unknown` of the result is the first error, if Nova did not answer for an instance. Instances that Nova does not
-    know are remembered, so that they are not asked for again.
+    `unknown` of the result is the first error, if Nova did not answer for an instance. Instances that a trusted Nova
+    does not know are remembered, so that they are not asked for again. Raises UntrustedEndpointError if no holder is
+    found, and an instance is unknown to a Nova that is not trusted.
     """
-    answers = client.get_servers(cloud, endpoint, former_holders)
-    if len(_unknown_instances) > MAX_UNKNOWN_INSTANCES:
-        _unknown_instances.clear()
-    _unknown_instances.update(uuid for uuid, answer in answers.items() if answer is None)
+    end = time.monotonic() + HOLDER_CHECK_DEADLINE_S
+    try:
+        url = endpoints.resolve_url(cloud, endpoint, HOLDER_CHECK_DEADLINE_S)
+    except client.NovaUnavailableError as error:
+        return HolderCheckResult(unknown=str(error))
+    asked = [uuid for uuid in former_holders if (url, uuid) not in _unknown_instances]
+    answers = client.get_servers(cloud, endpoint, asked, max(0.1, end - time.monotonic()))
     holders = [
         f"instance {uuid} ({answer.status} on {host_names[0]}), which may still use it, according to Nova"
         for uuid, answer in answers.items()
         if isinstance(answer, client.NovaServer) and answer.is_on_host(*host_names)
     ]
+    unknown_instances = {(url, uuid) for uuid, answer in answers.items() if answer is None}
+    if unknown_instances and not holders:
+        endpoints.refuse_unless_trusted(url)
+        if len(_unknown_instances) > MAX_UNKNOWN_INSTANCES:
+            _unknown_instances.clear()
+        _unknown_instances.update(unknown_instances)
     unknown = next((str(answer) for answer in answers.values() if isinstance(answer, client.NovaUnavailableError)), "")
     return HolderCheckResult(tuple(holders[:MAX_SHOWN]), unknown)
 

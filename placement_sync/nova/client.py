@@ -5,7 +5,8 @@ seconds; `placement_sync.apps` registers it as the source of `accelerators.api.o
 makes no call for ten seconds; meanwhile, and while Nova is off or not configured, states that are not cached are
 unknown.
 
-`get_servers` asks for single instances, for holder checks and discrepancies. `send_get` sends any GET request.
+`get_servers` asks for single instances, for holder checks, discrepancies and the job `instances`, which also reads the
+listing of deleted instances (`list_deleted_instances`). `send_get` sends any GET request.
 """
 
 from __future__ import annotations
@@ -17,8 +18,10 @@ from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
+from datetime import UTC, datetime
+from email.utils import parsedate_to_datetime
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from accelerators.api.own.instances import InstanceKey, InstanceState
 from drivers.configuration import ConfigurationError
@@ -35,6 +38,7 @@ OFF_HOST_STATES = frozenset({"DELETED", "SHELVED_OFFLOADED"})
 """States in which an instance is on no host."""
 log = logging.getLogger(__name__)
 
+ResultT = TypeVar("ResultT")
 FetchServers = Callable[[Mapping[str, str]], Mapping[str, Any]]
 """Returns the body of `GET /servers/detail` with these parameters; raises an error if there is none."""
 
@@ -152,7 +156,9 @@ def send_get(session: Any, endpoint: str, path: str, params: Mapping[str, str], 
 def get_server(session: Any, endpoint: str, uuid: str, timeout_s: float = DEADLINE_S) -> NovaServer | None:
     """Return one instance, or None if Nova answers 404.
 
-    Raises NovaUnavailableError if there is no answer, or any other answer than a description of the instance.
+    No microversion is asked for: before 2.69 the answer for an instance in a cell that is down is 500, never 404
+    (`nova.compute.api.API._get_instance_from_cell`). Raises NovaUnavailableError if there is no answer, or any other
+    answer than a description of the instance.
     """
     answer = send_get(session, endpoint, f"/servers/{uuid}", {}, timeout_s)
     if answer.status_code == 404:
@@ -179,17 +185,84 @@ def get_servers(
     futures = {uuid: executor.submit(partial(get_server, session, endpoint, uuid, deadline_s)) for uuid in uuids}
     wait(futures.values(), deadline_s)
     executor.shutdown(wait=False, cancel_futures=True)
-    return {uuid: _collect_answer(future) for uuid, future in futures.items()}
+    return {uuid: _collect_server(future) for uuid, future in futures.items()}
 
 
-def _collect_answer(future: Future[NovaServer | None]) -> NovaServer | NovaUnavailableError | None:
+def _collect_server(future: Future[NovaServer | None]) -> NovaServer | NovaUnavailableError | None:
     """Return the result of a call, or NovaUnavailableError if it is not finished or has failed."""
-    if not future.done() or future.cancelled():
-        return NovaUnavailableError("Nova did not answer in time")
     try:
-        return future.result()
+        return _get_result(future)
     except NovaUnavailableError as unusable:
         return unusable
+
+
+def call_with_deadline(call: Callable[[], ResultT], deadline_s: float) -> ResultT:
+    """Make the call in a thread and return its result.
+
+    The time-out of a request limits the time between two parts of the answer, this deadline the time of the whole call.
+    Raises NovaUnavailableError if the call has not ended within `deadline_s`; the thread then goes on alone. Raises
+    what the call raises.
+    """
+    executor = ThreadPoolExecutor(1, thread_name_prefix="nova")
+    future = executor.submit(call)
+    wait([future], deadline_s)
+    executor.shutdown(wait=False, cancel_futures=True)
+    return _get_result(future)
+
+
+def _get_result(future: Future[ResultT]) -> ResultT:
+    """Return the result of a call; raise what it raised, or NovaUnavailableError if it has not ended."""
+    if not future.done() or future.cancelled():
+        raise NovaUnavailableError("Nova did not answer in time")
+    return future.result()
+
+
+class InvalidMarkerError(NovaUnavailableError):
+    """Nova does not know the instance after which the next page of a listing should begin."""
+
+
+@dataclass(frozen=True)
+class DeletedPage:
+    """A page of Nova's listing of deleted instances, and when it was answered, by Nova's clock (None: not said)."""
+
+    uuids: tuple[str, ...]
+    has_more: bool
+    answered_at: datetime | None
+
+
+def list_deleted_instances(session: Any, endpoint: str, since: datetime, marker: str, timeout_s: float) -> DeletedPage:
+    """Return a page of the instances of all projects that were deleted since then, by Nova's clock.
+
+    `marker` is the last instance of the page before, '' for the first page. Nova shows a deleted instance until it is
+    purged from its tables (Nova's API reference, "List Servers", `changes-since` and `deleted`); a user who may not
+    filter by `deleted` gets all instances that were changed. Raises NovaUnavailableError unless the answer is such a
+    page, and its subclass InvalidMarkerError if Nova rejects the marker.
+    """
+    params = {
+        "all_tenants": "1",
+        "deleted": "true",
+        "changes-since": f"{since.astimezone(UTC):%Y-%m-%dT%H:%M:%SZ}",
+        "limit": str(PAGE_SIZE),
+    } | ({"marker": marker} if marker else {})
+    answer = send_get(session, endpoint, "/servers", params, timeout_s)
+    if answer.status_code == 400 and marker:
+        raise InvalidMarkerError(f"GET /servers: 400 for the marker {marker}")
+    if answer.status_code != 200:
+        raise NovaUnavailableError(f"GET /servers: {answer.status_code}")
+    try:
+        uuids = tuple(str(server["id"]) for server in answer.json()["servers"])
+        has_more = any(link.get("rel") == "next" for link in answer.json().get("servers_links", ()))
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise NovaUnavailableError("GET /servers: the answer is not a list of servers") from None
+    return DeletedPage(uuids, has_more and bool(uuids), _parse_date(answer.headers.get("Date", "")))
+
+
+def _parse_date(text: str) -> datetime | None:
+    """Return the time of an HTTP header `Date`, None if it is not a date."""
+    try:
+        return parsedate_to_datetime(text).astimezone(UTC)
+    except ValueError:
+        return None
 
 
 class InstanceStateCache:

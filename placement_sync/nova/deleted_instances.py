@@ -1,16 +1,21 @@
 """The job `instances`: delete the requests of instances that do not exist any more.
 
 Observed with a real Nova: a server that is deleted while it is being bound leaves its requests behind. An instance
-counts as deleted only if two complete listings, at least LISTING_INTERVAL_S apart, lack it and Nova answers 404 to a
-direct query. If MIN_FOREIGN_CLOUD or more instances hold requests and a listing contains none of them, it is taken for
-another cloud's and ignored.
+counts as deleted only if Nova listed it as deleted or answered 404 for it, answers 404 again at least CONFIRM_AFTER_S
+later, and is trusted at this address (`nova.endpoints`).
+
+Each run costs a short listing of what was deleted since the last one, and at most MAX_LOOKUPS look-ups: of instances
+that the listing named, and of all others in turn. The turn finds what Nova has purged from its tables, and what was
+deleted while nobody listed; it is also what proves an address.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterator, Mapping
+import time
+from collections.abc import Collection, Mapping, Sequence
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from typing import Any
 
 from django.conf import settings
@@ -23,22 +28,28 @@ from accelerators.models import AcceleratorRequest
 from accelerators.requests import binding
 from accelerators.runtime import jobs
 from placement_sync.cloud import get_cloud_session
-from placement_sync.models import Look, Vanished
-from placement_sync.nova.client import NovaUnavailableError, send_get
+from placement_sync.models import Look, NovaEndpoint, Vanished
+from placement_sync.nova import client, endpoints
+from placement_sync.nova.client import NovaServer, NovaUnavailableError
+from placement_sync.nova.endpoints import JOB
 
 log = logging.getLogger(__name__)
 
-JOB = "instances"
-LISTING_INTERVAL_S = 60.0
-"""Minimum time in seconds between two listings, and between the first listing that lacks an instance and its direct
-query.
-"""
-PAGE_SIZE, TIMEOUT_S = 1000, 10.0
-MIN_FOREIGN_CLOUD = 4
-"""If this many or more instances hold requests and none of them is listed, the listing is taken for another cloud's."""
-JOB_CALLER = Caller("instances", "", frozenset({"admin", "service"}), "", service=True)
+INTERVAL_S = 60.0
+"""Minimum time in seconds between two runs."""
+CONFIRM_AFTER_S = 60.0
+"""Minimum time in seconds between the first sign that an instance was deleted and the 404 that confirms it."""
 MIN_UNCHANGED_S = 60.0
 """A request is compared with Nova once it has not changed for this many seconds."""
+LISTING_DEADLINE_S, LOOKUP_DEADLINE_S = 15.0, 15.0
+"""Seconds for all pages of the listing in one run, and for all look-ups: together half of the workers' time-out."""
+MAX_LOOKUPS, MAX_SUSPECT_LOOKUPS = 32, 24
+"""Look-ups per run, and how many of them may be of suspects, so that the turn of the others goes on."""
+OVERLAP = timedelta(minutes=5)
+"""How far a listing goes back behind the answer to the one before: a deletion is committed later than it is dated."""
+FIRST_WINDOW = timedelta(hours=1)
+"""How far the first listing at an address goes back. The turn finds older deletions."""
+JOB_CALLER = Caller("instances", "", frozenset({"admin", "service"}), "", service=True)
 
 
 def run() -> None:
@@ -47,32 +58,50 @@ def run() -> None:
 
 
 def step() -> bool:
-    """Compare the instances that hold requests with Nova, at most every LISTING_INTERVAL_S.
+    """Compare the instances that hold requests with Nova, at most every INTERVAL_S.
 
-    Delete the requests of those that are certainly gone: this listing lacks them, one at least LISTING_INTERVAL_S ago
-    lacked them, and Nova answers 404 for them. If Nova does not answer usably, a warning is logged. Does nothing if
-    Nova is switched off or no cloud is configured. Always returns False: there is never more.
+    Delete the requests of those that are certainly gone. If the address of Nova is not trusted, or Nova does not answer
+    usably, nothing is deleted and a warning is logged. Does nothing if Nova is switched off or no cloud is configured.
+    Takes at most LISTING_DEADLINE_S and LOOKUP_DEADLINE_S for its calls, and makes none inside a transaction. Always
+    returns False: there is never more.
     """
-    holding = _load_holding_instances()
-    missing_since = {str(row.instance): row.since for row in Vanished.objects.all()}
-    now = datetime.now(UTC)
-    if not holding or Look.objects.filter(job=JOB, at__gt=now - timedelta(seconds=LISTING_INTERVAL_S)).exists():
+    if Look.objects.filter(job=JOB, at__gt=Now() - timedelta(seconds=INTERVAL_S)).exists():
         return False
     if (cloud := get_cloud_session(settings.KEYS.nova_endpoint)) is None:
         return False
-    Look.objects.update_or_create(job=JOB, defaults={"at": now})
-    nova = _NovaQueries(cloud, settings.KEYS.nova_endpoint)
+    Look.objects.update_or_create(job=JOB, defaults={"at": Now()})
     try:
-        listed = nova.list_instances()
-        missing = _find_missing(holding, listed)
-        _delete_vanished(missing_since.keys() - missing)
-        Vanished.objects.bulk_create((Vanished(instance=uuid, since=now) for uuid in missing), ignore_conflicts=True)
-        for uuid in sorted(select_confirmed_missing(missing, missing_since, now)):
-            if nova.is_gone(uuid):
-                _delete_requests(uuid)
+        _compare_instances(cloud, settings.KEYS.nova_endpoint)
     except NovaUnavailableError as error:
         log.warning("The instances that hold accelerators could not be compared with Nova: %s", error)
     return False
+
+
+def _compare_instances(cloud: Any, endpoint: str) -> None:
+    """Read the listing of deleted instances, look instances up, and delete the requests of those that are gone.
+
+    Raises NovaUnavailableError if the listing could not be read, or an instance could not be looked up, or the address
+    is not trusted although Nova does not know an instance. What could be concluded from the other answers is done.
+    """
+    listing_end = time.monotonic() + LISTING_DEADLINE_S
+    url = endpoints.resolve_url(cloud, endpoint, LISTING_DEADLINE_S)
+    row = endpoints.load_endpoint(url)
+    holding = _load_holding_instances()
+    Vanished.objects.exclude(instance__in=holding, endpoint=row).delete()
+    if not holding:
+        endpoints.record_unknown_instances(row, 0)
+        return
+    _read_listing(cloud, endpoint, row, holding, listing_end)
+    suspects = _load_suspects(row) if row.is_trusted else []
+    turn = select_turn(
+        holding, _load_vanished() if row.is_trusted else (), row.looked_up_to, MAX_LOOKUPS - len(suspects)
+    )
+    answers = client.get_servers(cloud, endpoint, [*suspects, *turn], LOOKUP_DEADLINE_S)
+    _apply_answers(row, answers, suspects)
+    if turn:
+        NovaEndpoint.objects.filter(pk=row.pk).update(looked_up_to=turn[-1])
+    if unusable := [answer for answer in answers.values() if isinstance(answer, NovaUnavailableError)]:
+        raise unusable[0]
 
 
 def _load_holding_instances() -> set[str]:
@@ -83,88 +112,106 @@ def _load_holding_instances() -> set[str]:
     return {str(uuid) for uuid in unchanged.order_by().values_list("instance_uuid", flat=True).distinct()}
 
 
-def select_confirmed_missing(
-    missing: Collection[str], missing_since: Mapping[str, datetime], now: datetime
-) -> set[str]:
-    """Return those of the `missing` instances that were first missed at least LISTING_INTERVAL_S before `now`. Pure.
+def _load_vanished() -> set[str]:
+    """Return all instances that are suspected to be deleted."""
+    return {str(uuid) for uuid in Vanished.objects.values_list("instance", flat=True)}
 
-    `missing_since` holds the times at which earlier listings first lacked them.
+
+def _load_suspects(row: NovaEndpoint) -> list[str]:
+    """Return the suspects of this address that a 404 would confirm now, the longest suspected first, at most
+    MAX_SUSPECT_LOOKUPS."""
+    due = Vanished.objects.filter(endpoint=row, since__lte=Now() - timedelta(seconds=CONFIRM_AFTER_S))
+    return [str(uuid) for uuid in due.order_by("since").values_list("instance", flat=True)[:MAX_SUSPECT_LOOKUPS]]
+
+
+def select_turn(holding: Collection[str], excluded: Collection[str], after: object, limit: int) -> list[str]:
+    """Return the next instances to look up in turn, at most `limit`: by uuid, those behind `after` first. Pure.
+
+    `after` is the last one of the turn before, or None. Those in `excluded` are left out.
     """
-    missed_before = now - timedelta(seconds=LISTING_INTERVAL_S)
-    return {uuid for uuid in missing if uuid in missing_since and missing_since[uuid] <= missed_before}
+    waiting = sorted(set(holding) - set(excluded))
+    behind = [uuid for uuid in waiting if after is None or uuid > str(after)]
+    return [*behind, *waiting[: len(waiting) - len(behind)]][:limit]
 
 
-def _find_missing(holding: Collection[str], listed: Collection[str]) -> set[str]:
-    """Return the instances that the listing lacks.
+def _read_listing(cloud: Any, endpoint: str, row: NovaEndpoint, holding: Collection[str], end: float) -> None:
+    """Read the pages of what was deleted since the mark, and store the suspects and how far it was read.
 
-    Raises NovaUnavailableError if there are at least MIN_FOREIGN_CLOUD instances and the listing contains none of them:
-    it is probably another cloud's.
+    Each page is stored, so that the next run, also of another process, continues behind it. When the last page is read,
+    the mark moves to the time of the answer to the first page, by Nova's clock, less OVERLAP. A listing that names one
+    of the instances proves the address. Raises NovaUnavailableError if a page is unusable or `end` (of
+    `time.monotonic`) is reached before the first page is read.
     """
-    missing = set(holding) - set(listed)
-    if len(missing) == len(holding) >= MIN_FOREIGN_CLOUD:
-        raise NovaUnavailableError(
-            f"its listing has none of the {len(holding)} instances that hold accelerators;"
-            " check that it is the same cloud"
-        )
-    return missing
+    since = row.changes_since = row.changes_since or datetime.now(UTC) - FIRST_WINDOW
+    has_more = True
+    while has_more:
+        remaining_s = max(0.0, end - time.monotonic())
+        call = partial(client.list_deleted_instances, cloud, endpoint, since, row.page_marker, max(0.1, remaining_s))
+        try:
+            page = client.call_with_deadline(call, remaining_s)
+        except client.InvalidMarkerError:
+            row.page_marker, row.next_changes_since = "", None
+            row.save(update_fields=["changes_since", "next_changes_since", "page_marker"])
+            raise
+        if named := set(holding).intersection(page.uuids):
+            endpoints.record_proof(row)
+            _suspect_instances(row, named)
+        if not row.page_marker:
+            row.next_changes_since = page.answered_at - OVERLAP if page.answered_at else row.changes_since
+        if page.has_more:
+            row.page_marker = page.uuids[-1]
+        else:
+            row.changes_since, row.next_changes_since, row.page_marker = row.next_changes_since, None, ""
+        row.save(update_fields=["changes_since", "next_changes_since", "page_marker"])
+        has_more = page.has_more and time.monotonic() < end
 
 
-def _delete_vanished(instances: Collection[str]) -> None:
-    """Delete the records (`Vanished`) that these instances were missing from Nova's listing."""
-    Vanished.objects.filter(instance__in=list(instances)).delete()
+def _suspect_instances(row: NovaEndpoint, instances: Collection[str]) -> None:
+    """Store that Nova at this address named these instances as deleted; those that are suspected already stay."""
+    Vanished.objects.bulk_create((Vanished(instance=uuid, endpoint=row) for uuid in instances), ignore_conflicts=True)
 
 
-def _delete_requests(instance: str) -> None:
+def _apply_answers(
+    row: NovaEndpoint, answers: Mapping[str, NovaServer | NovaUnavailableError | None], suspects: Sequence[str]
+) -> None:
+    """Store what Nova's answers mean, and delete the requests of the suspects that it does not know.
+
+    An instance that is found is no suspect any more, and proves the address; one that is unknown becomes a suspect. A
+    suspect without usable answer has to wait again, so that the others get their turn. Raises UntrustedEndpointError if
+    an instance is unknown and the address is not trusted: then nothing is deleted.
+    """
+    found = {uuid for uuid, answer in answers.items() if isinstance(answer, NovaServer)}
+    unknown = {uuid for uuid, answer in answers.items() if answer is None}
+    if found:
+        endpoints.record_proof(row)
+        Vanished.objects.filter(instance__in=found).delete()
+    Vanished.objects.filter(instance__in=set(suspects) - found - unknown).update(since=Now())
+    _suspect_instances(row, unknown)
+    if unknown or row.is_trusted:
+        endpoints.record_unknown_instances(row, 0 if row.is_trusted else len(unknown))
+    if unknown:
+        endpoints.refuse_unless_trusted(row.url)
+    for uuid in suspects:
+        if uuid in unknown:
+            _delete_requests(uuid, row.url)
+
+
+def _delete_requests(instance: str, url: str) -> None:
     """Delete the instance's requests and release their handles, record the event `instance.vanished`, and delete the
-    instance's `Vanished` row. A handle whose host may still run the guest is kept back (`releases`)."""
+    instance's `Vanished` row. Nothing is deleted if one of the requests changed less than MIN_UNCHANGED_S ago. A handle
+    whose host may still run the guest is kept back (`releases`)."""
     requests = AcceleratorRequest.objects.filter(instance_uuid=instance)
     with conductor.writing():
-        names = ", ".join(str(uuid) for uuid in requests.values_list("uuid", flat=True))
-        reason = f"instance {instance} was deleted: two of Nova's listings lacked it, and a query was answered with 404"
-        conductor.record_event(
-            "instance.vanished", EventSource.SYSTEM, JOB, reason=f"{reason}; its deleted requests: {names}"
-        )
-        binding.delete_requests_of_instance(instance, JOB_CALLER)
-    _delete_vanished([instance])
-
-
-class _NovaQueries:
-    """The two queries that the job sends to Nova, through a keystoneauth1 session."""
-
-    def __init__(self, session: Any, endpoint: str) -> None:
-        self._session, self._endpoint = session, endpoint
-
-    def list_instances(self) -> set[str]:
-        """Return the uuids of all instances of all projects.
-
-        Raises NovaUnavailableError unless the listing is complete.
-        """
-        return {uuid for page in self._iterate_pages() for uuid in page}
-
-    def _iterate_pages(self) -> Iterator[list[str]]:
-        """Yield the uuids of each page of the listing. Raises NovaUnavailableError for an unusable answer."""
-        params = {"all_tenants": "1", "limit": str(PAGE_SIZE)}
-        while True:
-            answer = self._get("/servers", params)
-            if answer.status_code != 200:
-                raise NovaUnavailableError(f"GET /servers: {answer.status_code}")
-            try:
-                uuids = [str(server["id"]) for server in answer.json()["servers"]]
-                has_more = any(link.get("rel") == "next" for link in answer.json().get("servers_links", ()))
-            except (ValueError, KeyError, TypeError, AttributeError):
-                raise NovaUnavailableError("GET /servers: the answer is not a list of servers") from None
-            yield uuids
-            if not has_more or not uuids:
-                return
-            params["marker"] = uuids[-1]
-
-    def is_gone(self, uuid: str) -> bool:
-        """Return True if Nova answers 404 for this instance, False for any other answer.
-
-        Raises NovaUnavailableError if there is no answer.
-        """
-        return bool(self._get(f"/servers/{uuid}", {}).status_code == 404)
-
-    def _get(self, path: str, params: Mapping[str, str]) -> Any:
-        """Send a GET and return Nova's answer, whatever its status. Raises NovaUnavailableError if there is none."""
-        return send_get(self._session, self._endpoint, path, params, TIMEOUT_S)
+        names = [str(uuid) for uuid in requests.select_for_update().values_list("uuid", flat=True)]
+        if not requests.filter(updated_at__gte=Now() - timedelta(seconds=MIN_UNCHANGED_S)).exists():
+            reason = (
+                f"instance {instance} was deleted: Nova at {url} named it as deleted or unknown, and then answered 404"
+            )
+            conductor.record_event(
+                "instance.vanished",
+                EventSource.SYSTEM,
+                JOB,
+                reason=f"{reason}; its deleted requests: {', '.join(names)}",
+            )
+            binding.delete_requests_of_instance(instance, JOB_CALLER)
+    Vanished.objects.filter(instance=instance).delete()

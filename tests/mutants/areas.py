@@ -123,6 +123,7 @@ AREAS = (
         (
             "placement_sync/nova/client.py",
             "placement_sync/nova/deleted_instances.py",
+            "placement_sync/nova/endpoints.py",
             "placement_sync/jobs/holder_checks.py",
         ),
         ("tests/placement_sync/test_holder_checks.py", "tests/placement_sync/test_deleted_instances.py"),

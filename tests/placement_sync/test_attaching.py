@@ -20,7 +20,7 @@ from accelerators.requests.candidates import ProviderCandidate, choose_providers
 from accelerators.runtime import jobs
 from accelerators.workflows import attachment_orders, attachment_steps, command_endings
 from placement_sync.jobs import discrepancies, providers
-from placement_sync.models import Discrepancy, Look, Tree, Vanished
+from placement_sync.models import Discrepancy, Look, NovaEndpoint, Tree, Vanished
 from placement_sync.nova import deleted_instances
 from tests.placement_sync import attaching as lab
 from tests.placement_sync.attaching import (
@@ -326,6 +326,7 @@ def test_an_attachment_waits_for_the_attach_command_of_the_host(cloud: FakeCloud
 
 
 def test_an_attachment_of_a_deleted_instance_becomes_detached(cloud: FakeCloud) -> None:
+    NovaEndpoint.objects.create(url=cloud.nova.url, proven_at=LONG_AGO)
     make_ready_cards()
     row = ask_attachment()
     run_steps()

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import random
+import time
 import uuid
 from collections.abc import Iterator
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,9 +20,10 @@ from accelerators.domain.caller import Caller
 from accelerators.models import AcceleratorRequest, Deployable, Device, DeviceProfile, Event
 from accelerators.requests import binding
 from accelerators.requests.binding import BindSpec
+from cyborgweb.monitoring import backlog
 from placement_sync.cloud import SERVICE_SESSION
-from placement_sync.models import Look, Vanished
-from placement_sync.nova import deleted_instances
+from placement_sync.models import Look, NovaEndpoint, Vanished
+from placement_sync.nova import client, deleted_instances, endpoints
 from tests.support.nova import FakeNova, running_nova
 from tests.support.reports import apply_report, get_or_create_host, make_card, make_driver_report
 
@@ -70,18 +73,185 @@ def instances_with_requests() -> set[str]:
     return {str(one) for one in AcceleratorRequest.objects.values_list("instance_uuid", flat=True)}
 
 
-def test_a_request_is_freed_after_its_instance_was_absent_from_two_listings_and_gave_404(nova: FakeNova) -> None:
-    gone, *alive = bind_instances(4)
-    nova.servers = alive
+def run_job_until_quiet() -> None:
+    """Run the job four times, with more than a minute between the runs."""
+    for _ in range(4):
+        Vanished.objects.update(since=LONG_AGO)
+        run_job_after_a_minute()
+
+
+def test_a_request_is_freed_when_nova_names_its_instance_as_deleted_and_answers_404_a_minute_later(
+    nova: FakeNova,
+) -> None:
+    nova.servers = [gone, *alive] = bind_instances(4)
+    nova.delete(gone)
     run_job_after_a_minute()
     assert instances_with_requests() == {gone, *alive}
     run_job_after_a_minute()
-    assert gone in instances_with_requests(), "the two listings were not far enough apart"
+    assert gone in instances_with_requests(), "the two answers were not far enough apart"
     Vanished.objects.update(since=LONG_AGO)
     run_job_after_a_minute()
     assert instances_with_requests() == set(alive)
     assert gone in Event.objects.get(action="instance.vanished").reason
     assert not Vanished.objects.exists()
+
+
+def test_the_listing_of_deleted_instances_proves_an_address_when_all_of_ours_are_deleted(nova: FakeNova) -> None:
+    nova.servers = bind_instances(3)
+    nova.delete(*nova.servers)
+    run_job_until_quiet()
+    assert instances_with_requests() == set()
+
+
+def test_an_instance_that_nova_has_purged_is_found_in_turn(nova: FakeNova) -> None:
+    nova.servers = bind_instances(3)
+    nova.delete(nova.servers[0])
+    nova.deleted.clear()
+    alive = [*nova.servers]
+    run_job_until_quiet()
+    assert instances_with_requests() == set(alive)
+
+
+def test_nova_is_asked_for_deleted_instances_only_and_for_a_bounded_number_of_single_ones(nova: FakeNova) -> None:
+    nova.servers = instances = bind_instances(40)
+    run_job_after_a_minute()
+    assert len(nova.asked) == deleted_instances.MAX_LOOKUPS
+    run_job_after_a_minute()
+    assert len(nova.asked) == 2 * deleted_instances.MAX_LOOKUPS
+    assert set(nova.asked) == set(instances), "the second run continues where the first ended"
+    assert {query["deleted"] for query in nova.listings} == {"true"}
+    assert all("changes-since" in query for query in nova.listings)
+
+
+def test_many_suspects_leave_places_for_the_turn_of_the_others(nova: FakeNova) -> None:
+    instances = bind_instances(40)
+    nova.servers = [*instances]
+    run_job_after_a_minute()
+    suspects = instances[:38]
+    nova.delete(*suspects)
+    run_job_after_a_minute()
+    Vanished.objects.update(since=LONG_AGO)
+    nova.asked.clear()
+    run_job_after_a_minute()
+    assert set(nova.asked) >= set(instances[38:])
+    assert len(nova.asked) <= deleted_instances.MAX_LOOKUPS
+
+
+def test_the_next_listing_begins_shortly_before_the_answer_to_the_last_one(nova: FakeNova) -> None:
+    nova.servers = bind_instances(1)
+    run_job_after_a_minute()
+    run_job_after_a_minute()
+    (first, second) = (datetime.fromisoformat(query["changes-since"]) for query in nova.listings)
+    assert timedelta(minutes=50) < second - first < timedelta(minutes=60)
+    assert timedelta(minutes=4) < datetime.now(UTC) - second < timedelta(minutes=7)
+
+
+def test_a_listing_that_is_cut_off_continues_at_its_page(nova: FakeNova, monkeypatch: pytest.MonkeyPatch) -> None:
+    nova.servers, nova.page = bind_instances(5), 1
+    nova.delete(*nova.servers)
+    monkeypatch.setattr(deleted_instances, "LISTING_DEADLINE_S", 0.3)
+    monkeypatch.setattr(deleted_instances, "MAX_LOOKUPS", 0)
+    nova.read_slow_s = 0.2
+    seen = 0
+    for _ in range(8):
+        run_job_after_a_minute()
+        assert Vanished.objects.count() >= seen, "what one run has read is kept"
+        seen = Vanished.objects.count()
+    assert seen == 5
+    markers = [query.get("marker", "") for query in nova.listings]
+    assert markers[1] and markers[1] != markers[0], "the second run does not begin at the first page"
+
+
+def test_a_page_that_comes_in_small_parts_ends_the_run_at_the_deadline(
+    nova: FakeNova, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The time-out of a request does not end it: each part comes in time."""
+    bind_instances(1)
+    monkeypatch.setattr(deleted_instances, "LISTING_DEADLINE_S", 0.2)
+    monkeypatch.setattr(client, "list_deleted_instances", lambda *_: time.sleep(3.0))
+    started = time.monotonic()
+    run_job_after_a_minute()
+    assert time.monotonic() - started < 2.5
+    assert "could not be compared with Nova: Nova did not answer in time" in caplog.text
+
+
+def test_a_listing_whose_page_nova_does_not_know_any_more_begins_again(nova: FakeNova) -> None:
+    nova.servers = [gone, *alive] = bind_instances(2)
+    row = NovaEndpoint.objects.create(url=nova.url, changes_since="2026-01-01T00:00:00Z", page_marker=str(uuid.uuid4()))
+    nova.delete(gone)
+    run_job_after_a_minute()
+    row.refresh_from_db()
+    assert row.page_marker == ""
+    run_job_until_quiet()
+    assert instances_with_requests() == set(alive)
+
+
+def test_an_instance_in_a_cell_that_is_down_is_kept_and_does_not_hold_up_the_others(
+    nova: FakeNova, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nova.servers = [down, gone, *alive] = bind_instances(4)
+    monkeypatch.setattr(deleted_instances, "MAX_SUSPECT_LOOKUPS", 1)
+    run_job_after_a_minute()
+    nova.delete(down, gone)
+    nova.broken = {down}
+    run_job_after_a_minute()
+    Vanished.objects.filter(instance=gone).update(since="2020-01-02T00:00:00Z")
+    Vanished.objects.filter(instance=down).update(since=LONG_AGO)
+    for _ in range(2):
+        run_job_after_a_minute()
+    assert instances_with_requests() == {down, *alive}
+
+
+def test_S1_a_request_that_changed_while_nova_was_asked_is_kept(
+    nova: FakeNova, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nova.servers = [gone, *alive] = bind_instances(2)
+    nova.delete(gone)
+    run_job_after_a_minute()
+    Vanished.objects.update(since=LONG_AGO)
+    ask = client.get_servers
+
+    def ask_while_the_request_changes(*arguments: Any) -> Any:
+        answers = ask(*arguments)
+        with conductor.writing():
+            AcceleratorRequest.objects.filter(instance_uuid=gone).update(updated_at=datetime.now(UTC))
+        return answers
+
+    monkeypatch.setattr(client, "get_servers", ask_while_the_request_changes)
+    run_job_after_a_minute()
+    assert instances_with_requests() == {gone, *alive}
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_S1_whatever_happens_exactly_the_deleted_instances_are_freed_at_a_proven_address(
+    nova: FakeNova, seed: int
+) -> None:
+    """Instances are deleted and purged, and Nova is away, breaks and forgets pages, in a random order."""
+    chance = random.Random(seed)
+    nova.servers = bind_instances(12)
+    instances, proven = set(nova.servers), False
+    for _ in range(15):
+        match chance.choice(["delete", "purge", "away", "break", "back", "wait"]):
+            case "delete" if nova.servers:
+                nova.delete(chance.choice(nova.servers))
+            case "purge" if nova.deleted:
+                del nova.deleted[chance.choice([*nova.deleted])]
+            case "away":
+                nova.status = chance.choice([404, 503])
+            case "break":
+                nova.broken = {chance.choice([*instances])}
+            case "back":
+                nova.status, nova.broken = 0, set()
+            case _:
+                Vanished.objects.update(since=LONG_AGO)
+        run_job_after_a_minute()
+        proven = proven or bool(NovaEndpoint.objects.exclude(proven_at=None).count())
+        assert instances_with_requests() >= set(nova.servers), "a running instance lost its device"
+        assert proven or instances_with_requests() == instances
+    nova.status, nova.broken = 0, set()
+    run_job_until_quiet()
+    if proven or nova.servers:
+        assert instances_with_requests() == set(nova.servers)
 
 
 def test_an_instance_whose_request_changed_within_a_minute_is_not_compared(nova: FakeNova) -> None:
@@ -93,23 +263,11 @@ def test_an_instance_whose_request_changed_within_a_minute_is_not_compared(nova:
     assert not Vanished.objects.exists()
 
 
-def test_a_request_is_kept_when_nova_still_shows_its_unlisted_instance(
-    nova: FakeNova, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    hidden, *rest = bind_instances(3)
-    nova.servers = rest
-    run_job_after_a_minute()
-    Vanished.objects.update(since=LONG_AGO)
-    nova.servers = [*rest, hidden]
-    monkeypatch.setattr(deleted_instances._NovaQueries, "list_instances", lambda _: set(rest))
-    run_job_after_a_minute()
-    assert hidden in instances_with_requests()
-
-
-def test_an_instance_that_is_listed_again_is_no_longer_suspected(nova: FakeNova) -> None:
+def test_an_instance_that_nova_shows_again_is_no_longer_suspected(nova: FakeNova) -> None:
     instances = bind_instances(3)
     nova.servers = instances[1:]
     run_job_after_a_minute()
+    assert Vanished.objects.exists()
     Vanished.objects.update(since=LONG_AGO)
     nova.servers = instances
     run_job_after_a_minute()
@@ -130,13 +288,72 @@ def test_a_failed_listing_frees_no_request(nova: FakeNova, trouble: int) -> None
     assert not Vanished.objects.exists()
 
 
-def test_a_listing_without_any_of_our_instances_frees_nothing_and_warns(
-    nova: FakeNova, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("count", [1, 3, 4])
+def test_S1_a_nova_of_another_region_frees_nothing_even_of_one_instance(
+    nova: FakeNova, caplog: pytest.LogCaptureFixture, count: int
 ) -> None:
-    instances = bind_instances(4)
+    instances = bind_instances(count)
     nova.servers = [str(uuid.uuid4())]
-    for _ in range(2):
+    for _ in range(3):
         run_job_after_a_minute()
         Vanished.objects.update(since=LONG_AGO)
     assert instances_with_requests() == set(instances)
-    assert "has none of the 4 instances" in caplog.text
+    assert "it has never shown an instance that holds an accelerator here" in caplog.text
+
+
+def test_instances_that_nova_has_never_shown_are_freed_once_a_person_confirms_its_address(nova: FakeNova) -> None:
+    bind_instances(3)
+    run_job_until_quiet()
+    endpoint = NovaEndpoint.objects.get()
+    assert endpoint.unknown_instances == 3
+    endpoints.confirm_endpoint(endpoint.uuid, "olga", "all were deleted before the upgrade")
+    run_job_until_quiet()
+    assert instances_with_requests() == set()
+    assert NovaEndpoint.objects.get().unknown_instances == 0
+
+
+def test_an_address_that_is_not_used_any_more_is_no_alert(nova: FakeNova, settings: Any) -> None:
+    instances = bind_instances(2)
+    run_job_after_a_minute()
+    assert backlog.read_backlog().unknown_to_nova == 2
+    with running_nova() as other:
+        settings.KEYS.nova_endpoint, other.servers = other.url, instances
+        run_job_after_a_minute()
+    assert backlog.read_backlog().unknown_to_nova == 0
+
+
+def test_all_instances_that_are_deleted_at_once_are_freed_at_an_address_that_has_shown_one(nova: FakeNova) -> None:
+    nova.servers = bind_instances(4)
+    run_job_after_a_minute()
+    assert NovaEndpoint.objects.get().proven_at
+    nova.servers = []
+    run_job_after_a_minute()
+    Vanished.objects.update(since=LONG_AGO)
+    run_job_after_a_minute()
+    assert instances_with_requests() == set()
+
+
+def test_S1_another_address_of_nova_has_to_prove_itself_again(nova: FakeNova, settings: Any) -> None:
+    nova.servers = instances = bind_instances(2)
+    run_job_after_a_minute()
+    with running_nova() as other:
+        settings.KEYS.nova_endpoint = other.url
+        for _ in range(3):
+            run_job_after_a_minute()
+            Vanished.objects.update(since=LONG_AGO)
+        assert instances_with_requests() == set(instances)
+        other.servers = instances[1:]
+        run_job_after_a_minute()
+        Vanished.objects.update(since=LONG_AGO)
+        run_job_after_a_minute()
+        assert instances_with_requests() == {instances[1]}
+
+
+def test_S1_an_answer_of_another_address_does_not_count_as_the_first_of_two(nova: FakeNova, settings: Any) -> None:
+    gone, *alive = bind_instances(2)
+    nova.servers = alive
+    other = NovaEndpoint.objects.create(url="http://elsewhere", proven_at=LONG_AGO)
+    Vanished.objects.create(instance=gone, since=LONG_AGO, endpoint=other)
+    run_job_after_a_minute()
+    assert gone in instances_with_requests()
+    assert Vanished.objects.get().endpoint == NovaEndpoint.objects.get(url=nova.url)

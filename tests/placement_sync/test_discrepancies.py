@@ -27,7 +27,7 @@ from accelerators.requests import binding
 from accelerators.requests.binding import BindSpec
 from placement_sync.cloud import SERVICE_SESSION
 from placement_sync.jobs import discrepancies, providers
-from placement_sync.models import Discrepancy, DiscrepancyKind, Tree, WrittenProvider
+from placement_sync.models import Discrepancy, DiscrepancyKind, NovaEndpoint, Tree, WrittenProvider
 from tests.placement_sync.session import PlacementModelSession, placement_session, using_placement_model
 from tests.support.nova import FakeNova, running_nova
 from tests.support.reports import apply_report, get_or_create_host, make_card, make_driver_report
@@ -244,6 +244,23 @@ def test_an_active_instance_whose_device_is_missing_or_failed_is_a_discrepancy(n
     assert "what it holds is missing from the device" in Discrepancy.objects.get().said
     with conductor.writing():
         AttachHandle.objects.update(missing_since=None)
+    compare_again()
+    assert list_discrepancies() == []
+
+
+def test_S1_an_instance_without_its_device_is_not_resolved_by_a_404_of_a_nova_that_has_shown_no_instance_of_ours(
+    nova: FakeNova,
+) -> None:
+    (instance,) = make_bound_cards()
+    with conductor.writing():
+        Device.objects.update(state="missing", state_reason="its driver did not see it")
+    nova.shown[instance] = ("ACTIVE", "cmp1")
+    compare_again()
+    assert len(list_discrepancies()) == 1
+    nova.shown.clear()
+    compare_again()
+    assert len(list_discrepancies()) == 1, "it may be the Nova of another region"
+    NovaEndpoint.objects.create(url=nova.url, proven_at=LONG_AGO)
     compare_again()
     assert list_discrepancies() == []
 

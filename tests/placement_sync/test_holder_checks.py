@@ -24,6 +24,7 @@ from accelerators.requests import binding
 from accelerators.requests.binding import BindSpec
 from placement_sync.cloud import SERVICE_SESSION
 from placement_sync.jobs import holder_checks
+from placement_sync.models import NovaEndpoint
 from placement_sync.reconcile import ObservedProvider
 from tests.placement_sync.session import PlacementModelSession, placement_session, using_placement_model
 from tests.support.nova import FakeNova, running_nova
@@ -98,7 +99,7 @@ def test_retiring_is_refused_while_placement_is_away_with_one_call_only(
 
 @pytest.fixture
 def nova(settings: Any, placement: PlacementModelSession, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeNova]:
-    """Run a fake Nova and make the holder check of Nova the only one."""
+    """Run a fake Nova that has shown an instance of ours before, and make the holder check of Nova the only one."""
     keys = settings.KEYS
     monkeypatch.setattr(holder_checks, "_unknown_instances", set())
     with (
@@ -109,6 +110,7 @@ def nova(settings: Any, placement: PlacementModelSession, monkeypatch: pytest.Mo
     ):
         known = {name: getattr(keys, name) for name in keys.__dataclass_fields__}
         settings.KEYS = SimpleNamespace(**known | {"nova_endpoint": one.url})
+        NovaEndpoint.objects.create(url=one.url, proven_at=EARLIER)
         yield one
 
 
@@ -188,6 +190,37 @@ def test_nova_is_asked_once_about_an_instance_that_it_does_not_know(device: Devi
     assert len(nova.asked) == 1
     assert holder_checks.check_nova(device) == holder_checks.NO_HOLDERS
     assert len(nova.asked) == 1, "what Nova does not know it never will"
+
+
+def test_S1_retiring_is_refused_while_nova_answers_404_at_an_address_that_has_shown_no_instance_of_ours(
+    device: Device, nova: FakeNova
+) -> None:
+    """A Nova of another region does not know the instance that still uses the device."""
+    instance = make_former_instance(device)
+    NovaEndpoint.objects.update(proven_at=None)
+    refused = try_to_retire(device)
+    assert refused
+    assert refused.reason is RefusalReason.UNAVAILABLE
+    assert f"Nova at {nova.url} answered 404" in refused.text
+    assert "Check the region and CYBORG_NOVA_ENDPOINT, or confirm the address" in refused.text
+    nova.shown[instance] = ("ACTIVE", "cmp1")
+    refused = try_to_retire(device)
+    assert refused
+    assert refused.reason is RefusalReason.IN_USE, "what such an address shows counts"
+    nova.shown.clear()
+    NovaEndpoint.objects.update(confirmed_at=EARLIER)
+    assert try_to_retire(device) is None, "it is asked again at once"
+
+
+def test_S1_what_one_address_of_nova_does_not_know_another_is_asked_for(
+    device: Device, nova: FakeNova, settings: Any
+) -> None:
+    instance = make_former_instance(device)
+    assert holder_checks.check_nova(device) == holder_checks.NO_HOLDERS
+    with running_nova() as other:
+        settings.KEYS.nova_endpoint = other.url
+        other.shown[instance] = ("ACTIVE", "cmp1")
+        assert holder_checks.check_nova(device).holders
 
 
 def test_retiring_is_refused_while_nova_is_away_or_unclear(device: Device, nova: FakeNova) -> None:

@@ -231,6 +231,7 @@ def test_requests_of_a_deleted_instance_are_freed_once_whatever_call_fails(nova:
     Look.objects.all().delete()
     for where in at_every_call(deleted_instances.run, keystone):
         Look.objects.all().delete()
+        Vanished.objects.update(since=LONG_AGO)
         deleted_instances.run()
         held = {str(one) for one in AcceleratorRequest.objects.values_list("instance_uuid", flat=True)}
         assert held == set(alive), where

@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from datetime import datetime
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import SplitResult, parse_qs, urlsplit
@@ -20,8 +21,11 @@ class FakeNova:
     `known` maps an instance to the code of its event entries (200 or 422); an instance not in it gets 404. If `status`
     is set, every call is answered with it. With `rubbish` the answers do not have the documented form. `servers` are
     the ids listed, in pages of `page`. `shown` maps an id to its (status, hypervisor); a listed server that is not in
-    it is ACTIVE and has no hypervisor. All servers belong to `project`. `tasks` maps an id to its task_state. `asked`
-    records the ids of single servers that were read, `calls` the bodies of event calls, `versions` their microversions.
+    it is ACTIVE and has no hypervisor. A server in `broken` is answered with 500. `deleted` maps an id to the time
+    (UNIX) of its deletion; removing it there purges it, so that the listing of deleted servers lacks it. Every GET is
+    answered after `read_slow_s` seconds. All servers belong to `project`. `tasks` maps an id to its task_state. `asked`
+    records the ids of single servers that were read, `listings` the queries of listings, `calls` the bodies of event
+    calls, `versions` their microversions.
     """
 
     known: dict[str, int] = field(default_factory=dict)
@@ -33,6 +37,10 @@ class FakeNova:
     project: str = "p1"
     tasks: dict[str, str] = field(default_factory=dict)
     asked: list[str] = field(default_factory=list)
+    broken: set[str] = field(default_factory=set)
+    read_slow_s: float = 0.0
+    deleted: dict[str, float] = field(default_factory=dict)
+    listings: list[dict[str, str]] = field(default_factory=list)
     page: int = 2
     calls: list[dict[str, Any]] = field(default_factory=list)
     versions: list[str] = field(default_factory=list)
@@ -48,17 +56,34 @@ class FakeNova:
 
     def read(self, url: SplitResult) -> tuple[int, Any]:
         """Answer a GET: the listing of servers, in pages, or one server."""
+        time.sleep(self.read_slow_s)
         if self.status:
             return self.status, {}
         if url.path != "/servers":
             return self._one(url.path.rpartition("/")[2])
-        marker = parse_qs(url.query).get("marker", [""])[0]
-        rest = self.servers[self.servers.index(marker) + 1 :] if marker else self.servers
+        query = {name: values[0] for name, values in parse_qs(url.query).items()}
+        self.listings.append(query)
+        servers = self.servers
+        if query.get("deleted") == "true":
+            since = datetime.fromisoformat(query["changes-since"]).timestamp()
+            servers = [uuid for uuid, at in self.deleted.items() if at >= since]
+        marker = query.get("marker", "")
+        if marker and marker not in servers:
+            return 400, {"badRequest": {"message": f"marker [{marker}] not found"}}
+        rest = servers[servers.index(marker) + 1 :] if marker else servers
         links = [{"rel": "next"}] if len(rest) > self.page else []
         return 200, {"servers": [{"id": uuid} for uuid in rest[: self.page]], "servers_links": links}
 
+    def delete(self, *uuids: str) -> None:
+        """Delete these servers now; the listing of deleted servers has them."""
+        for uuid in uuids:
+            self.servers.remove(uuid)
+            self.deleted[uuid] = time.time()
+
     def _one(self, uuid: str) -> tuple[int, Any]:
         self.asked.append(uuid)
+        if uuid in self.broken:
+            return 500, {"computeFault": {}}
         if uuid not in self.servers and uuid not in self.shown:
             return 404, {"itemNotFound": {}}
         if self.rubbish:

@@ -129,6 +129,8 @@ SAME_OUTPUT = {
     "image-upload": ("/nowhere", "--name", "shell"),
     "image-list": (),
     "image-remove": (UNKNOWN_UUID, "--yes"),
+    "nova-list": (),
+    "nova-confirm": (UNKNOWN_UUID, "--yes"),
 }
 """Arguments for each verb that both have, such that doing it twice prints the same."""
 SHARED_VERBS = [

@@ -20,25 +20,18 @@ from tests.cyborgweb.console.conftest import Fill
 from tests.support.reports import apply_report, get_or_create_host, make_card, make_driver_report
 
 NOW = datetime(2026, 11, 1, tzinfo=UTC)
-NOTHING_TO_DO = (
-    dict.fromkeys(
-        (
-            "spool",
-            "tasks",
-            "binding",
-            "near",
-            "overdue",
-            "commands",
-            "draining",
-            "bulks",
-            "discrepancies",
-            "missing_held",
-        ),
-        0,
-    )
-    | dict.fromkeys(("released", "unconfirmed"), 0)
-    | {"degraded": 0, "broken": 0, "spool_oldest": None, "tick_oldest": None}
-)
+NOTHING_TO_DO = dict.fromkeys(
+    ("spool", "tasks", "binding", "near", "overdue", "commands", "draining", "bulks", "discrepancies", "missing_held"),
+    0,
+) | {
+    "released": 0,
+    "unconfirmed": 0,
+    "degraded": 0,
+    "broken": 0,
+    "unknown_to_nova": 0,
+    "spool_oldest": None,
+    "tick_oldest": None,
+}
 
 
 def list_alert_lines(devices: dict[str, int] | None = None, down: int = 0, failing: int = 0, **doing: Any) -> list[str]:
@@ -61,6 +54,12 @@ def test_alerts_are_sorted_worst_first_with_pending_decisions_last() -> None:
     assert found[0].startswith("bad missing: 1 device still held by instances")
     assert found[5].startswith("warn missing: 2 devices no longer reported")
     assert found[-1].startswith("calm new: 2 devices waiting for a decision")
+
+
+def test_instances_that_an_unproven_nova_does_not_know_are_an_alert_that_says_what_to_do() -> None:
+    (line,) = list_alert_lines(unknown_to_nova=3)
+    assert line.startswith("bad not proven: 3 instances unknown to Nova, which has shown none that holds a request")
+    assert line.endswith("Check the region and CYBORG_NOVA_ENDPOINT, or confirm the address.")
 
 
 def test_quarantined_devices_raise_a_warning() -> None:

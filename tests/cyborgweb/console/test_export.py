@@ -30,7 +30,7 @@ from accelerators.ui import export
 from accelerators.ui.changelist import ConsoleModelAdmin
 from accelerators.workflows import bulk_actions, driver_config, driver_rollouts
 from cyborgweb.models import Delivery, Maintenance, Subscription
-from placement_sync.models import Discrepancy, Tree
+from placement_sync.models import Discrepancy, NovaEndpoint, Tree
 from tests.cyborgweb.console.conftest import Fill
 from tests.support.reports import apply_report, get_or_create_host, make_card, make_driver_report
 
@@ -157,6 +157,7 @@ def fill_the_other_lists(hosts: list[Host]) -> None:
     contradiction = {"provider": uuid4(), "provider_name": "node_0000:01:00.0", "instance": uuid4()}
     seen = {"since": datetime.now(UTC), "seen_at": datetime.now(UTC)}
     Discrepancy.objects.create(kind="unclaimed", host=hosts[0], device=device, said="why", **contradiction, **seen)
+    NovaEndpoint.objects.create(url="http://nova")
     Group.objects.create(name="operators")
     Maintenance.objects.create(id=1, by="olga", reason="an upgrade")
     wanted = {"name": "mine", "kinds": ["device.found"], "scope": "cloud", "way": "inbox"}

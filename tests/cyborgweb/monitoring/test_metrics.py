@@ -51,7 +51,7 @@ from cyborgweb.monitoring import calls, page, served, snapshot
 from cyborgweb.settings.keys import Keys, get_keys
 from cyborgweb.wsgi import application
 from drivers.configuration import ConfigurationError
-from placement_sync.models import Discrepancy
+from placement_sync.models import Discrepancy, NovaEndpoint
 from tests.support.reports import apply_report, create_heard_host, get_or_create_host, make_card, make_driver_report
 from tests.support.requests import bind_new_requests, create_profiles, offer_devices
 from tests.support.webserver import serving, until
@@ -120,7 +120,10 @@ def test_open_work_is_counted_by_state_and_ended_work_is_not() -> None:
         for kind in ("unclaimed", "unattached"):
             Discrepancy.objects.create(**discrepancy, kind=kind, provider=uuid4())
         conductor.record_event("request.created", EventSource.SYSTEM, "test")
+    NovaEndpoint.objects.create(url="http://elsewhere", unknown_instances=4)
+    NovaEndpoint.objects.create(url="http://here", unknown_instances=8, confirmed_at=now)
     series = scrape()
+    assert get_value(series, "cyborg_nova_unknown_instances") == 4
     assert get_value(series, "cyborg_requests", state="Initial") == 2
     assert get_value(series, "cyborg_requests", state="Unbound") == 1
     assert get_value(series, "cyborg_commands_open", state="queued") == 2

@@ -28,7 +28,7 @@ from accelerators.models import (
     Seal,
 )
 from cyborgweb.models import ApiToken
-from placement_sync.models import Discrepancy, DiscrepancyKind
+from placement_sync.models import Discrepancy, DiscrepancyKind, NovaEndpoint
 from tests.support.reports import create_heard_host
 
 Ask = Callable[..., HttpResponse]
@@ -109,6 +109,7 @@ def fill(db: None) -> Fill:
             )
         seen = dict.fromkeys(("since", "seen_at"), datetime.now(UTC))
         for host in hosts:
+            NovaEndpoint.objects.create(url=f"http://nova.{host.name}")
             about = {"host": host, "device": host.devices.first(), "provider_name": host.name, "said": "It is loose."}
             ids = {"provider": uuid.uuid4(), "instance": uuid.uuid4()}
             Discrepancy.objects.create(kind=DiscrepancyKind.UNATTACHED, **about, **ids, **seen)

@@ -21,6 +21,7 @@ pytestmark = pytest.mark.django_db
 
 INFRASTRUCTURE_COLLECTIONS = (
     *("hosts", "agents", "devices", "deployables", "attach_handles", "commands", "images", "discrepancies", "seals"),
+    "nova_endpoints",
 )
 OPERATIONS_COLLECTIONS = ("backends", "services", "drivers", "rollouts", "attachments")
 """Their permissions are tested in tests/cyborgweb/auth/test_roles.py."""

@@ -31,6 +31,7 @@ COLLECTIONS = (
     "events",
     "seals",
     "discrepancies",
+    "nova_endpoints",
     "drivers",
     "rollouts",
 )

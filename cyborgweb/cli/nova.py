@@ -1,0 +1,37 @@
+"""Commands that show which addresses of Nova are trusted, and confirm one."""
+
+from __future__ import annotations
+
+from uuid import UUID
+
+import click
+
+from cyborgweb.cli import options
+from cyborgweb.cli.options import CliContext, pass_cli_context, verb_command
+from cyborgweb.cli.output import print_row, print_rows
+
+LIST_COLUMNS = ("uuid", "address", "trusted", "unknown_instances", "proven_at", "confirmed_at", "confirmed_by")
+
+
+@verb_command("nova-list", "nova-list --json")
+@options.limit_option
+@pass_cli_context
+def nova_list(cli_context: CliContext, limit: int) -> None:
+    """List the addresses of Nova that were used, and whether their answer 404 for an instance is believed."""
+    rows = cli_context.fetch_rows("nova_endpoints/", limit)
+    print_rows(rows, LIST_COLUMNS, cli_context.output, "Nova was not asked about instances yet.")
+
+
+@verb_command("nova-confirm", "nova-confirm 0e8f9e63-1b5a-4738-9fb6-eff9659e382f --yes")
+@click.argument("endpoint", type=click.UUID)
+@options.yes_option
+@options.reason_option
+@pass_cli_context
+def nova_confirm(cli_context: CliContext, endpoint: UUID, yes: bool, reason: str) -> None:
+    """Confirm that an address is the Nova of this cloud. Requests of instances that it does not know are deleted."""
+    row = cli_context.api.get(f"nova_endpoints/{endpoint}/")
+    options.confirm(
+        f"Is {row['address']} the Nova of this cloud? Requests of instances that it does not know are deleted.", yes
+    )
+    confirmed = cli_context.api.post(f"nova_endpoints/{endpoint}/confirm/", options.drop_empty({"reason": reason}))
+    print_row(confirmed, cli_context.output)

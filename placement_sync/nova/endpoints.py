@@ -1,0 +1,95 @@
+"""Decide whether Nova's answer 404 for an instance is believed.
+
+A Nova of another region or cloud answers 404 for every instance. So 404 means "deleted" only at an address that has
+shown an instance which held a request here, or that an administrator has confirmed (`models.NovaEndpoint`).
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+from uuid import UUID
+
+from django.db import transaction
+from django.db.models.functions import Now
+
+from accelerators import conductor
+from accelerators.commands.command_queue import check_reason
+from accelerators.domain.states import EventSource
+from accelerators.runtime import jobs
+from placement_sync.models import Look, NovaEndpoint
+from placement_sync.nova.client import DEADLINE_S, NovaUnavailableError, call_with_deadline
+
+JOB = "instances"
+"""The job that asks every address, `placement_sync.nova.deleted_instances`."""
+
+
+class UntrustedEndpointError(NovaUnavailableError):
+    """Nova answered 404 at an address that has never shown an instance which holds a request here."""
+
+
+def resolve_url(session: Any, endpoint: str, deadline_s: float = DEADLINE_S) -> str:
+    """Return the address of Nova that requests through the session go to, without a slash at its end.
+
+    It is `endpoint` if that is not empty, otherwise that of Keystone's catalogue, for which the session may have to log
+    in first; this takes at most `deadline_s`. Raises NovaUnavailableError if there is none.
+    """
+    from keystoneauth1.exceptions import ClientException
+
+    try:
+        url = endpoint or call_with_deadline(partial(session.get_endpoint, service_type="compute"), deadline_s)
+    except ClientException as error:
+        raise NovaUnavailableError(" ".join(str(error).split())[:300]) from None
+    if not url:
+        raise NovaUnavailableError("Keystone's catalogue has no service of the type compute")
+    return str(url).rstrip("/")
+
+
+def load_endpoint(url: str) -> NovaEndpoint:
+    """Return the row of this address; a new one, which is not trusted, if the address was not used before."""
+    return NovaEndpoint.objects.get_or_create(url=url)[0]
+
+
+def refuse_unless_trusted(url: str) -> None:
+    """Raise UntrustedEndpointError unless the answer 404 of this address means that an instance does not exist."""
+    endpoint = NovaEndpoint.objects.filter(url=url).first()
+    if endpoint is None or not endpoint.is_trusted:
+        raise UntrustedEndpointError(
+            f"Nova at {url} answered 404, but it has never shown an instance that holds an accelerator here, so it may"
+            " be the Nova of another region. Check the region and CYBORG_NOVA_ENDPOINT, or confirm the address"
+            " (manage.py nova confirm)"
+        )
+
+
+def record_proof(endpoint: NovaEndpoint) -> None:
+    """Store that this address has shown an instance which holds a request here. A second proof changes nothing."""
+    if endpoint.proven_at is None:
+        NovaEndpoint.objects.filter(pk=endpoint.pk, proven_at=None).update(proven_at=Now(), updated_at=Now())
+        endpoint.refresh_from_db(fields=["proven_at"])
+
+
+def record_unknown_instances(endpoint: NovaEndpoint, count: int) -> None:
+    """Store how many instances this address does not know while it is not trusted, and 0 for all other addresses."""
+    NovaEndpoint.objects.exclude(pk=endpoint.pk).exclude(unknown_instances=0).update(unknown_instances=0)
+    NovaEndpoint.objects.filter(pk=endpoint.pk).exclude(unknown_instances=count).update(unknown_instances=count)
+
+
+def confirm_endpoint(uuid: UUID, actor: str, reason: str = "", source: EventSource = EventSource.PERSON) -> None:
+    """Trust the answer 404 of this address from now on, although it has never shown an instance of ours.
+
+    Does nothing if the address is trusted already. Locks the row, records the event `nova.confirmed`, and lets the job
+    `instances` run at once. Raises RefusedError INVALID for an unusable reason.
+    """
+    reason = check_reason(reason)
+    with conductor.writing():
+        endpoint = NovaEndpoint.objects.select_for_update().get(uuid=uuid)
+        if endpoint.is_trusted:
+            return
+        NovaEndpoint.objects.filter(pk=endpoint.pk).update(
+            confirmed_at=Now(), confirmed_by=actor[:255], reason=reason, unknown_instances=0, updated_at=Now()
+        )
+        changes = {"endpoint": [None, endpoint.url], "unknown_instances": [endpoint.unknown_instances, 0]}
+        conductor.record_event("nova.confirmed", source, actor, changes=changes, reason=reason)
+        Look.objects.filter(job=JOB).delete()
+        if JOB in jobs.JOBS:
+            transaction.on_commit(partial(jobs.enqueue_job, JOB), robust=True)

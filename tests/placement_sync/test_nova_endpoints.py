@@ -1,0 +1,126 @@
+"""Test that an administrator can confirm an address of Nova, in the console, by `/api/` and by `manage.py nova`."""
+
+from __future__ import annotations
+
+import json
+import time
+
+import pytest
+from django.contrib.auth.models import Permission, User
+from django.core.management import call_command
+from django.test import Client
+from django.urls import reverse
+
+from accelerators.domain.errors import RefusedError
+from accelerators.models import Event
+from cyborgweb.models import ApiToken
+from cyborgweb.monitoring import backlog
+from placement_sync.models import NovaEndpoint
+from placement_sync.nova import endpoints
+from placement_sync.nova.client import NovaUnavailableError
+
+pytestmark = pytest.mark.django_db
+LISTING = "admin:placement_sync_novaendpoint_changelist"
+
+
+@pytest.fixture
+def endpoint() -> NovaEndpoint:
+    """Return an address of Nova that does not know two instances, and is not proven."""
+    return NovaEndpoint.objects.create(url="http://nova", unknown_instances=2)
+
+
+def press_confirm(client: Client, endpoint: NovaEndpoint) -> int:
+    """Run the console's action `confirm` for this address and return the status."""
+    return client.post(reverse(LISTING), {"action": "confirm", "_selected_action": [str(endpoint.pk)]}).status_code
+
+
+def make_token(*roles: str) -> dict[str, str]:
+    user, _ = User.objects.get_or_create(username="olga")
+    return {"X-Auth-Token": ApiToken.create_with_secret("-".join(roles), user, list(roles), "p1")}
+
+
+class CatalogueSession:
+    """A session whose catalogue has this address of Nova, and takes this many seconds to be read."""
+
+    def __init__(self, url: str | None, slow_s: float = 0.0) -> None:
+        self.url, self.slow_s = url, slow_s
+
+    def get_endpoint(self, service_type: str) -> str | None:
+        time.sleep(self.slow_s)
+        return self.url
+
+
+def test_the_address_comes_from_the_catalogue_unless_it_is_configured() -> None:
+    assert endpoints.resolve_url(CatalogueSession("http://nova/v2.1/"), "") == "http://nova/v2.1"
+    assert endpoints.resolve_url(CatalogueSession("http://nova/v2.1/"), "http://other/") == "http://other"
+    with pytest.raises(NovaUnavailableError, match="no service of the type compute"):
+        endpoints.resolve_url(CatalogueSession(None), "")
+
+
+def test_a_keystone_that_does_not_answer_ends_the_question_for_the_address_at_its_deadline() -> None:
+    started = time.monotonic()
+    with pytest.raises(NovaUnavailableError, match="did not answer in time"):
+        endpoints.resolve_url(CatalogueSession("http://nova", slow_s=3.0), "", deadline_s=0.2)
+    assert time.monotonic() - started < 2.5
+
+
+def test_a_confirmed_address_is_trusted_and_its_event_names_who_and_why(endpoint: NovaEndpoint) -> None:
+    assert backlog.read_backlog().unknown_to_nova == 2
+    with pytest.raises(endpoints.UntrustedEndpointError):
+        endpoints.refuse_unless_trusted(endpoint.url)
+    endpoints.confirm_endpoint(endpoint.uuid, "olga", "all are gone")
+    endpoints.refuse_unless_trusted(endpoint.url)
+    event = Event.objects.get(action="nova.confirmed")
+    assert (event.actor, event.reason, event.changes["endpoint"]) == ("olga", "all are gone", [None, "http://nova"])
+    assert backlog.read_backlog().unknown_to_nova == 0
+    endpoints.confirm_endpoint(endpoint.uuid, "vera")
+    assert NovaEndpoint.objects.get().confirmed_by == "olga", "it is confirmed once"
+
+
+def test_an_unusable_reason_confirms_nothing(endpoint: NovaEndpoint) -> None:
+    with pytest.raises(RefusedError):
+        endpoints.confirm_endpoint(endpoint.uuid, "olga", "x" * 10_000)
+    assert not NovaEndpoint.objects.get().is_trusted
+
+
+def test_an_administrator_confirms_an_address_by_the_api_and_nobody_else(
+    client: Client, endpoint: NovaEndpoint
+) -> None:
+    url = f"/api/nova_endpoints/{endpoint.uuid}/confirm/"
+    for roles in (("reader",), ("member",), ("manager", "member", "reader"), ("accelerator_operator",), ("auditor",)):
+        answer = client.post(url, {}, content_type="application/json", headers=make_token(*roles))
+        assert answer.status_code == 403, roles
+    assert not NovaEndpoint.objects.get().is_trusted
+    body = {"reason": "all are gone"}
+    answer = client.post(url, body, content_type="application/json", headers=make_token("admin"))
+    shown = json.loads(answer.content)
+    assert (shown["address"], shown["trusted"], shown["confirmed_by"]) == ("http://nova", True, "admin")
+    assert Event.objects.get(action="nova.confirmed").reason == "all are gone"
+
+
+def test_an_administrator_confirms_an_address_in_the_console_and_nobody_else(
+    client: Client, endpoint: NovaEndpoint
+) -> None:
+    viewer = User.objects.create(username="vera", is_staff=True)
+    client.force_login(viewer)
+    assert press_confirm(client, endpoint) == 403
+    for codename in ("view_novaendpoint", "change_device", "change_host"):
+        viewer.user_permissions.add(Permission.objects.get(codename=codename))
+    assert "not proven" in client.get(reverse(LISTING)).content.decode()
+    press_confirm(client, endpoint)
+    assert not NovaEndpoint.objects.get().is_trusted
+    client.force_login(User.objects.create_superuser("olga"))
+    assert "not proven" in client.get(reverse(LISTING)).content.decode()
+    assert press_confirm(client, endpoint) == 302
+    assert NovaEndpoint.objects.get().confirmed_by == "olga"
+    assert "confirmed" in client.get(reverse(LISTING)).content.decode()
+
+
+def test_the_command_line_lists_and_confirms_an_address(
+    endpoint: NovaEndpoint, capsys: pytest.CaptureFixture[str]
+) -> None:
+    call_command("nova", "list")
+    assert "http://nova" in capsys.readouterr().out
+    call_command("nova", "--", "confirm", str(endpoint.uuid), "--reason", "all are gone")
+    row = NovaEndpoint.objects.get()
+    assert (row.is_trusted, row.reason) == (True, "all are gone")
