@@ -7,10 +7,12 @@ import time
 import uuid
 from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from django.db import connection
 from keystoneauth1.session import Session
 from keystoneauth1.token_endpoint import Token
 
@@ -200,6 +202,21 @@ def test_an_instance_in_a_cell_that_is_down_is_kept_and_does_not_hold_up_the_oth
     for _ in range(2):
         run_job_after_a_minute()
     assert instances_with_requests() == {down, *alive}
+
+
+def test_nova_is_asked_outside_of_every_transaction_of_the_job(nova: FakeNova, monkeypatch: pytest.MonkeyPatch) -> None:
+    nova.servers = bind_instances(2)
+    nova.delete(nova.servers[0])
+    depth, found = len(connection.savepoint_ids), set()
+
+    def note_depth(ask: Any, *arguments: Any) -> Any:
+        found.add(len(connection.savepoint_ids))
+        return ask(*arguments)
+
+    for name in ("get_servers", "call_with_deadline"):
+        monkeypatch.setattr(client, name, partial(note_depth, getattr(client, name)))
+    run_job_until_quiet()
+    assert (found, len(instances_with_requests())) == ({depth}, 1)
 
 
 def test_S1_a_request_that_changed_while_nova_was_asked_is_kept(
