@@ -101,7 +101,7 @@ def forget_applied_report(host: Host, *changed_fields: str) -> None:
     """
     host.applied_hash = ""
     host.save(update_fields=["applied_hash", *changed_fields])
-    transaction.on_commit(partial(pubsub.publish, REPORTS_TOPIC, str(host.pk)), robust=True)
+    transaction.on_commit(partial(pubsub.publish, REPORTS_TOPIC), robust=True)
 
 
 def lock_devices(selected: QuerySet[Device], *, to_delete: bool = False) -> list[Device]:

@@ -113,7 +113,7 @@ class SeenStates:
     """
 
     words_by_device: Mapping[UUID, str]
-    held_too: bool = False
+    held_too: bool
 
 
 def enable_device(uuid: UUID, caller: Caller, reason: str = "") -> None:

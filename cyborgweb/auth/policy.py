@@ -46,7 +46,7 @@ reader."""
 class PolicyDeniedError(CyborgwebError, PermissionDenied):
     """403 with upstream's sentence, which names the rule. `remedy` is our own additional sentence: what would help."""
 
-    def __init__(self, rule: str | None, remedy: str = "") -> None:
+    def __init__(self, rule: str | None, remedy: str) -> None:
         super().__init__(f"Access was denied to the following resource: {rule}")
         self.remedy = remedy
 

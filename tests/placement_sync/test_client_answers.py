@@ -7,9 +7,21 @@ from collections.abc import Callable
 import pytest
 import requests
 
-from placement_sync.client import PlacementClient, PlacementUnavailableError
+from placement_sync.client import PlacementClient, PlacementRejectedError, PlacementUnavailableError
 
 ROOT_UUID = "11111111-1111-1111-1111-111111111111"
+
+
+def make_client(status: int, body: bytes) -> PlacementClient:
+    """Return a client whose every call gets this answer."""
+
+    class ProxySession:
+        def request(self, *arguments: object, **options: object) -> requests.Response:
+            answer = requests.Response()
+            answer.status_code, answer._content = status, body
+            return answer
+
+    return PlacementClient(ProxySession())
 
 
 @pytest.mark.parametrize(
@@ -29,11 +41,12 @@ ROOT_UUID = "11111111-1111-1111-1111-111111111111"
 def test_a_json_object_of_a_proxy_counts_as_placement_being_away(
     call: Callable[[PlacementClient], object], body: bytes
 ) -> None:
-    class ProxySession:
-        def request(self, *arguments: object, **options: object) -> requests.Response:
-            answer = requests.Response()
-            answer.status_code, answer._content = 200, body
-            return answer
-
     with pytest.raises(PlacementUnavailableError, match="not what Placement documents"):
-        call(PlacementClient(ProxySession()))
+        call(make_client(200, body))
+
+
+@pytest.mark.parametrize("status", [400, 401, 403, 404, 408, 429, 500, 503])
+def test_only_answers_that_may_change_by_waiting_count_as_placement_being_away(status: int) -> None:
+    expected = PlacementRejectedError if status in (400, 404) else PlacementUnavailableError
+    with pytest.raises(expected, match=str(status)):
+        make_client(status, b"{}").read_tree(ROOT_UUID)

@@ -15,7 +15,7 @@ from placement_sync.apply_writes import ProviderMissingError, SyncOutcome, synch
 from placement_sync.client import PlacementClient, PlacementConflictError, PlacementRejectedError
 from placement_sync.mapping import DeployableRecord, compute_desired_providers
 from placement_sync.reconcile import ObservedProvider, WrittenRecord
-from tests.placement_sync.model import PlacementModel
+from tests.placement_sync.model import CONCURRENT_UPDATE, PlacementModel
 from tests.placement_sync.session import PlacementModelSession
 
 HOST, ROOT = "cmp1", "11111111-1111-1111-1111-111111111111"
@@ -104,6 +104,26 @@ def test_a_provider_below_another_host_is_moved_to_this_host() -> None:
     sync(placement, [make_part()], {})
     assert placement.providers[PROVIDER_UUID].parent == ROOT
     assert placement.providers[PROVIDER_UUID].inventories["FPGA"]["total"] == 16
+    assert placement.writes == 4, "creation, which conflicts, move, inventories and traits: none is tried twice"
+
+
+@pytest.mark.parametrize("is_allocated", [True, False])
+def test_a_conflict_at_a_deletion_keeps_an_allocated_provider_and_repeats_any_other_one(is_allocated: bool) -> None:
+    placement = make_placement()
+    written = sync(placement, [make_part()], {}).written
+    placement.writes = 0
+
+    def interfere() -> None:
+        """Allocate the provider right before the deletion, or change it once."""
+        if is_allocated:
+            placement.allocated[PROVIDER_UUID, "FPGA"] = {"vm": 1}
+        elif placement.writes == 1:
+            raise CONCURRENT_UPDATE
+
+    placement.before_write = interfere
+    outcome = sync(placement, [], written)
+    assert (PROVIDER_UUID in placement.providers, PROVIDER_UUID in outcome.written) == (is_allocated, is_allocated)
+    assert (placement.writes, len(outcome.problems)) == ((1, 1) if is_allocated else (2, 0))
 
 
 def test_reconciling_without_a_compute_provider_raises_that_it_is_missing() -> None:

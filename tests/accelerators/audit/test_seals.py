@@ -285,6 +285,24 @@ def test_retention_drops_whole_sealed_months_and_the_remaining_seals_still_verif
     assert "was inserted" in run_verify_events(fails=True)
 
 
+def test_a_month_that_is_dropped_during_the_verification_is_no_finding(
+    months: Callable[[str, int], None], settings: Any
+) -> None:
+    settings.KEYS = Keys(event_retention_months=3)
+    months("2024-01", 5)
+    months("2024-02", 3)
+    create_seals()
+
+    def drop_all_months(_done: int, _of: int) -> None:
+        """Drop both months after the first seal was verified."""
+        while retention.drop_oldest_month():
+            pass
+
+    result = verification.verify_seals(progress=drop_all_months)
+    assert not Event.objects.filter(action="device.old").exists()
+    assert (result.findings, result.events, result.dropped) == ([], 5, 3)
+
+
 def test_retention_keeps_a_month_that_is_unsealed_or_does_not_match_its_seal(
     months: Callable[[str, int], None], settings: Any
 ) -> None:

@@ -137,6 +137,7 @@ def test_a_state_change_stores_and_records_who_made_it_when_and_why(device: Devi
     assert device.state_since > before
     event = Event.objects.get(action="device.quarantined")
     assert (event.source, event.actor, event.reason) == ("person", "olga", "smells of smoke")
+    assert (event.subject, event.subject_name) == (device.uuid, str(device))
     assert event.changes["state"] == ["ready", "quarantined"]
     was, is_now = event.changes["state_since"]
     assert (was[:19], is_now[:19]) == (before.isoformat()[:19], device.state_since.isoformat()[:19])

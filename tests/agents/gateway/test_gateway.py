@@ -139,6 +139,7 @@ def test_L1_a_silent_host_becomes_stale_and_live_again_at_its_next_heartbeat(age
     (was_live, stale), back = (event.changes["stale_since"] for event in list(told)[-2:])
     assert was_live is None and stale
     assert back == [stale, None]
+    assert {(event.source, event.actor) for event in told} == {("system", "leases")}
 
 
 @pytest.mark.parametrize(

@@ -323,7 +323,7 @@ def test_an_agent_that_disconnects_before_the_welcome_leaves_no_session_and_no_e
 def test_a_command_with_a_payload_over_512_kib_is_malformed() -> None:
     longest = wire.Command(1, "id", "placement", 1.0, 1.0, payload="x" * 512 * 1024)
     assert wire.decode_from_gateway(wire.encode_message(longest)) == longest
-    with pytest.raises(wire.MalformedMessageError):
+    with pytest.raises(wire.MalformedMessageError, match=r"\$\.payload"):
         wire.decode_from_gateway(wire.encode_message(msgspec.structs.replace(longest, payload=longest.payload + "x")))
 
 

@@ -64,6 +64,14 @@ def test_the_join_token_comes_from_the_variable_or_the_file(tmp_path: Path) -> N
     assert read_join_token(read_settings({"CYBORG_JOIN_TOKEN_FILE": str(file)})) is None
 
 
+@pytest.mark.parametrize("padding", ["", "=", "=="])
+@pytest.mark.parametrize("host", ["c", "cm", "cmp"])
+def test_a_join_token_of_any_length_is_read_with_and_without_padding(host: str, padding: str) -> None:
+    token = credentials.encode_join_string("http://127.0.0.1:8000", "", host, "s3cret")
+    join = read_join_token(read_settings({"CYBORG_JOIN_TOKEN": token + padding}))
+    assert join is not None and join.host == host
+
+
 @pytest.mark.parametrize(
     ("token", "sentence"),
     [

@@ -114,6 +114,14 @@ def test_a_denied_token_without_a_project_is_advised_to_use_a_project_scoped_tok
     assert policy.describe_remedy(member, "cyborg:device:disable") == "The role admin would be sufficient."
 
 
+def test_a_caller_whom_no_usual_role_would_help_is_referred_to_the_policy_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "policy.yaml").write_text(f'"{RULE}": "!"')
+    monkeypatch.setattr(policy, "_get_policy", lambda: Policy(tmp_path / "policy.yaml", False))
+    assert "policy file" in policy.describe_remedy(make_caller("reader"), RULE)
+
+
 @pytest.fixture
 def keystone(db: None) -> Iterator[Keystone]:
     with vouching() as known:

@@ -211,7 +211,7 @@ def test_of_two_concurrent_actions_on_a_device_one_wins_and_the_other_is_refused
     def ask(action: Action) -> None:
         start.wait(10)
         try:
-            seen = SeenStates({device.uuid: "inactive"})
+            seen = SeenStates({device.uuid: "inactive"}, held_too=False)
             outcomes.append(
                 lifecycle.apply_action_to_device(action, device.uuid, OLGA, f"to {action}", seen=seen).state
             )

@@ -73,6 +73,15 @@ def test_a_mounted_nvme_multipath_namespace_marks_every_controller_as_used(host:
     assert set(find_functions_used_by_host(host.machine)) == {DISK, OTHER_ADDRESS}
 
 
+def test_block_devices_that_name_each_other_as_parts_are_searched_once(host: FakeHost) -> None:
+    host.block("sda", "8:0", host.pci(DISK, "0x1000", "0x0097", "0x010700"))
+    virtual = host.sys / "devices/virtual/block"
+    md = host.block("md0", "9:0", virtual, slaves=("sda",))
+    host.link(md / "slaves/dm-0", host.block("dm-0", "253:0", virtual, slaves=("md0",)))
+    host.mount("253:0", "/", "/dev/mapper/root")
+    assert "dm-0 is mounted at /" in find_functions_used_by_host(host.machine)[DISK]
+
+
 def test_swap_and_btrfs_disks_are_marked_as_used(host: FakeHost) -> None:
     host.block("zz0", "8:0", host.pci(DISK, "0x1000", "0x0097", "0x010700"))
     host.file(host.proc / "swaps", "Filename Type Size Used Priority\n/dev/zz0 partition 1 0 -2\n")
@@ -346,6 +355,20 @@ def test_a_port_of_another_interface_is_used_whatever_routes_the_main_table_has(
     assert find_use(host) == f"the host uses it: eth0 is part of {upper}"
 
 
+@pytest.mark.parametrize("kind", ["upper", "master", "lower", "brif"])
+def test_a_port_is_found_by_each_one_of_the_kernels_links(host: FakeHost, kind: str) -> None:
+    """The agent may read while the kernel is making the links, and finds a port by the first of them."""
+    port, bridge = make_port(host), host.net("br0")
+    links = {
+        "upper": (port / "upper_br0", bridge),
+        "master": (port / "master", bridge),
+        "lower": (bridge / "lower_eth0", port),
+        "brif": (bridge / "brif/eth0", port),
+    }
+    host.link(*links[kind])
+    assert find_use(host) == "the host uses it: eth0 is part of br0"
+
+
 def test_a_port_of_open_vswitch_is_used_without_any_route(host: FakeHost) -> None:
     host.link(make_port(host) / "master", host.net("ovs-system"))
     assert find_use(host) == "the host uses it: eth0 is part of ovs-system"
@@ -390,6 +413,13 @@ def test_a_network_card_whose_interface_is_in_another_namespace_is_never_free(ho
     assert find_use(host) == ""
     host.link(card / "driver", host.sys / "bus/pci/drivers/ice")
     assert "its network interface is not here: it may be in another network namespace" in find_use(host)
+
+
+@pytest.mark.parametrize("driver", ["pci-stub", "pci-pf-stub", "vfio-pci"])
+def test_a_network_card_whose_driver_makes_no_interface_is_free(host: FakeHost, driver: str) -> None:
+    card = host.pci(DISK, "0x8086", "0x1572", "0x020000")
+    host.link(card / "driver", host.sys / "bus/pci/drivers" / driver)
+    assert find_use(host) == ""
 
 
 def test_a_descriptor_whose_path_is_too_long_hides_no_other_descriptor(

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from agents import wire
-from agents.host.discovery.driver_set import DriverSet
+from agents.host.discovery.driver_set import DriverSet, DriverSettings
 from agents.host.journal.journal import JOURNAL_FILE, open_journal
 from drivers.inventory import DriverReport
 from drivers.isolation.runner import DriverProcess
@@ -129,6 +129,18 @@ def test_the_result_of_an_interrupted_driver_change_follows_from_the_journal(tmp
     asked = [make_command(n, "configure", driver="b", wish=wire.Wish(n)) for n in (2, 3)]
     assert [make_roster(tmp_path).determine_configure_result(one)[0] for one in asked] == ["succeeded", "refused"]
     assert [*make_roster(tmp_path).running] == ["a", "b"]
+
+
+def test_a_desired_state_without_settings_keeps_those_of_the_hosts_own_file(tmp_path: Path) -> None:
+    open_journal(tmp_path, HOST).desired_drivers.store_desired_state("a", wire.Wish(2))
+    started: list[tuple[str, object]] = []
+
+    def start(name: str, settings: DriverSettings) -> DriverProcess:
+        started.append((name, settings))
+        return DriverProcess(name, "n", settings)
+
+    DriverSet(["a"], {"a": {"x": 1}}, open_journal(tmp_path, HOST).desired_drivers, start, lambda: ("a",))
+    assert started == [("a", {"x": 1})]
 
 
 def test_a_wanted_driver_without_its_package_is_reported_as_failing(tmp_path: Path) -> None:

@@ -130,11 +130,14 @@ def test_a_device_without_an_address_may_write_to_no_pci_device(tmp_path: Path) 
 
 
 FPGA = "/sys/devices/platform/soc/ff706000.fpga"
+ON_PCI = "/sys/devices/pci0000:00/0000:00:05.0"
 
 
 def make_platform_fpga(root: Path) -> None:
-    """Make a platform device with an FPGA manager, beside a neighbour, and a child on another bus."""
+    """Make a platform device with an FPGA manager, beside a neighbour and a PCI device, and a child on another bus."""
     host = FakeHost(root)
+    host.file(host.pci("0000:00:05.0", "0x10ee", "0x5005", "0x120000") / "mode", "0")
+    host.link(host.sys / "devices/pci0000:00/0000:00:05.0/subsystem", host.sys / "bus/pci")
     for name in ("ff706000.fpga", "ff800000.npu", "ff706000.fpga/i2c-1"):
         host.file(host.sys / f"devices/platform/soc/{name}/mode", "0")
         bus = "i2c" if "i2c" in name else "platform"
@@ -158,7 +161,7 @@ def run_on_platform_fpga(root: Path, write: Write, sys_path: str = FPGA) -> tupl
     async def story() -> tuple[str, str]:
         driver = ScriptedDriver({"install": plan_once(Step("act", write))}, devices={key: ""})
         globs = ("/sys/devices/platform/soc/*", "/sys/devices/platform/soc/*/*", "/sys/devices/platform/soc/*/*/*")
-        globs += ("/sys/class/fpga_manager/*/*", "/sys/bus/*/drivers/*/*")
+        globs += ("/sys/class/fpga_manager/*/*", "/sys/bus/*/drivers/*/*", "/sys/devices/pci0000:00/*/*")
         driver.manifest = msgspec.structs.replace(driver.manifest, writes=(*driver.manifest.writes, *globs))
         async with run_host(root, driver) as host:
             result = await host.run_commands(make_command(1, "install", key=key))
@@ -192,6 +195,7 @@ def test_a_device_that_is_not_on_pci_may_write_to_files_of_its_own(tmp_path: Pat
         (Write(f"{FPGA}/mode", "1"), "/sys/devices/platform"),
         (Write(f"{CARD_PATH}/mode", "1"), FPGA),
         (Write(f"{CARD_PATH}/mode", "1"), CARD_PATH),
+        (Write(f"{ON_PCI}/mode", "1"), ON_PCI),
         (Write(f"{FPGA}/mode", "1"), "/sys/devices/platform/soc/ff800000.npu/../ff706000.fpga"),
     ],
 )
@@ -437,6 +441,15 @@ def test_S3_no_step_takes_away_what_the_host_has_begun_to_use_since_the_plan_was
     result, is_written = run_after_first_step(model, tmp_path, write, op, mount_disk)
     assert (result.outcome, is_written) == ("failed", False)
     assert "cannot be changed: the host uses it: nvme0n1 is mounted at /data. Undone: switch it off" in result.text
+
+
+def test_S3_no_step_takes_away_what_a_program_of_the_host_has_opened_since_the_plan_was_made(tmp_path: Path) -> None:
+    model = make_model_with_disk(tmp_path)
+    model.block("nvme0n1", "259:0", (model.sys / f"bus/pci/devices/{CARD}").resolve())
+    op, write, _ = TAKING_AWAY[0]
+    result, is_written = run_after_first_step(model, tmp_path, write, op, lambda: model.opened(77, "osd", "nvme0n1"))
+    assert (result.outcome, is_written) == ("failed", False)
+    assert "cannot be changed: the host uses it: osd has nvme0n1 open. Undone: switch it off" in result.text
 
 
 @pytest.mark.parametrize(("op", "write", "used"), TAKING_AWAY)
