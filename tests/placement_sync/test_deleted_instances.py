@@ -130,6 +130,18 @@ def test_a_failed_listing_frees_no_request(nova: FakeNova, trouble: int) -> None
     assert not Vanished.objects.exists()
 
 
+def test_an_answer_that_is_no_listing_frees_no_request_and_warns(
+    nova: FakeNova, caplog: pytest.LogCaptureFixture
+) -> None:
+    instances = bind_instances(2)
+    nova.rubbish = True
+    for _ in range(2):
+        run_job_after_a_minute()
+        Vanished.objects.update(since=LONG_AGO)
+    assert instances_with_requests() == set(instances)
+    assert "GET /servers: the answer is not a list of servers" in caplog.text
+
+
 def test_a_listing_without_any_of_our_instances_frees_nothing_and_warns(
     nova: FakeNova, caplog: pytest.LogCaptureFixture
 ) -> None:

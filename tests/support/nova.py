@@ -52,6 +52,8 @@ class FakeNova:
             return self.status, {}
         if url.path != "/servers":
             return self._one(url.path.rpartition("/")[2])
+        if self.rubbish:
+            return 200, {"what": "?"}
         marker = parse_qs(url.query).get("marker", [""])[0]
         rest = self.servers[self.servers.index(marker) + 1 :] if marker else self.servers
         links = [{"rel": "next"}] if len(rest) > self.page else []
