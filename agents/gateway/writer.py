@@ -83,7 +83,7 @@ class SpoolJob:
     epoch_seq: tuple[int, int]
     content_hash: str
     payload: str
-    urgent: bool = False
+    urgent: bool
 
 
 @dataclass(slots=True)

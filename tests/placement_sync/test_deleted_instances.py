@@ -305,6 +305,18 @@ def test_a_failed_listing_frees_no_request(nova: FakeNova, trouble: int) -> None
     assert not Vanished.objects.exists()
 
 
+def test_an_answer_that_is_no_listing_frees_no_request_and_warns(
+    nova: FakeNova, caplog: pytest.LogCaptureFixture
+) -> None:
+    instances = bind_instances(2)
+    nova.rubbish = True
+    for _ in range(2):
+        run_job_after_a_minute()
+        Vanished.objects.update(since=LONG_AGO)
+    assert instances_with_requests() == set(instances)
+    assert "the answer is not a list of servers" in caplog.text
+
+
 @pytest.mark.parametrize("count", [1, 3, 4])
 def test_S1_a_nova_of_another_region_frees_nothing_even_of_one_instance(
     nova: FakeNova, caplog: pytest.LogCaptureFixture, count: int

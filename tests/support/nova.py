@@ -61,6 +61,8 @@ class FakeNova:
             return self.status, {}
         if url.path != "/servers":
             return self._one(url.path.rpartition("/")[2])
+        if self.rubbish:
+            return 200, {"what": "?"}
         query = {name: values[0] for name, values in parse_qs(url.query).items()}
         self.listings.append(query)
         servers = self.servers

@@ -50,6 +50,13 @@ def test_a_profile_asks_for_at_most_256_accelerators(split: list[int]) -> None:
         check_groups([*asked, {"resources:FPGA": "1"}])
 
 
+@pytest.mark.parametrize("name", ["FPGA", "GPU", "VGPU", "PGPU", "CUSTOM_QAT", "CUSTOM_NIC", "CUSTOM_SSD", "CUSTOM_X"])
+def test_the_resource_classes_of_upstream_and_custom_ones_can_be_requested(name: str) -> None:
+    assert check_groups([{f"resources:{name}": "1"}]) == [{f"resources:{name}": "1"}]
+    with pytest.raises(GroupError, match="Unsupported resource class"):
+        check_groups([{f"resources:{name.lower()}": "1"}])
+
+
 def test_group_keys_and_values_longer_than_255_characters_are_refused() -> None:
     longest = {"accel:" + "k" * 249: "v" * 255}
     assert check_groups([longest]) == [longest]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import http.client
+import json
 from datetime import UTC, datetime, timedelta
 
 import pytest
@@ -224,6 +226,14 @@ def test_X1_an_agent_without_valid_key_token_and_fresh_challenge_is_refused(
     monkeypatch.setattr("agents.authentication.CHALLENGE_LIFETIME_S", -1.0)
     assert agent.connect_refused() == (401, "challenge"), "a challenge does not last"
     assert Host.objects.count() == 1
+
+
+def test_a_challenge_is_answered_to_get_only(gateway: AgentGateway, port: int) -> None:
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
+    connection.request("POST", wire.CHALLENGE_PATH)
+    answer = connection.getresponse()
+    assert (answer.status, json.loads(answer.read())["code"]) == (405, "method")
+    connection.close()
 
 
 def test_a_token_can_be_reused_by_its_key_and_a_new_token_enrols_a_new_key(agent: WireAgent, port: int) -> None:

@@ -15,6 +15,7 @@ from accelerators.models import Host
 from agents import authentication, credentials
 from agents.authentication import ConnectionRejectedError
 from agents.gateway.asgi_app import AgentGateway
+from agents.gateway.sessions import SessionClosedError
 from agents.gateway.writer import SELECT_HOSTS_WITHOUT_APPLIED_REPORT, AdmitJob, SpoolJob, WriterJob
 from agents.models import Agent, Spooled
 from cyborgweb.settings.keys import Keys
@@ -114,6 +115,19 @@ def test_a_report_whose_connection_has_ended_is_not_stored(writer: WriterByHand,
     writer.process_batch()
     assert list(Spooled.objects.values_list("host", flat=True)) == [other.id]
     assert writer.admit_and_get_applied_hash(agent) == R0
+
+
+@pytest.mark.django_db(transaction=True)
+def test_a_report_that_the_database_rejects_ends_only_its_own_connection(writer: WriterByHand) -> None:
+    bad, good = get_or_create_host("bad"), get_or_create_host("good")
+    writer.gateway._writer._max_rows = 2
+    rejected = writer.enqueue(SpoolJob(writer.loop.create_future(), bad.id, (1, 1), R0, "\0", urgent=False))
+    stored = writer.enqueue_report(good, 1, R0)
+    writer.process_batch()
+    with pytest.raises(SessionClosedError, match="the database cannot store this message") as refused:
+        rejected.result()
+    assert (refused.value.code, stored.result()) == ("database", True)
+    assert list(Spooled.objects.values_list("host", flat=True)) == [good.id]
 
 
 def test_the_search_for_hosts_without_applied_report_can_use_its_index() -> None:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
+import random
+import threading
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from websockets.exceptions import InvalidStatus
@@ -48,6 +51,12 @@ def test_refused_agents_get_increasing_waiting_times_up_to_the_maximum() -> None
     assert len(set(places)) > 4, "they do not come back together"
     clock.now += 1.5
     assert admission.admit_challenge("a") == 0, "who took a challenge and did not come keeps no place"
+
+
+def test_agents_above_the_maximum_waiting_time_are_refused_and_spread_over_it() -> None:
+    admission = HandshakeThrottle(1, 100, FakeClock(), random.Random(1).random)
+    waits = [admission.schedule_return() for _ in range(30_000)]
+    assert set(waits[-4000:]) == set(range(1, MAX_RETRY_AFTER_S + 1))
 
 
 def test_a_challenge_reserves_a_place_until_the_agent_connects() -> None:
@@ -103,6 +112,8 @@ def test_reports_get_jitter_only_while_disk_or_merge_fall_behind() -> None:
     for _ in range(4000):
         late = spread.choose_jitter()
     assert 2.0 < late < MAX_JITTER_S
+    spread.count_report()
+    assert spread.choose_jitter() == late, "one has reported, and one has come"
     for _ in range(4500):
         spread.count_report()
     assert spread.choose_jitter() == 0.0, "they have reported"
@@ -174,6 +185,31 @@ def test_a_connection_above_the_limit_is_refused_with_the_name_of_the_setting(
             assert "CYBORG_AGENT_CONNECTIONS" in json.loads(refused.value.response.body or b"")["error"]
         until(lambda: gateway.open_connections == 1)
         second.connect().close()
+
+
+@pytest.mark.django_db(transaction=True)
+def test_a_report_is_refused_while_too_many_bytes_of_reports_wait_to_be_stored(
+    gateway_slot: GatewaySlot, gateway: AgentGateway, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gateway.settings = Keys(pending_report_bytes=10)
+    refused, serve = threading.Event(), gateway._writer._process_batch
+
+    def serve_when_refused(batch: Any) -> None:
+        assert refused.wait(20)
+        serve(batch)
+
+    first = WireAgent(gateway_slot.port, token=make_join_secret())
+    second = WireAgent(gateway_slot.port, host="cmp2", token=make_join_secret("cmp2"))
+    with first.connect() as one:
+        with second.connect() as two:
+            monkeypatch.setattr(gateway._writer, "_process_batch", serve_when_refused)
+            one.send(wire.encode_message(make_report(make_card(1))))
+            until(lambda: gateway._pending_bytes)
+            refusal = ask(two, make_report(make_card(1)))
+            assert isinstance(refusal, wire.Refuse) and refusal.code == "busy"
+        refused.set()
+        assert wire.decode_from_gateway(one.recv(timeout=10)) == wire.Ack(1, "Report")
+        assert ask(one, make_report(make_card(2), seq=2)) == wire.Ack(2, "Report"), "none waits any more"
 
 
 def test_a_report_with_a_failed_device_or_driver_is_urgent() -> None:

@@ -172,6 +172,21 @@ def test_after_the_deadline_nova_is_asked_about_no_further_instance(compute: Fak
     assert compute.accept_headers == {"application/json"}
 
 
+def test_at_the_deadline_an_instance_is_unknown_while_the_call_for_it_still_runs() -> None:
+    release, ended = threading.Event(), threading.Event()
+
+    class SlowSession:
+        def request(self, *_: object, **__: object) -> None:
+            release.wait(20)
+            ended.set()
+
+    try:
+        found = get_servers(SlowSession(), "", ["a"], deadline_s=0.05)
+        assert isinstance(found["a"], NovaUnavailableError) and not ended.is_set()
+    finally:
+        release.set()
+
+
 def test_without_a_configured_cloud_no_instance_states_are_returned() -> None:
     def session() -> None:
         raise ConfigurationError("No cloud is configured")

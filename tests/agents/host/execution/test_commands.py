@@ -171,7 +171,9 @@ def test_an_image_that_differs_from_its_reference_is_refused_before_the_driver_p
     asyncio.run(story())
 
 
-def test_a_journal_of_format_1_is_migrated_and_one_of_an_unknown_format_is_moved_aside(tmp_path: Path) -> None:
+def test_a_journal_of_format_1_is_migrated_and_one_of_an_unknown_format_is_moved_aside(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     with sqlite3.connect(tmp_path / JOURNAL_FILE) as connection:
         connection.execute(journals._CREATE_JOURNAL_TABLE)
         connection.execute("INSERT INTO journal (id, host, epoch, address) VALUES (1, 'h', 7, 'http://gw:1')")
@@ -187,6 +189,7 @@ def test_a_journal_of_format_1_is_migrated_and_one_of_an_unknown_format_is_moved
     connection.close()
     assert open_journal(tmp_path, "h").address == ""
     assert [path for path in tmp_path.iterdir() if "corrupt" in path.name]
+    assert "its format is version 3, and this release supports up to 2" in caplog.text
 
 
 def test_only_the_latest_acknowledged_results_are_kept_and_without_their_details(tmp_path: Path) -> None:

@@ -124,6 +124,17 @@ def test_a_joined_state_directory_is_refused_for_another_host(tmp_path: Path) ->
         open_journal(tmp_path, "h2")
 
 
+def test_first_values_belong_to_one_device_of_one_driver(tmp_path: Path) -> None:
+    log = open_journal(tmp_path, "h").command_log
+    for owner in (("d1", "card1"), ("d1", "card2"), ("d2", "card1")):
+        log.store_first_value(*owner, "/sys/numvfs", " of ".join(owner))
+    assert log.get_first_values("d1", "card1") == {"/sys/numvfs": "d1 of card1"}
+    log.delete_first_values("d1", "card1")
+    assert not log.get_first_values("d1", "card1")
+    assert log.get_first_values("d1", "card2") == {"/sys/numvfs": "d1 of card2"}
+    assert log.get_first_values("d2", "card1") == {"/sys/numvfs": "d2 of card1"}
+
+
 def test_a_write_ahead_log_cut_at_any_byte_opens_at_a_committed_state(tmp_path: Path) -> None:
     live = tmp_path / "live"
     live.mkdir()
