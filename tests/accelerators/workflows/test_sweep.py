@@ -45,12 +45,13 @@ def test_a_free_missing_device_is_removed_after_its_retention_with_an_event(host
     assert Event.objects.filter(action="device.removed").count() == 1
 
 
-def test_S1_a_held_missing_device_is_not_removed(host: Host) -> None:
+@pytest.mark.parametrize("state", ["Bound", "BindFailed"])
+def test_S1_a_missing_device_that_a_request_names_is_not_removed(host: Host, state: str) -> None:
     with conductor.writing():
         profile = DeviceProfile.objects.create(name="p", groups=[{"resources:FPGA": "1"}])
         handle = AttachHandle.objects.get(deployable__device__state="missing")
-        values = {"project_id": "p", "profile": profile, "group": {}, "state": "Bound", "attach_handle": handle}
-        AcceleratorRequest.objects.create(**values)
+        named = {"attach_handle": handle} if state == "Bound" else {"deployable": handle.deployable}
+        AcceleratorRequest.objects.create(project_id="p", profile=profile, group={}, state=state, **named)
     remove_missing_devices(LATER)
     assert count_missing() == 1
 
