@@ -9,7 +9,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from datetime import UTC, datetime, timedelta
-from functools import partial
 from typing import Any, TypedDict, Unpack
 from uuid import UUID
 
@@ -24,6 +23,7 @@ from accelerators.domain.errors import RefusalReason, RefusedError
 from accelerators.domain.states import EventSource
 from accelerators.models import Device, Host
 from accelerators.runtime import jobs, pubsub
+from accelerators.runtime.after_commit import call_after_commit
 
 REPORTS_TOPIC = "reports"
 """Notifications that the report of a host is needed again; the detail is the host's id."""
@@ -101,7 +101,7 @@ def forget_applied_report(host: Host, *changed_fields: str) -> None:
     """
     host.applied_hash = ""
     host.save(update_fields=["applied_hash", *changed_fields])
-    transaction.on_commit(partial(pubsub.publish, REPORTS_TOPIC), robust=True)
+    call_after_commit(pubsub.publish, REPORTS_TOPIC)
 
 
 def lock_devices(selected: QuerySet[Device], *, to_delete: bool = False) -> list[Device]:

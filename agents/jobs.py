@@ -15,6 +15,7 @@ from accelerators.domain.states import EventSource
 from accelerators.inventory.merge import merge_reports
 from accelerators.models import Host
 from accelerators.runtime import jobs
+from accelerators.runtime.after_commit import call_after_commit
 from agents import wire
 from agents.gateway import leases
 
@@ -84,7 +85,7 @@ def merge_batch() -> bool:
             "the database rejected a batch of reports (hosts: %d); applying it host by host: %s", len(batch), error
         )
         _apply_host_by_host(batch)
-    transaction.on_commit(command_queue.wake_job_for_answers, robust=True)
+    call_after_commit(command_queue.wake_job_for_answers)
     return True
 
 

@@ -119,6 +119,12 @@ def test_one_statement_inserts_events() -> None:
     assert product == [Path("accelerators/conductor_sql.py")], "call `conductor_sql.build_event_insert`"
 
 
+def test_one_function_registers_the_calls_after_a_commit_that_may_fail() -> None:
+    registering = [path.relative_to(ROOT) for path in SOURCES if re.search(r"robust=True", path.read_text())]
+    product = [path for path in registering if path.parts[0] != "tests"]
+    assert product == [Path("accelerators/runtime/after_commit.py")], "call `after_commit.call_after_commit`"
+
+
 def test_only_commands_of_manage_py_create_the_local_operator() -> None:
     texts = {str(path.relative_to(ROOT)): path.read_text() for path in SOURCES}
     product = {name: text for name, text in texts.items() if not name.startswith("tests/")}

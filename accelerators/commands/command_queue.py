@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, NamedTuple
 from uuid import UUID
 
@@ -28,6 +27,7 @@ from accelerators.domain.states import CommandState, DeviceState, EventSource
 from accelerators.models import AttachHandle, Command, Deployable, Device, Host
 from accelerators.models.commands import COMMAND_IS_OPEN
 from accelerators.runtime import jobs, pubsub
+from accelerators.runtime.after_commit import call_after_commit
 from accelerators.runtime.registry import Registry
 from drivers.plan import DESTRUCTIVE
 
@@ -162,9 +162,7 @@ def place_commands(orders: Sequence[CommandOrder], source: EventSource = EventSo
     values = {"rows": _encode_json(rows), "count": len(rows), "request_id": request_id.get(), "source": source.value}
     commands = list(Command.objects.raw(sql.INSERT_COMMANDS, values))
     assert len(commands) == len(orders), "a command for what is not there"
-    transaction.on_commit(
-        partial(_notify_of_placed_commands, {command.host_id for command in commands}, commands), robust=True
-    )
+    call_after_commit(_notify_of_placed_commands, {command.host_id for command in commands}, commands)
     return commands
 
 
@@ -251,7 +249,7 @@ def mark_image_ready(number: int, image: Mapping[str, Any]) -> bool:
     with conductor.writing():
         rows = _execute(sql.MARK_IMAGE_READY, {"number": number, "image": _encode_json(image)}).fetchall()
         for (host,) in rows:
-            transaction.on_commit(partial(pubsub.publish, COMMANDS_TOPIC, str(host)), robust=True)
+            call_after_commit(pubsub.publish, COMMANDS_TOPIC, str(host))
     return bool(rows)
 
 
@@ -271,7 +269,7 @@ def refuse_undelivered_commands(numbers: Sequence[int], text: str) -> None:
     """
     with conductor.writing():
         _refuse(Command.objects.filter(id__in=numbers, state__in=NOT_BEGUN_STATES), text[:4096].replace("\0", ""))
-        transaction.on_commit(partial(jobs.enqueue_job, COMMANDS_JOB), robust=True)
+        call_after_commit(jobs.enqueue_job, COMMANDS_JOB)
 
 
 def cancel_preparing_commands(requests: Sequence[UUID | str]) -> None:
@@ -286,7 +284,7 @@ def cancel_preparing_commands(requests: Sequence[UUID | str]) -> None:
         if _refuse(
             Command.objects.filter(id__in=unlocked.order_by().values("id")), "its request does not need it any more"
         ):
-            transaction.on_commit(partial(jobs.enqueue_job, COMMANDS_JOB), robust=True)
+            call_after_commit(jobs.enqueue_job, COMMANDS_JOB)
 
 
 def _refuse(commands: QuerySet[Command], text: str) -> int:
@@ -314,7 +312,7 @@ def store_progress(messages: Iterable[CommandProgress]) -> None:
     rows = {(message.host, message.number): message._asdict() for message in messages}
     with conductor.writing():
         changed_rows = _execute(sql.STORE_PROGRESS, {"rows": _encode_json([*rows.values()])}).fetchall()
-        transaction.on_commit(partial(publish_changed_commands, [uuid for (uuid,) in changed_rows]), robust=True)
+        call_after_commit(publish_changed_commands, [uuid for (uuid,) in changed_rows])
 
 
 def store_answers(answers: Iterable[CommandAnswer]) -> set[CommandId]:
@@ -334,7 +332,7 @@ def store_answers(answers: Iterable[CommandAnswer]) -> set[CommandId]:
             order_missing_detaches([number for number, outcome in late if outcome != "refused"])
         settled = rows.keys() - select_open_commands(rows)
         if stored_count:
-            transaction.on_commit(partial(jobs.enqueue_job, COMMANDS_JOB), robust=True)
+            call_after_commit(jobs.enqueue_job, COMMANDS_JOB)
     return settled
 
 

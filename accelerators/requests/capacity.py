@@ -8,15 +8,12 @@ which the database does not store: the caller passes them in.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from django.db import connection
 
 from accelerators.requests.binding_sql import FROM_FREE_HANDLES, OFFERED_COUNT
-
-MAX_GROUPS = 10_000
-"""Maximum number of groups per answer (the default `limit`)."""
 
 GROUP_COLUMNS = {
     "host": "h.name",
@@ -140,7 +137,7 @@ class CapacityQuery:
 
     `host`, `type`, `resource_class` and `project` filter; `project` has an effect only if `by` contains "project".
     `order` is one of ORDER_BY_CLAUSES. `after` (names of a group) returns only the groups that follow this one, for
-    paging; only for the orders "group" and "-group".
+    paging; only for the orders "group" and "-group". At most `limit` groups are returned.
     """
 
     by: Sequence[str]
@@ -150,7 +147,7 @@ class CapacityQuery:
     project: str | None = None
     order: str = "group"
     after: tuple[str, ...] | None = None
-    limit: int = MAX_GROUPS
+    limit: int = field(kw_only=True)
 
 
 def query_groups(queries: Sequence[CapacityQuery], samples: Collection[LastSample] = ()) -> list[list[CapacityGroup]]:

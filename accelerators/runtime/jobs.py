@@ -13,11 +13,11 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from functools import partial
 
 from django.db import OperationalError, connection, transaction
 from psycopg.errors import DeadlockDetected, LockNotAvailable
 
+from accelerators.runtime.after_commit import call_after_commit
 from accelerators.runtime.registry import Registry
 
 log = logging.getLogger(__name__)
@@ -60,7 +60,7 @@ def enqueue_handler_after_commit(intent_kind: str) -> None:
     """
     for name, job in JOBS.items():
         if job.intent_kind == intent_kind:
-            transaction.on_commit(partial(enqueue_job, name), robust=True)
+            call_after_commit(enqueue_job, name)
 
 
 def lock_id(name: str) -> int:

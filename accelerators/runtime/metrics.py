@@ -15,13 +15,13 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from django.db import transaction
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics, values
 from prometheus_client.metrics_core import Metric
 from prometheus_client.multiprocess import MultiProcessCollector
 
 from accelerators.domain.errors import RefusedError
 from accelerators.runtime import metric_files
+from accelerators.runtime.after_commit import call_after_commit
 
 log = logging.getLogger(__name__)
 
@@ -218,7 +218,7 @@ def count_bind_outcomes(moves: Collection[Mapping[str, Any]]) -> None:
         for outcome, seconds in durations:
             _bind_host_seconds.labels(outcome).observe(seconds)
 
-    transaction.on_commit(record_counts, robust=True)
+    call_after_commit(record_counts)
 
 
 def count_ended_commands(commands: Iterable[tuple[str, str]]) -> None:
@@ -230,4 +230,4 @@ def count_ended_commands(commands: Iterable[tuple[str, str]]) -> None:
         for (op, outcome), number in counts.items():
             _commands_ended_total.labels(op, outcome).inc(number)
 
-    transaction.on_commit(record_counts, robust=True)
+    call_after_commit(record_counts)

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
-from functools import partial, reduce
+from functools import reduce
 from operator import or_
 from typing import Any
 
@@ -37,6 +37,7 @@ from accelerators.domain.states import (
 from accelerators.models import AcceleratorRequest, Bulk, BulkItem, Device
 from accelerators.models.bulks import BULK_IS_RUNNING, ITEM_IS_WAITING
 from accelerators.runtime import jobs
+from accelerators.runtime.after_commit import call_after_commit
 from accelerators.workflows import bulk_commands
 from drivers.plan import DESTRUCTIVE
 
@@ -230,7 +231,7 @@ def confirm_draft(bulk: Bulk, reason: str, held_too: bool, dry_run: bool = False
         draft.save()
         if not dry_run:
             _record_bulk_event(draft, "confirmed", {"devices": [None, draft.total]})
-        transaction.on_commit(partial(jobs.enqueue_job, "bulks"), robust=True)
+        call_after_commit(jobs.enqueue_job, "bulks")
     if draft.total <= BULK_SLICE_SIZE:
         process_next_slice(draft.pk)
     return True

@@ -10,11 +10,9 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any, NamedTuple
 
 import msgspec
-from django.db import transaction
 from django.db.models import F, Max, Q, QuerySet
 from django.db.models.functions import Now
 
@@ -27,6 +25,7 @@ from accelerators.models.commands import COMMAND_IS_OPEN
 from accelerators.requests import binding
 from accelerators.requests.binding import BindOutcome, WaitingRequest
 from accelerators.runtime import jobs, metrics
+from accelerators.runtime.after_commit import call_after_commit
 from accelerators.workflows import driver_config, release_checks
 
 BATCH_SIZE = 200
@@ -192,9 +191,9 @@ def _end_with_consequences(ended_commands: Sequence[EndedCommand]) -> None:
     }:
         outbox.make_intents_due("provider", hosts_to_retry)
     if any(one.command.op == driver_config.CONFIGURE_OP for one in ended_commands):
-        transaction.on_commit(partial(jobs.enqueue_job, "rollouts"), robust=True)
+        call_after_commit(jobs.enqueue_job, "rollouts")
     uuids = [str(one.command.uuid) for one in ended_commands]
-    transaction.on_commit(partial(command_queue.publish_changed_commands, uuids), robust=True)
+    call_after_commit(command_queue.publish_changed_commands, uuids)
 
 
 def _lock_waiting_requests_of_commands(commands: Sequence[Command]) -> dict[int, list[WaitingRequest]]:

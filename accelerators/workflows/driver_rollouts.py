@@ -13,7 +13,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from fnmatch import fnmatchcase
-from functools import partial
 from typing import Any
 
 from django.db import transaction
@@ -28,6 +27,7 @@ from accelerators.domain.states import CommandState, EventSource, RolloutOp, Rol
 from accelerators.models import Host, Rollout, RolloutStep
 from accelerators.models.drivers import ROLLOUT_IS_OPEN
 from accelerators.runtime import jobs
+from accelerators.runtime.after_commit import call_after_commit
 from accelerators.workflows import driver_config
 from accelerators.workflows.driver_config import ChangeOrigin, DriverChange
 
@@ -120,7 +120,7 @@ def start_rollout(
         if len(steps) == 1:
             _order_host(rollout, steps[0])
             _advance_rollout(rollout)
-        transaction.on_commit(partial(jobs.enqueue_job, ROLLOUTS_JOB), robust=True)
+        call_after_commit(jobs.enqueue_job, ROLLOUTS_JOB)
     return rollout
 
 

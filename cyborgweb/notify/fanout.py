@@ -8,12 +8,12 @@ number of events and subscriptions.
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
-from django.db import connection, transaction
+from django.db import connection
 
 from accelerators.runtime import jobs
+from accelerators.runtime.after_commit import call_after_commit
 from cyborgweb.models.event_types import JOB_BY_WAY
 from cyborgweb.models.notify import Reader
 
@@ -144,5 +144,5 @@ def fan_out_batch() -> bool:
         cursor.execute(FAN_OUT_EVENTS, position | {"batch": MAX_EVENTS, "under_way": under_way})
         may_be_more, ways = cursor.fetchone()
     for way in JOB_BY_WAY.keys() & set(ways):
-        transaction.on_commit(partial(jobs.enqueue_job, JOB_BY_WAY[way]), robust=True)
+        call_after_commit(jobs.enqueue_job, JOB_BY_WAY[way])
     return bool(may_be_more)

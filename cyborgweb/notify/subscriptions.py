@@ -9,14 +9,13 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 from datetime import UTC, datetime
-from functools import partial
 from typing import Any
 
 from django.conf import settings
 from django.contrib.auth.models import User
 from django.core.exceptions import ValidationError
 from django.core.validators import validate_email
-from django.db import connection, transaction
+from django.db import connection
 from django.db.models import Q, QuerySet
 
 from accelerators import conductor
@@ -24,6 +23,7 @@ from accelerators.domain.caller import Caller
 from accelerators.domain.errors import RefusalReason, RefusedError
 from accelerators.domain.states import EventSource
 from accelerators.runtime import jobs
+from accelerators.runtime.after_commit import call_after_commit
 from cyborgweb.models.event_types import (
     JOB_BY_WAY,
     TEST_KIND,
@@ -319,4 +319,4 @@ def _record_event(action: str, row: Subscription, changes: dict[str, Any], calle
 def _enqueue_delivery_jobs(*ways: str) -> None:
     """After the commit, wake the job that delivers messages in each of these ways. The inbox has no job."""
     for job in [JOB_BY_WAY[way] for way in ways if way in JOB_BY_WAY]:
-        transaction.on_commit(partial(jobs.enqueue_job, job), robust=True)
+        call_after_commit(jobs.enqueue_job, job)

@@ -10,11 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from enum import Enum
-from functools import partial
 
 import msgspec
 from django.conf import settings
-from django.db import transaction
 from django.db.models.functions import Now
 
 from accelerators import conductor
@@ -25,6 +23,7 @@ from accelerators.domain.states import CommandState, EventSource
 from accelerators.models import Command, Host
 from accelerators.models.commands import COMMAND_IS_OPEN
 from accelerators.runtime import jobs, pubsub
+from accelerators.runtime.after_commit import call_after_commit
 from placement_sync import mapping
 from placement_sync.agent_writer import ProviderWork
 from placement_sync.apply_writes import SyncOutcome
@@ -82,7 +81,7 @@ def switch_writer(who: str, actor: str, reason: str = "", source: EventSource = 
         command_queue.refuse_undelivered_commands(
             [*queued_commands.values_list("id", flat=True)], f"the writer is now: {who}"
         )
-        transaction.on_commit(partial(pubsub.publish, placement_delegation.WRITER_TOPIC), robust=True)
+        call_after_commit(pubsub.publish, placement_delegation.WRITER_TOPIC)
     return get_writer()
 
 
@@ -125,7 +124,7 @@ def _end_commands(command_ids: Sequence[int]) -> None:
             Command.objects.filter(id__in=command_ids, answered_at__isnull=True).update(
                 start_by=Now(), end_by=Now(), updated_at=Now()
             )
-            transaction.on_commit(partial(jobs.enqueue_job, command_queue.COMMANDS_JOB), robust=True)
+            call_after_commit(jobs.enqueue_job, command_queue.COMMANDS_JOB)
 
 
 def delegate_writes(host: Host, outcome: SyncOutcome) -> int:

@@ -10,13 +10,13 @@ from functools import partial
 from typing import Any
 from uuid import UUID
 
-from django.db import transaction
 from django.db.models.functions import Now
 
 from accelerators import conductor
 from accelerators.commands.command_queue import check_reason
 from accelerators.domain.states import EventSource
 from accelerators.runtime import jobs
+from accelerators.runtime.after_commit import call_after_commit
 from placement_sync.models import Look, NovaEndpoint
 from placement_sync.nova.client import DEADLINE_S, NovaUnavailableError, call_with_deadline
 
@@ -92,4 +92,4 @@ def confirm_endpoint(uuid: UUID, actor: str, reason: str = "", source: EventSour
         conductor.record_event("nova.confirmed", source, actor, changes=changes, reason=reason)
         Look.objects.filter(job=JOB).delete()
         if JOB in jobs.JOBS:
-            transaction.on_commit(partial(jobs.enqueue_job, JOB), robust=True)
+            call_after_commit(jobs.enqueue_job, JOB)

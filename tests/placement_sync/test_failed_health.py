@@ -71,7 +71,7 @@ class OfferedCard:
         payload = Command.objects.filter(op="placement").latest("id").arguments["payload"]
         (sent,) = msgspec.json.decode(payload, type=ProviderWork).desired.values()
         (desired,) = mapping.compute_desired_providers(repository.load_deployables(self.host))[0].values()
-        (group,) = capacity.query_groups([CapacityQuery(by=["host"])])[0]
+        (group,) = capacity.query_groups([CapacityQuery(by=["host"], limit=2)])[0]
         self.device.refresh_from_db()
         device = Device.objects.select_related("host").get()
         (card,) = device_summaries.load_cards([device])

@@ -87,7 +87,7 @@ class Executor:
         driver_set: DriverSet | None = None,
         *,
         allowed_acts: Mapping[str, frozenset[str]] | None = None,
-        read_log: Callable[[], str] = lambda: "",
+        read_log: Callable[[], str],
         retry_s: float = JOURNAL_RETRY_S,
     ) -> None:
         self._context, self._command_log = context, context.command_log

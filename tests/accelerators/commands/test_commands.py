@@ -386,6 +386,7 @@ def test_S1_destructive_commands_are_refused_while_held_or_while_holders_are_unk
                 with pytest.raises(RefusedError) as refused:
                     command_queue.order_device_command(op, device.uuid, OLGA, **more)
                 assert refused.value.reason == reason
+                assert not result.holders or f"it cannot be {op}" in refused.value.text
     command_queue.order_device_command("health", device.uuid, OLGA)
 
 
@@ -403,7 +404,7 @@ def test_an_image_is_fetched_before_its_host_hears_of_the_command(device: Device
     answer_and_settle(command)
     assert Deployable.objects.get().bitstream_id == IMAGE
     answer_and_settle(again := command_queue.order_device_command("program", device.uuid, OLGA, image=IMAGE))
-    command_queue.mark_image_failed(again.id, "Glance has no such image")
+    command_queue.mark_image_failed(again.id, "Glance has no \0such image")
     command_endings.end_answered_commands()
     again.refresh_from_db()
     assert (again.state, again.text) == ("refused", "Glance has no such image")

@@ -92,6 +92,16 @@ def test_applying_the_same_report_twice_changes_nothing(devices: tuple[Device, .
     assert not (again.gone_attributes or again.missing_handles or again.missing_deployables or again.provider_intents)
 
 
+@pytest.mark.parametrize(
+    ("first", "second", "since"),
+    [((), (), "now"), ("it failed", "it failed", "now"), ((), "it failed", "later"), ("it failed", (), "later")],
+)
+def test_a_driver_has_its_error_since_the_report_that_first_said_so(first: object, second: object, since: str) -> None:
+    drivers = compare_reports(build_stored_host(), [build_report(1, first, ())]).hosts[0]["drivers"]
+    after = compare_reports(build_stored_host(drivers=drivers), [build_report(2, second, ())], "later")
+    assert after.hosts[0]["drivers"]["one"]["since"] == since
+
+
 @given(cards, answers_or_failure)
 def test_only_devices_absent_from_a_successful_answer_become_missing(
     devices: tuple[Device, ...], following: object

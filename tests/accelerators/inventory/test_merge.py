@@ -70,6 +70,7 @@ def test_an_absent_device_becomes_missing_and_gets_its_state_back_when_it_return
     apply_report(host, make_driver_report(make_card(1), make_card(2)), seq=3)
     back = Device.objects.get(address="0000:01:00.0")
     assert (back.state, back.returns_to, back.pk) == ("ready", None, gone.pk)
+    assert back.state_reason == "seen again by its driver"
     assert [e.action for e in Event.objects.filter(subject=gone.uuid).order_by("id")] == [
         "device.found",
         "device.missing",

@@ -163,6 +163,18 @@ def test_a_bind_that_programs_has_a_longer_deadline(handle: AttachHandle, profil
     assert seconds - 50 < (request.deadline - datetime.now(UTC)).total_seconds() <= seconds
 
 
+@pytest.mark.parametrize("attach_type", ["MDEV", "DEV"])
+def test_unbind_orders_a_detach_of_a_handle_that_the_host_has_made_of_either_type(
+    handle: AttachHandle, attach_type: str
+) -> None:
+    with conductor.writing():
+        AttachHandle.objects.filter(pk=handle.pk).update(attach_type=attach_type)
+        hold_handle(handle)
+    binding.delete_requests([str(AcceleratorRequest.objects.get().uuid)], NOVA)
+    assert get_open_command("detach").arguments["uuid"] == str(handle.uuid)
+    assert ReleasedHandle.objects.get().handle == handle
+
+
 @pytest.mark.parametrize(("outcome", "given_back"), [("failed", 1), ("unknown", 1), ("refused", 0)])
 def test_a_failed_attach_fails_the_bind_with_the_drivers_reason(
     handle: AttachHandle, outcome: str, given_back: int
@@ -368,6 +380,18 @@ def test_an_unavailable_image_fails_the_bind_with_its_reason(handle: AttachHandl
     command_endings.end_answered_commands()
     assert get_state_and_fault(request) == ("BindFailed", "no image with accel:function_id=adder")
     assert Command.objects.get().state == "refused"
+    assert Device.objects.get().busy_with is None
+
+
+def test_nothing_is_programmed_for_a_request_whose_bind_is_past_its_deadline(handle: AttachHandle) -> None:
+    make_handles_pci()
+    (request,) = create_and_bind("adder")
+    with conductor.writing():
+        AcceleratorRequest.objects.update(deadline=datetime.now(UTC) - timedelta(seconds=1))
+    binding.fail_overdue_binds()
+    assert get_state_and_fault(request)[0] == "BindFailed"
+    assert not command_queue.mark_image_ready(Command.objects.get().id, ADDER_IMAGE)
+    command_endings.end_answered_commands()
     assert Device.objects.get().busy_with is None
 
 

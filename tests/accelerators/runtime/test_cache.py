@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from datetime import UTC, datetime
 from typing import Any
 from uuid import uuid4
 
@@ -18,8 +19,9 @@ from django.db import connection
 
 from accelerators import conductor
 from accelerators.domain.caller import Caller
+from accelerators.domain.errors import RefusedError
 from accelerators.models import DeviceProfile
-from accelerators.requests import profiles
+from accelerators.requests import binding, profiles
 from accelerators.runtime import generations, pubsub
 from accelerators.runtime.cache import GenerationCache
 from tests.support.webserver import until
@@ -76,6 +78,21 @@ def test_a_cache_hit_costs_no_statement_and_absence_is_not_cached(django_assert_
         assert get_profile_groups() == [{"resources:FPGA": "1"}]
     profiles.delete_profile(uuid, ADMIN)
     assert profiles.get_profile_by_name("p") is None, "the process that deleted it forgets it at once"
+
+
+@pytest.mark.parametrize("change", [{"name": "other"}, {"groups": [{"resources:FPGA": "1"}] * 2}])
+def test_requests_are_not_created_from_a_cached_profile_that_another_process_has_changed(
+    change: dict[str, Any],
+) -> None:
+    profiles.create_profile("p", [{"resources:FPGA": "1"}], None, None, ADMIN)
+    get_profile_groups()
+    with conductor.writing():
+        DeviceProfile.objects.update(updated_at=datetime.now(UTC), **change)
+    if "name" in change:
+        with pytest.raises(RefusedError, match="not found with name=p"):
+            binding.create_requests("p", ADMIN)
+    else:
+        assert len(binding.create_requests("p", ADMIN)) == 2, "one for each group that the profile has now"
 
 
 @pytest.mark.system

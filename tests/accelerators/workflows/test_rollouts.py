@@ -6,7 +6,7 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import pytest
-from django.db import connection
+from django.db import OperationalError, connection
 
 from accelerators import conductor, safety
 from accelerators.commands import command_queue
@@ -16,6 +16,7 @@ from accelerators.domain.caller import Caller
 from accelerators.domain.errors import RefusalReason, RefusedError
 from accelerators.domain.states import EventSource, RolloutOp
 from accelerators.models import Command, Device, DriverWish, Event, Host, HostDriver, Rollout
+from accelerators.runtime import jobs
 from accelerators.workflows import command_endings, driver_config, driver_rollouts, retention_sweep
 from accelerators.workflows.driver_config import DriverChange, check_driver_change
 from accelerators.workflows.driver_rollouts import RolloutPace
@@ -83,6 +84,20 @@ def list_step_states(rollout: Rollout) -> list[str]:
 
 def get_host_driver(host: Host, driver: str = DRIVER) -> HostDriver:
     return HostDriver.objects.select_related("wish").get(host=host, driver=driver)
+
+
+@pytest.mark.django_db(transaction=True)
+def test_a_configuration_ends_although_the_job_of_the_rollouts_cannot_be_woken(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(name: str) -> None:
+        raise OperationalError("PostgreSQL is being restarted")
+
+    start_rollout(INSTALL, create_hosts(1, DriverReport(DRIVER, state="absent")))
+    command = Command.objects.get()
+    told: list[str] = []
+    monkeypatch.setattr(jobs, "enqueue_job", fail)
+    monkeypatch.setattr(command_queue, "publish_changed_commands", told.extend)
+    answer_as_agent(command)
+    assert told == [str(command.uuid)], "those who wait for the command are told"
 
 
 def test_a_rollout_installs_changes_and_uninstalls_a_driver_on_a_host() -> None:

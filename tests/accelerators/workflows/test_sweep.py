@@ -10,7 +10,7 @@ import pytest
 from django.db import connection
 
 from accelerators import conductor, safety
-from accelerators.models import AcceleratorRequest, AttachHandle, Device, DeviceProfile, Event, Host, Intent
+from accelerators.models import AcceleratorRequest, AttachHandle, Deployable, Device, DeviceProfile, Event, Host, Intent
 from accelerators.safety import HolderCheckResult
 from accelerators.workflows import retention_sweep
 from accelerators.workflows.retention_sweep import remove_missing_devices
@@ -45,14 +45,25 @@ def test_a_free_missing_device_is_removed_after_its_retention_with_an_event(host
     assert Event.objects.filter(action="device.removed").count() == 1
 
 
-def test_S1_a_held_missing_device_is_not_removed(host: Host) -> None:
+def create_request(state: str, **values: object) -> None:
+    """Create a request of a new profile."""
     with conductor.writing():
         profile = DeviceProfile.objects.create(name="p", groups=[{"resources:FPGA": "1"}])
-        handle = AttachHandle.objects.get(deployable__device__state="missing")
-        values = {"project_id": "p", "profile": profile, "group": {}, "state": "Bound", "attach_handle": handle}
-        AcceleratorRequest.objects.create(**values)
+        AcceleratorRequest.objects.create(project_id="p", profile=profile, group={}, state=state, **values)
+
+
+def test_S1_a_held_missing_device_is_not_removed(host: Host) -> None:
+    create_request("Bound", attach_handle=AttachHandle.objects.get(deployable__device__state="missing"))
     remove_missing_devices(LATER)
     assert count_missing() == 1
+
+
+def test_a_missing_device_that_a_request_names_without_holding_it_is_left_out_and_not_in_the_way(host: Host) -> None:
+    create_request("BindFailed", deployable=Deployable.objects.get(device__state="missing"))
+    apply_report(host, make_driver_report(), seq=3)
+    assert count_missing() == 2
+    remove_missing_devices(LATER)
+    assert Device.objects.get().address == "0000:01:00.0"
 
 
 def test_a_missing_device_is_not_removed_while_its_agent_is_silent(host: Host) -> None:

@@ -335,8 +335,20 @@ def test_answers_of_a_foreign_server_are_reported_as_errors(
     strange: str, answer: tuple[int, str, str, str], code: int, says: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ForeignServer, "response", answer)
-    assert_refused(run_cyborg("device-list", "--url", strange, "--token", "abc"), code, says)
+    result = run_cyborg("device-list", "--url", strange, "--token", "abc")
+    assert_refused(result, code, says)
+    assert result.stderr.rstrip().endswith("]") == ('"reason"' in answer[2]), "only a stable code is in brackets"
     assert len(ForeignServer.requested_paths) == 1
+
+
+def test_a_keystone_that_cannot_log_users_in_is_named_with_its_answer(
+    strange: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ForeignServer, "response", (503, "text/html", "<html>", ""))
+    login = {"OS_AUTH_URL": f"{strange}/v3", "OS_USERNAME": "alice", "OS_PASSWORD": "secret", "OS_PROJECT_NAME": "p1"}
+    login |= {"OS_USER_DOMAIN_NAME": "Default", "OS_PROJECT_DOMAIN_NAME": "Default"}
+    result = run_cyborg("device-list", "--url", strange, **login)
+    assert_refused(result, 5, "cannot log users in now: ", "(HTTP 503)")
 
 
 def test_a_silent_server_is_given_up_after_the_timeout() -> None:

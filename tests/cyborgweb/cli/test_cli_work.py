@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager, contextmanager
 from io import StringIO
 from pathlib import Path
 from threading import Event
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -79,6 +80,17 @@ def test_a_progress_bar_on_a_terminal_reaches_its_end(monkeypatch: pytest.Monkey
     seen = [following.WorkProgress(50, "half of it", False), following.WorkProgress(100, "ended", True)]
     following.follow_until_ended("install", "cyborg command show", lambda: seen.pop(0))
     assert "50%" in terminal.getvalue() and "100%" in terminal.getvalue()
+
+
+def test_the_progress_of_several_commands_is_their_mean(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = {
+        "commands/a/": {"ended_at": "2026-01-01", "percent": 10, "state": "failed", "progress": ""},
+        "commands/b/": {"ended_at": None, "percent": 50, "state": "started", "progress": "half of it"},
+    }
+    seen: list[following.WorkProgress] = []
+    monkeypatch.setattr(following, "follow_until_ended", lambda title, later_command, poll: seen.append(poll()))
+    following.wait_for_commands(SimpleNamespace(get=answers.__getitem__), "install", "later", ["a", "b"])  # type: ignore[arg-type]
+    assert seen == [following.WorkProgress(75, "1 of 2; started half of it", False)]
 
 
 def get_device_uuid(address: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from types import SimpleNamespace
 from typing import Any
 
@@ -173,6 +174,18 @@ def test_a_command_keeps_the_device_name_after_the_device_is_removed(ask: Ask, d
         Host.objects.update(node="x")
     shown = get_json(ask, command["url"])
     assert (shown["device"], shown["device_name"]) == (None, "1044 0000:07:00.0")
+
+
+def test_everybody_who_waits_for_a_command_looks_again_when_notifications_may_have_been_lost(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    one, other = threading.Event(), threading.Event()
+    monkeypatch.setattr(programming, "_waiters", {"a": [one], "b": [other]})
+    programming._wake_waiters("a")
+    assert one.is_set() and not other.is_set()
+    one.clear()
+    programming._wake_waiters(None)
+    assert one.is_set() and other.is_set()
 
 
 def test_get_with_wait_returns_when_the_command_ends(ask: Ask, device: Device, monkeypatch: pytest.MonkeyPatch) -> None:

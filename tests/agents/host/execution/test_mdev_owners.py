@@ -140,7 +140,8 @@ class AgentModel:
             boot_id=f"boot {self.boot}",
         )
         self.reporter = NoReporter()
-        asyncio.run(self._serve(Executor(context, self.reporter, NoImages())))  # type: ignore[arg-type]
+        executor = Executor(context, self.reporter, NoImages(), read_log=lambda: "")  # type: ignore[arg-type]
+        asyncio.run(self._serve(executor))
         results = {number: result for number, result in self.log.unacknowledged.items() if number in self.open_commands}
         for number in [*self.log.unacknowledged]:
             self.log.acknowledge_result(number)

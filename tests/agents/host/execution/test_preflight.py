@@ -720,6 +720,20 @@ def test_S1_a_wide_act_stops_before_the_step_at_which_another_device_has_got_an_
     asyncio.run(story())
 
 
+def test_S1_a_detach_from_a_card_that_is_not_found_any_more_counts_as_affecting_the_whole_host(tmp_path: Path) -> None:
+    async def story() -> None:
+        manifest = Manifest("drv", writes=WRITABLE_PATHS, declares=DriverDeclaration(affects={"detach": "card"}))
+        plans = {"attach": plan_always(), "detach": plan_always(write_step("mode", "1"))}
+        driver = ScriptedDriver(plans, {"other": OTHER_CARD}, manifest=manifest)
+        async with run_host(tmp_path, driver) as host:
+            await host.run_commands(make_command(1, "attach", key="other", uuid="u", handle=HANDLE, consumer="vm1"))
+            result = await host.run_commands(make_command(2, "detach", uuid="u1", handle=HANDLE, consumer="vm1"))
+            assert result.outcome == "refused"
+            assert "detach would also affect the device other, which has an attached handle" in result.text
+
+    asyncio.run(story())
+
+
 def test_an_attached_device_whose_address_is_not_known_counts_as_affected() -> None:
     check_affected_attachments("reset", "device", CARD, [("other", None)])
     check_affected_attachments("reset", "card", CARD, [])

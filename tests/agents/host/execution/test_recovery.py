@@ -188,6 +188,22 @@ def test_an_interrupted_command_is_checked_by_its_driver_and_not_run_again(
     asyncio.run(story())
 
 
+def test_the_driver_that_checks_an_interrupted_program_command_is_told_which_image_was_wanted(tmp_path: Path) -> None:
+    def is_loaded(ask: Ask) -> Plan:
+        return Plan() if ask.image and ask.image.sha256 == "a" * 64 else Plan((write_step("mode", "1"),))
+
+    async def story() -> None:
+        driver = ScriptedDriver({"program": is_loaded})
+        command = make_command(1, "program", image=wire.ImageRef("image-1", 5, "a" * 64, "bits"))
+        async with run_host(tmp_path, driver) as host:
+            host.journal.command_log.store_command(command)
+            host.journal.command_log.mark_started(command, "boot1")
+        async with run_host(tmp_path, driver) as host:
+            assert (await host.wait_for_result(1)).outcome == "succeeded"
+
+    asyncio.run(story())
+
+
 @pytest.mark.parametrize("op", ["rescan", "install"])
 def test_an_interrupted_command_that_no_driver_can_check_ends_as_unknown(tmp_path: Path, op: str) -> None:
     async def story() -> None:
