@@ -727,7 +727,8 @@ def test_S1_a_detach_from_a_card_that_is_not_found_any_more_counts_as_affecting_
         driver = ScriptedDriver(plans, {"other": OTHER_CARD}, manifest=manifest)
         async with run_host(tmp_path, driver) as host:
             await host.run_commands(make_command(1, "attach", key="other", uuid="u", handle=HANDLE, consumer="vm1"))
-            result = await host.run_commands(make_command(2, "detach", uuid="u1", handle=HANDLE, consumer="vm1"))
+            here = AttachHandle("MDEV", '{"bus": "01", "device": "00", "domain": "0000", "function": "0"}')
+            result = await host.run_commands(make_command(2, "detach", uuid="u1", handle=here, consumer="vm1"))
             assert result.outcome == "refused"
             assert "detach would also affect the device other, which has an attached handle" in result.text
 
