@@ -130,7 +130,8 @@ def main() -> None:
         str(server) for (server,) in fetch("SELECT instance_uuid FROM accelerators_acceleratorrequest ORDER BY id")
     ]
     ((reason,), *_) = fetch("SELECT state_reason FROM accelerators_device ORDER BY id")
-    assert f"servers {servers[0]}, {servers[1]} hold one function: delete server {servers[1]}," in reason, reason
+    assert f"servers {servers[0]}, {servers[1]} hold one function: find out on the host" in reason, reason
+    assert f"(if no guest has it, server {servers[1]}), then release and enable" in reason, reason
     claims = fetch("SELECT claim IS NULL FROM accelerators_acceleratorrequest ORDER BY id")
     assert claims == [(False,), (True,), (False,)], claims
     providers = fetch("SELECT rp_uuid IS NULL FROM accelerators_deployable ORDER BY id")

@@ -95,8 +95,9 @@ BEGIN
         state = CASE device.state WHEN 'missing' THEN 'missing' ELSE 'quarantined' END,
         returns_to = CASE device.state WHEN 'missing' THEN 'quarantined' END,
         state_since = CASE device.state WHEN 'missing' THEN state_since ELSE now() END,
-        state_reason = format('the servers %s hold one card, one of them as a whole: delete server %s, which has a '
-          'virtual function of it, or the other one, then release the device', servers, server)
+        state_reason = format('the servers %s hold one card, one of them as a whole: find out on the host which guest '
+          'has the card or a virtual function of it (virsh dumpxml), delete the other servers (if no guest has one, '
+          'server %s), then release and enable all devices with this reason', servers, server)
       WHERE id = device.id;
     INSERT INTO accelerators_event (source, actor, request_id, action, subject_type, subject, subject_name, host,
         changes, reason)

@@ -123,8 +123,9 @@ BEGIN
         UPDATE accelerators_device SET drain_to = NULL, updated_at = now(), state_by = 'upgrade',
             state = CASE device.state WHEN 'missing' THEN 'missing' ELSE 'quarantined' END,
             returns_to = CASE device.state WHEN 'missing' THEN 'quarantined' END, state_since = now(),
-            state_reason = format('the servers %s hold one function: delete server %s, whose request is the latest, '
-              'then release the device', servers, coalesce(late.instance_uuid::text, 'unknown'))
+            state_reason = format('the servers %s hold one function: find out on the host which guest has it '
+              '(virsh dumpxml), delete the other servers (if no guest has it, server %s), then release and enable all '
+              'devices with this reason', servers, coalesce(late.instance_uuid::text, 'unknown'))
           WHERE id = device.id;
         INSERT INTO accelerators_event (source, actor, request_id, action, subject_type, subject, subject_name, host,
             changes, reason)

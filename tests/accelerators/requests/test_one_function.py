@@ -607,7 +607,8 @@ def test_S1_a_held_card_and_its_held_virtual_function_are_quarantined_when_it_be
     for device in (part.deployable.device, card.deployable.device):
         device.refresh_from_db()
         assert device.state == "quarantined"
-        assert f"delete server {server}, which has a virtual function of it" in device.state_reason
+        assert "find out on the host which guest has the card" in device.state_reason
+        assert f"(if no guest has one, server {server}), then release and enable" in device.state_reason
         event = Event.objects.get(action="device.quarantined", subject=device.uuid)
         assert event.changes["state"] == ["ready", "quarantined"] and event.reason == device.state_reason
     assert Intent.objects.get(kind="provider").key == str(host.uuid), "Placement is told"
