@@ -12,6 +12,8 @@ from urllib.parse import quote, urlencode
 
 import orjson
 from django.template.loader import render_to_string
+from django.utils.html import format_html, format_html_join
+from django.utils.safestring import SafeString
 from rest_framework.renderers import BaseRenderer
 from rest_framework.request import Request
 from rest_framework.response import Response
@@ -113,7 +115,7 @@ def _build_page_context(data: Any, view: Any, request: Request, response: Respon
     return {
         "title": crumbs[-1][0],
         "crumbs": crumbs,
-        "about": view.get_view_description() if request.path.startswith("/api") else "",
+        "about": _mark_code(view.get_view_description()) if request.path.startswith("/api") else "",
         "method": request.method,
         "address": request.get_full_path(),
         "curl": f"curl -H 'X-Auth-Token: …' '{request.build_absolute_uri()}'",
@@ -135,6 +137,14 @@ def _build_page_context(data: Any, view: Any, request: Request, response: Respon
         "caller": caller if isinstance(caller, Caller) else None,
         "login": f"/admin/login/?{urlencode({'next': request.get_full_path()})}",
     }
+
+
+def _mark_code(text: str) -> SafeString:
+    """Return the text as HTML, with what stands between two backticks as code."""
+    parts = enumerate(text.split("`"))
+    return format_html_join(
+        "", "{}", ((format_html("<code>{}</code>", part) if index % 2 else part,) for index, part in parts)
+    )
 
 
 def _build_forms(data: Any, view: Any, request: Request, is_own_api: bool) -> Iterator[forms.ActionForm]:

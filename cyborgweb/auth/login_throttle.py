@@ -31,7 +31,10 @@ MAX_ENTRIES = 5000
 MAX_PARALLEL_CHECKS = 2
 """Passwords that a process checks at the same time, so that its other request threads serve others: a check takes much
 processor time, or waits for Keystone."""
-THROTTLED_TEXT = "There were too many failed logins with this name. Wait a minute, then try again."
+THROTTLED_TEXT = (
+    "There were too many failed logins with this name. Wait a minute: then you have one attempt. Logging in from"
+    " another address may be possible at once."
+)
 BUSY_TEXT = "Too many people are logging in at this moment. Try again in a few seconds."
 
 

@@ -30,8 +30,10 @@ MIN_MAJOR = 15
 START_S = 15.0
 """Seconds after which a start has failed."""
 UNPRIVILEGED_ACCOUNTS = ("postgres", "nobody")
-REMEDY = "remove it, or set CYBORG_STATE_DIR to another, shorter path"
-"""What to do about a folder that is not safe to use."""
+MOVE_STATE = "stop the product, move its state directory to a shorter path, and set CYBORG_STATE_DIR to that"
+SOCKET_REMEDY = f"remove it as root; or {MOVE_STATE}"
+DATA_REMEDY = "if you trust what is in it, make it a folder of this user in which nobody else may write (chown, chmod)"
+"""What to do about a folder that is not safe to use: that of the socket, and that of the data."""
 SERVER_SETTINGS = (
     "listen_addresses=",
     "unix_socket_permissions=0700",  # no password is asked, so only the server's own user may connect
@@ -71,13 +73,14 @@ def choose_socket_folder(wanted: Path) -> Path:
     return Path(tempfile.gettempdir()) / f"cyborg-{os.getuid()}-{name}"
 
 
-def open_private_folder(path: Path, owners: frozenset[int]) -> int:
+def open_private_folder(path: Path, owners: frozenset[int], remedy: str = SOCKET_REMEDY) -> int:
     """Create the folder `path` if it does not exist, and return a descriptor of it that the caller closes.
 
     The folder has the mode 0700 and belongs to one of the user ids `owners`. It is checked through its descriptor, and
     a symbolic link in its place is not followed. A folder that others may only read or enter is closed to them. Raises
     PostgresError if it belongs to another user, if others may write in it (its content may be theirs), or if others
     may replace it because they may write in its parent folder without the sticky bit; OSError if it cannot be created.
+    `remedy` is the end of the message that says what to do.
     """
     path.mkdir(parents=True, exist_ok=True, mode=0o700)
     parent = path.parent.stat()
@@ -88,13 +91,13 @@ def open_private_folder(path: Path, owners: frozenset[int]) -> int:
     except OSError as error:
         if error.errno not in (errno.ELOOP, errno.ENOTDIR):
             raise
-        raise PostgresError(f"{path} is not a folder but a link or a file: {REMEDY}") from None
+        raise PostgresError(f"{path} is not a folder but a link or a file: {remedy}") from None
     try:
         found = os.fstat(descriptor)
         if found.st_uid not in owners:
-            raise PostgresError(f"{path} belongs to another user (uid {found.st_uid}): {REMEDY}")
+            raise PostgresError(f"{path} belongs to another user (uid {found.st_uid}): {remedy}")
         if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-            raise PostgresError(f"other users may write in {path}: {REMEDY}")
+            raise PostgresError(f"other users may write in {path}: {remedy}")
         if stat.S_IMODE(found.st_mode) != 0o700:
             os.fchmod(descriptor, 0o700)
     except BaseException:
@@ -227,8 +230,8 @@ class Postgres:
         binaries = find_binaries(self.pg_bin, int(version.read_text()) if version.exists() else None)
         with ExitStack() as stack:
             folders = []
-            for path in (self.home, self.secure_socket_folder()):
-                folders.append(open_private_folder(path, _list_server_users()))
+            for path, remedy in ((self.home, DATA_REMEDY), (self.secure_socket_folder(), SOCKET_REMEDY)):
+                folders.append(open_private_folder(path, _list_server_users(), remedy))
                 stack.callback(os.close, folders[-1])
             user_prefix = _make_user_prefix(self.home, folders)
         if not version.exists():
@@ -353,7 +356,7 @@ def _require_safe_parent(folder: Path) -> None:
     if parent.st_uid not in (0, os.getuid()):
         raise PostgresError(
             f"{folder.parent} belongs to another user (uid {parent.st_uid}), who could replace the database's socket"
-            " there: set TMPDIR to another folder, or CYBORG_STATE_DIR to a shorter path"
+            f" there: set TMPDIR to another folder; or {MOVE_STATE}"
         )
 
 

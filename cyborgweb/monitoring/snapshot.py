@@ -181,7 +181,7 @@ def _add_work(gauges: GaugeList) -> None:
     )
     gauges.add_gauge(
         "cyborg_handles_unconfirmed",
-        "Those of them that were not confirmed in time: their devices were quarantined.",
+        "Released handles that were not confirmed in time: their devices were quarantined.",
         work.unconfirmed,
     )
     gauges.add_gauge(

@@ -191,7 +191,10 @@ class GenericDriver(Driver):
         if name := self._find_name_by_key(backends, ask.key):
             return name, backends[name]
         if not may_discover:
-            raise Busy(f"it is not known which backend has {ask.key} until this host is scanned again")
+            raise Busy(
+                f"it is not known which backend has {ask.key} until this host is scanned again: run"
+                " manage.py command rescan HOST --driver generic_driver"
+            )
         findings = self._discover_backends(machine, settings, QUESTION_SHARE / 2)
         if name := self._find_name_by_key(backends, ask.key):
             return name, backends[name]

@@ -55,7 +55,10 @@ def read_config_space(machine: Machine, path: str, count: int) -> bytes:
             f"reading its configuration space has not returned for {LONGEST_RESET_S:g} s: power the host off and on, or"
             " replace the card"
         )
-    raise Timeout("reading its configuration space does not return: it is being reset or powered on, or it is dead")
+    raise Timeout(
+        "reading its configuration space does not return: it is being reset or powered on, or it is dead. Wait"
+        f" {LONGEST_RESET_S:g} s; if it is not back then, power the host off and on, or replace the card"
+    )
 
 
 def is_stuck(path: str) -> bool:

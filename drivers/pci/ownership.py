@@ -113,7 +113,10 @@ def _describe_problem(device: Device, same_key: int) -> str:
         if len({*map(_identify_handle, deployable.handles)}) < len(deployable.handles):
             return f"two attach handles of {deployable.name} are the same"
         if any(one.attach_type == "PCI" and not read_handle_address(one.info) for one in deployable.handles):
-            return f"a PCI handle of {deployable.name} names no PCI address"
+            return (
+                f"a PCI handle of {deployable.name} names no PCI address: this is an error of the driver, so report it"
+                " to its author"
+            )
     return ""
 
 

@@ -105,7 +105,10 @@ def check_iommu(facts: HostFacts) -> CheckResult:
         if names
         else "; no enabled driver needs one"
     )
-    return CheckResult("iommu", "failed" if names else "warning", found + needed, advice or "switch it on")
+    advice = advice or "switch it on"
+    if names:
+        return CheckResult("iommu", "failed", found + needed, advice)
+    return CheckResult("iommu", "warning", found + needed, f"{advice}, unless no PCI function goes to guests")
 
 
 def check_vfio(facts: HostFacts) -> CheckResult:

@@ -82,7 +82,9 @@ class Command(BaseCommand):
         is_new = not with_keystone and _create_first_login(path)
         has_file = not with_keystone and path.exists()
         facts = {
-            "login": "with your name and password in Keystone" if with_keystone else "a login that already exists",
+            "login": "log in with your name and password in Keystone"
+            if with_keystone
+            else "log in as an existing user",
             "login_file": str(path) if has_file else "",
             "login_is_new": is_new,
             "join": _create_join_token(options["address"]) if options["address"] else "",

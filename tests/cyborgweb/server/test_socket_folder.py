@@ -63,6 +63,7 @@ def test_a_socket_folder_in_which_others_may_write_is_refused(server: Postgres) 
     server.socket.mkdir()
     server.socket.chmod(0o770)
     check_start_is_refused(server, "other users may write")
+    check_start_is_refused(server, "move its state directory to a shorter path")
 
 
 def test_a_temporary_folder_without_sticky_bit_is_refused(server: Postgres, temporary: Path) -> None:
@@ -82,6 +83,7 @@ def test_a_database_folder_of_another_user_or_open_to_writers_is_refused(tmp_pat
     server.home.mkdir()
     server.home.chmod(0o777)
     check_start_is_refused(server, "other users may write")
+    check_start_is_refused(server, "if you trust what is in it, make it a folder of this user")
 
 
 def test_a_folder_that_others_may_only_read_is_closed_to_them(tmp_path: Path) -> None:

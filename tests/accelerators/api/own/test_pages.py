@@ -43,6 +43,11 @@ def test_every_collection_and_element_has_an_html_page(ask: Ask, fill: Fill) -> 
     assert "<select" not in get_page(ask, "/api/accelerators/").replace('<select id="filter-', "")
 
 
+def test_what_stands_in_backticks_in_a_description_is_shown_as_code(ask: Ask) -> None:
+    described = re.search(r'<p class="about">(.*?)</p>', get_page(ask, "/api/requests/"), re.DOTALL)
+    assert described and "<code>" in described[1] and "`" not in described[1]
+
+
 def test_pages_offer_only_the_forms_that_the_caller_may_use(ask: Ask, fill: Fill) -> None:
     fill(1)
     uuid = AcceleratorRequest.objects.filter(project_id="p1").first().uuid

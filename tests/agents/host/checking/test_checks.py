@@ -78,6 +78,7 @@ PROBLEMS: list[tuple[HostFacts, str, Status, str]] = [
     (with_kernel(release="3.10.0-1160.el7"), "kernel", "failed", "it needs Linux 3.16 or later"),
     (with_kernel(release="unknown"), "kernel", "warning", "not understood"),
     (with_kernel(missing_iommu=NO_IOMMU), "iommu", "warning", "no enabled driver needs one"),
+    (with_kernel(missing_iommu=NO_IOMMU), "iommu", "warning", "unless no PCI function goes to guests"),
     (NO_IOMMU_NEEDED, "iommu", "failed", "add intel_iommu=on to the kernel's command line"),
     (with_kernel(vfio_drivers=()), "vfio", "warning", "modprobe vfio-pci"),
     (with_kernel(vfio_drivers=(), can_load_vfio=False), "vfio", "warning", "CONFIG_VFIO_PCI"),
