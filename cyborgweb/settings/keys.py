@@ -239,8 +239,8 @@ class Keys:
         "CYBORG_PUBLIC_URL",
         "",
         "The URL at which people reach the console: `https://NAME`, through a proxy that does TLS and sets"
-        " `X-Forwarded-Proto` itself. Cookies are then sent over TLS only, and the console is redirected from http to"
-        " this URL.",
+        " `X-Forwarded-Proto` and `X-Forwarded-For` itself. Cookies are then sent over TLS only, and the console is"
+        " redirected from http to this URL.",
         "*(absent: the console is served over http, which is meant for your own machine only)*",
     )
     allowed_hosts: tuple[str, ...] = declare_key(
