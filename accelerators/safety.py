@@ -6,6 +6,8 @@ requests, and those of other apps (Placement, Nova). If a check cannot answer, t
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +24,9 @@ from drivers.plan import get_affected_prefix
 
 HOLDER_CHECK_DEADLINE_S = 2.0
 """Seconds that a holder check may take to answer. The check itself must enforce this limit."""
+HOLDER_CHECKS_TIMEOUT_S = 10.0
+"""Seconds that one transaction spends on holder checks. Devices whose holder checks have not been made by then
+are refused with UNAVAILABLE, so that they are tried again."""
 
 
 @dataclass(frozen=True)
@@ -142,20 +147,27 @@ def find_affected_outside(selected: QuerySet[Device], act: str) -> list[Device]:
     ]
 
 
-def refuse_unless_siblings_free(device: Device, affected: Collection[Device], act: str) -> None:
+def refuse_unless_siblings_free(device: Device, affected: Collection[Device], act: str, give_up_at: float) -> None:
     """Raise RefusedError unless nobody holds a device that `act` on `device` affects, too; see `refuse_unless_free`."""
     for sibling in affected:
-        refuse_unless_free(sibling, f"affected by the {act} of device {device.uuid}")
+        refuse_unless_free(sibling, f"affected by the {act} of device {device.uuid}", give_up_at=give_up_at)
 
 
-def refuse_unless_free(device: Device, act: str, already_checked: Collection[str] = ()) -> None:
+def refuse_unless_free(
+    device: Device, act: str, already_checked: Collection[str] = (), give_up_at: float = math.inf
+) -> None:
     """Raise RefusedError unless all holder checks answer that nobody holds the device.
 
     The reason is IN_USE, with the holders, or UNAVAILABLE, with the check that cannot answer. `act` completes "it
     cannot be ..." in the message. Call this inside the transaction that locked the device's row: a bind needs a shared
     lock on it. `already_checked` names checks to skip, because the caller has already made them for many devices at
-    once under that lock.
+    once under that lock. `give_up_at` is a time of the monotonic clock; after it no check is made, and the reason is
+    UNAVAILABLE. Whoever checks several devices in one transaction must give it (HOLDER_CHECKS_TIMEOUT_S).
     """
+    if time.monotonic() > give_up_at:
+        raise RefusedError(
+            RefusalReason.UNAVAILABLE, f"The check whether device {device.uuid} is held took too long: try again."
+        )
     results = {name: check(device) for name, check in HOLDER_CHECKS.items() if name not in already_checked}
     if holders := [holder for result in results.values() for holder in result.holders]:
         raise RefusedError(

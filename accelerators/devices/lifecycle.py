@@ -34,9 +34,6 @@ from accelerators.runtime import jobs
 MAX_REASON = command_queue.MAX_REASON
 SLICE_SIZE = 200
 """Maximum number of devices that are moved in one transaction."""
-HOLDER_CHECKS_TIMEOUT_S = 10.0
-"""Seconds that one transaction spends on holder checks. Devices whose holder checks have not been made by then
-are refused with UNAVAILABLE, so that they are tried again."""
 
 DEFAULT_REASONS = {
     Action.ENABLE: "enabled",
@@ -369,17 +366,14 @@ def _count_holding_requests(devices: Iterable[Device]) -> Counter[int]:
 def _build_free_check() -> Callable[[Device, LifecycleState], None]:
     """Return a function that raises RefusedError unless a device may be retired; all its calls together have
     HOLDER_CHECKS_TIMEOUT_S."""
-    return partial(_refuse_unless_free, time.monotonic() + HOLDER_CHECKS_TIMEOUT_S)
+    return partial(_refuse_unless_free, time.monotonic() + safety.HOLDER_CHECKS_TIMEOUT_S)
 
 
 def _refuse_unless_free(give_up_at: float, device: Device, before: LifecycleState) -> None:
     """Raise RefusedError IN_USE or UNAVAILABLE unless every holder check says that nobody holds the device; UNAVAILABLE
     after the time `give_up_at`."""
-    if time.monotonic() > give_up_at:
-        raise RefusedError(
-            RefusalReason.UNAVAILABLE, f"The check whether device {device.uuid} is held took too long: try again."
-        )
-    safety.refuse_unless_free(device, "retired", () if before.holding_requests else (safety.REQUESTS_CHECK,))
+    already_checked = () if before.holding_requests else (safety.REQUESTS_CHECK,)
+    safety.refuse_unless_free(device, "retired", already_checked, give_up_at)
 
 
 def _refuse_unless_idle(device: Device, after: LifecycleState) -> None:

@@ -14,6 +14,7 @@ that bind on that device fail.
 
 from __future__ import annotations
 
+import logging
 import random
 import time
 from collections.abc import Mapping, Sequence
@@ -37,6 +38,8 @@ from accelerators.models import Command, Intent
 from accelerators.requests import binding_sql as sql
 from accelerators.requests import notices, profiles, releases
 from accelerators.runtime import jobs, metrics
+
+log = logging.getLogger(__name__)
 
 RETRY_TIMEOUT_S = 2.0
 """How long a bind is retried while other transactions reserve or release the handles it needs."""
@@ -394,11 +397,8 @@ def _try_bind(
         handles = _reserve_handles(pairs, check_claims)
         programmed_by = _choose_programming_requests(pairs, handles)
     except RefusedError as error:
-        refused = RefusedError(error.reason, redaction.hide_foreign_ids(error.text, str(pairs)))
-        _move_requests(
-            [_build_failure_row(*pair, caller, refused.text) for pair in pairs], EventSource.API, caller.name
-        )
-        return refused
+        _move_requests([_build_failure_row(*pair, caller, error.text) for pair in pairs], EventSource.API, caller.name)
+        return RefusedError(error.reason, redaction.hide_foreign_ids(error.text, str(pairs)))
     plans = [_plan_bind(*pair, caller, handles[pair[0].id], programmed_by) for pair in pairs]
     command_queue.place_commands([order for _, order in plans if order], EventSource.API)
     moves = [move for move, _ in plans]
@@ -576,8 +576,8 @@ def _move_requests(moves: Sequence[dict[str, Any]], source: EventSource, actor: 
     """Update locked requests and write an event for each; one statement. Does nothing if `moves` is empty.
 
     This is the only writer of faults, which the project of the request reads: identifiers that do not occur in the
-    request or its bind are hidden in them. A row with a `fault` has the `group` of its request, too. Raises
-    AssertionError if a request is not in the state `was` of its row.
+    request or its bind are hidden in them, and the log has the whole text. A row with a `fault` has the `group` of its
+    request, too. Raises AssertionError if a request is not in the state `was` of its row.
     """
     if moves:
         rows = [move | {"fault": _hide_foreign_ids(move)} if move.get("fault") else move for move in moves]
@@ -589,9 +589,13 @@ def _move_requests(moves: Sequence[dict[str, Any]], source: EventSource, actor: 
 
 
 def _hide_foreign_ids(move: Mapping[str, Any]) -> str:
-    """Return the fault of the row without identifiers that are not the request's own."""
+    """Return the fault of the row without identifiers that are not the request's own; log the whole text if it has
+    such identifiers, because the refusal of a bind is stored nowhere else."""
     own = (str(move[name]) for name in ("uuid", "rp", "instance", "group"))
-    return redaction.hide_foreign_ids(move["fault"], " ".join(own))
+    fault = redaction.hide_foreign_ids(move["fault"], " ".join(own))
+    if fault != move["fault"]:
+        log.info("the bind of request %s failed: %r", move["uuid"], move["fault"])
+    return fault
 
 
 def _delete_locked_requests(requests: Sequence[_LockedRequest], caller: Caller, *, instance_is_gone: bool) -> None:

@@ -24,8 +24,11 @@ log = logging.getLogger(__name__)
 
 TIME_SLICE_S = 20.0
 """Seconds after which a job with more to do wakes itself again and returns. Well below the cluster's time-out."""
-JOB_LOCK_PAUSE_S, ROW_LOCK_PAUSE_S = 0.02, 0.1
-"""Seconds until a job tries again if another worker runs it, and if another transaction has locked rows of its step."""
+JOB_LOCK_PAUSE_S = 0.02
+"""Seconds until a job tries again if another worker runs it."""
+ROW_LOCK_PAUSE_S, MAX_ROW_LOCK_PAUSE_S = 0.1, 5.0
+"""Seconds until a job repeats a step because another transaction had its rows locked: the first pause, which doubles
+until a step succeeds, and the longest."""
 LOCK_CLASS = 0x7161
 """First key of every job's PostgreSQL advisory lock; the second is `lock_id(name)`."""
 
@@ -143,8 +146,8 @@ def run_steps(name: str, step: Callable[[], bool]) -> None:
     Each `step` runs in its own transaction, and the lock ends with that transaction, so a killed worker blocks nobody.
     If another worker has the lock, try again every 20 ms, because that worker may have looked for work before the
     changes of the latest wake-up were committed. A step that ends in a deadlock, or cannot get a lock in time, is
-    rolled back and repeated. After `TIME_SLICE_S` seconds wake the job again and return. Any other exception of `step`
-    ends the run and is raised.
+    rolled back and repeated after a pause, which grows until a step succeeds. After `TIME_SLICE_S` seconds wake the job
+    again and return. Any other exception of `step` ends the run and is raised.
     """
     _run_steps_under_lock(name, step, _try_transaction_lock)
 
@@ -164,21 +167,24 @@ def _run_steps_under_lock(
 ) -> None:
     """Delete the job's `tick` row, then call `step` under `try_lock` until no work is left.
 
-    After `TIME_SLICE_S` seconds wake the job again and return.
+    A step outside a transaction may have called services before it lost its locks. Therefore the pause before it is
+    repeated grows. After `TIME_SLICE_S` seconds wake the job again and return.
     """
     clear_tick(name)
-    end = time.monotonic() + TIME_SLICE_S
+    end, row_lock_pause_s = time.monotonic() + TIME_SLICE_S, ROW_LOCK_PAUSE_S
     while time.monotonic() < end:
         try:
             with try_lock(name) as acquired:
                 if acquired and not step():
                     return
                 pause_s = 0.0 if acquired else JOB_LOCK_PAUSE_S
+            if acquired:
+                row_lock_pause_s = ROW_LOCK_PAUSE_S
         except OperationalError as error:
             if not isinstance(error.__cause__, DeadlockDetected | LockNotAvailable):
                 raise
             log.info("the job %s repeats a step, because another transaction had its rows locked: %s", name, error)
-            pause_s = ROW_LOCK_PAUSE_S
+            pause_s, row_lock_pause_s = row_lock_pause_s, min(2 * row_lock_pause_s, MAX_ROW_LOCK_PAUSE_S)
         time.sleep(pause_s)
     enqueue_job(name)
 

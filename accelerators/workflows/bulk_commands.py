@@ -10,9 +10,9 @@ import time
 from collections.abc import Mapping, Sequence
 from uuid import UUID
 
-from accelerators import conductor
+from accelerators import conductor, safety
 from accelerators.commands import command_queue
-from accelerators.devices.lifecycle import HOLDER_CHECKS_TIMEOUT_S, ActionResult
+from accelerators.devices.lifecycle import ActionResult
 from accelerators.domain.caller import Caller
 from accelerators.domain.errors import RefusalReason, RefusedError
 from accelerators.domain.states import DeviceState, EventSource
@@ -61,7 +61,7 @@ def place_command_for_each(
     remaining devices are refused with UNAVAILABLE, so that they are tried again. A device that is gone is refused with
     NOT_FOUND.
     """
-    give_up_at = time.monotonic() + HOLDER_CHECKS_TIMEOUT_S
+    give_up_at = time.monotonic() + safety.HOLDER_CHECKS_TIMEOUT_S
     with conductor.writing():
         devices = {
             device.uuid: device
@@ -90,9 +90,9 @@ def _place_command(
         if op in DESTRUCTIVE and device.lifecycle_text != word_when_chosen:
             text = f"It was {word_when_chosen} when it was chosen; it is {device.lifecycle_text} now. Look at it again."
             raise RefusedError(RefusalReason.CONFLICT, text)
-        if op in DESTRUCTIVE and time.monotonic() > give_up_at:
-            raise RefusedError(RefusalReason.UNAVAILABLE, "The check whether it is held took too long: try again.")
-        command = command_queue.order_device_command(op, device.uuid, caller, reason=reason, source=EventSource.PERSON)
+        command = command_queue.order_device_command(
+            op, device.uuid, caller, reason=reason, source=EventSource.PERSON, give_up_at=give_up_at
+        )
     except RefusedError as refused:
         return ActionResult(device.uuid, "refused", *device_columns, refused.text, refused.reason)
     return ActionResult(device.uuid, "moved", *device_columns, f"command {command.pk}")

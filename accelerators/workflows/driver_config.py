@@ -20,7 +20,6 @@ import msgspec
 from accelerators import conductor, safety
 from accelerators.commands import command_queue
 from accelerators.commands.command_queue import CommandOrder
-from accelerators.devices.lifecycle import HOLDER_CHECKS_TIMEOUT_S
 from accelerators.domain import driver_status
 from accelerators.domain.errors import RefusalReason, RefusedError
 from accelerators.domain.states import DriverState, EventSource, RolloutOp
@@ -235,15 +234,10 @@ def _refuse_if_devices_held(devices: Sequence[Device], change: DriverChange, hos
         held_device = next(device for device in devices if device.pk == pk)
         text = f"Device {held_device.uuid} is held by request {request} of instance {instance}"
         raise RefusedError(RefusalReason.IN_USE, f"{text}: {change.driver} on {host.name} cannot be {participle}.")
-    give_up_at = time.monotonic() + HOLDER_CHECKS_TIMEOUT_S
+    give_up_at = time.monotonic() + safety.HOLDER_CHECKS_TIMEOUT_S
     for device in devices:
-        if time.monotonic() > give_up_at:
-            raise RefusedError(
-                RefusalReason.UNAVAILABLE, "The check whether its devices are held took too long: try again."
-            )
-        safety.refuse_unless_free(
-            device, f"taken out of use while {change.driver} is {participle}", {safety.REQUESTS_CHECK}
-        )
+        act = f"taken out of use while {change.driver} is {participle}"
+        safety.refuse_unless_free(device, act, {safety.REQUESTS_CHECK}, give_up_at)
 
 
 def _store_wish_and_place_command(

@@ -18,7 +18,6 @@ from django.db.models.functions import Coalesce
 
 from accelerators import conductor, safety
 from accelerators.audit import retention
-from accelerators.devices.lifecycle import HOLDER_CHECKS_TIMEOUT_S
 from accelerators.domain.errors import RefusedError
 from accelerators.domain.states import DriverState, EventSource
 from accelerators.models import AcceleratorRequest, AttachHandle, Attribute, Command, Deployable, Device
@@ -79,7 +78,7 @@ def remove_missing_devices(now: datetime | None = None) -> bool:
         removable = _query_removable_devices(before).filter(id__in=removable_ids)
         locked = conductor.lock_devices(removable, to_delete=True)
         random.shuffle(locked)
-        give_up_at = time.monotonic() + HOLDER_CHECKS_TIMEOUT_S
+        give_up_at = time.monotonic() + safety.HOLDER_CHECKS_TIMEOUT_S
         devices = [device for device in locked if time.monotonic() < give_up_at and _is_free(device)]
         for device in devices:
             conductor.record_event(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import msgspec
 import pytest
 from pytest_django import DjangoAssertNumQueries
@@ -13,7 +15,7 @@ from accelerators.domain import driver_status
 from accelerators.domain.caller import Caller
 from accelerators.domain.errors import RefusalReason, RefusedError
 from accelerators.models import Command, Device, Host
-from accelerators.workflows import command_endings
+from accelerators.workflows import bulk_commands, command_endings
 from drivers.inventory import DriverDeclaration, DriverReport
 from drivers.plan import get_affected_prefix
 from tests.support.reports import apply_report, get_or_create_host, make_card, make_driver_report
@@ -128,3 +130,43 @@ def test_the_declaration_of_a_driver_is_stored_and_stays_when_an_older_agent_rep
 )
 def test_the_scope_determines_how_affected_addresses_begin(scope: str, address: str | None, prefix: str | None) -> None:
     assert get_affected_prefix(scope, address) == prefix
+
+
+def test_S1_a_reset_is_refused_in_time_if_the_holder_checks_of_what_it_affects_are_slow(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The rows of all affected devices and of their host are locked while Placement and Nova are asked."""
+    device = report_cards({"reset": "host"})
+    monkeypatch.setattr(safety, "HOLDER_CHECKS_TIMEOUT_S", 0.1)
+    asked: list[str | None] = []
+
+    def check(one: Device) -> safety.HolderCheckResult:
+        asked.append(one.address)
+        time.sleep(0.11)
+        return safety.HolderCheckResult()
+
+    with (
+        safety.HOLDER_CHECKS.replaced("placement", check),
+        pytest.raises(RefusedError, match="took too long: try again") as refused,
+    ):
+        command_queue.order_device_command("reset", device.uuid, OLGA)
+    assert (refused.value.reason, asked) == (RefusalReason.UNAVAILABLE, [FIRST])
+    assert not Command.objects.exists() and busy_addresses() == set()
+
+
+def test_S1_the_resets_of_a_bulk_action_share_one_time_for_the_holder_checks(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = report_cards({"reset": "host"})
+    monkeypatch.setattr(safety, "HOLDER_CHECKS_TIMEOUT_S", 0.1)
+    asked: list[str | None] = []
+
+    def check(one: Device) -> safety.HolderCheckResult:
+        asked.append(one.address)
+        time.sleep(0.11)
+        return safety.HolderCheckResult()
+
+    chosen = {one.uuid: one.lifecycle_text for one in Device.objects.filter(address__in=[FIRST, SAME_CARD])}
+    with safety.HOLDER_CHECKS.replaced("placement", check):
+        results = bulk_commands.place_command_for_each("reset", chosen, OLGA, "")
+    assert device.uuid in chosen and asked == [FIRST]
+    assert [(result.outcome, result.reason) for result in results] == [("refused", RefusalReason.UNAVAILABLE)] * 2
+    assert all("took too long: try again" in result.text for result in results)

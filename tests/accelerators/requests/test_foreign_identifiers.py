@@ -109,13 +109,20 @@ def check_that_nothing_foreign_is_shown(
         assert not [one for one in (FOREIGN_INSTANCE, *foreign) if one in text], text
 
 
-def test_a_device_that_another_projects_request_holds_does_not_name_it(tenant: Tenant) -> None:
+def test_a_device_that_another_projects_request_holds_does_not_name_it(
+    tenant: Tenant, caplog: pytest.LogCaptureFixture
+) -> None:
     with conductor.writing():
         AttachHandle.objects.update(attach_type="PCI")
     theirs, handle = hold_by_another_project()
+    caplog.set_level("INFO", "accelerators.requests.binding")
     request, answer = tenant.create_and_bind("bits")
     assert "its device is held by request [hidden]" in answer
     check_that_nothing_foreign_is_shown(tenant, request, answer, "its device is held by request", theirs, handle)
+    logged = [one.getMessage() for one in caplog.records if one.name == "accelerators.requests.binding"]
+    assert [str(request.uuid) in text and f"held by request {theirs}:" in text for text in logged] == [True], (
+        "operators read the whole text in the log"
+    )
 
 
 def test_a_released_unit_of_another_project_does_not_name_its_instance(tenant: Tenant) -> None:

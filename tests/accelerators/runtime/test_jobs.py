@@ -80,6 +80,24 @@ def test_a_step_that_loses_its_locks_to_another_transaction_is_repeated(
         assert [tick.name for tick in Tick.objects.all()] == ["step 3"], "a failed step is rolled back"
 
 
+@pytest.mark.parametrize("run", [jobs.run_steps, jobs.run_steps_outside_transaction])
+def test_the_pause_before_a_step_is_repeated_grows_until_a_step_succeeds(
+    run: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step outside a transaction repeats its calls of Placement and Nova, too."""
+    fails = [*[True] * 8, False, True, True, False]
+    pauses: list[float] = []
+    monkeypatch.setattr(jobs.time, "sleep", pauses.append)
+
+    def step() -> bool:
+        if fails.pop(0):
+            raise OperationalError("locked") from LockNotAvailable()
+        return bool(fails)
+
+    run("sweep", step)
+    assert pauses == [0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 5.0, 5.0, 0.0, 0.1, 0.2]
+
+
 def test_any_other_error_of_the_database_ends_the_run_of_a_job() -> None:
     def step() -> bool:
         raise OperationalError("the database is gone") from AdminShutdown()

@@ -17,7 +17,7 @@ from accelerators.domain.errors import RefusalReason, RefusedError
 from accelerators.domain.states import EventSource, RolloutOp
 from accelerators.models import Command, Device, DriverWish, Event, Host, HostDriver, Rollout
 from accelerators.runtime import jobs
-from accelerators.workflows import command_endings, driver_config, driver_rollouts, retention_sweep
+from accelerators.workflows import command_endings, driver_rollouts, retention_sweep
 from accelerators.workflows.driver_config import DriverChange, check_driver_change
 from accelerators.workflows.driver_rollouts import RolloutPace
 from drivers.inventory import DriverReport
@@ -251,7 +251,7 @@ def test_S1_changing_a_driver_is_refused_while_a_holder_check_gets_no_answer() -
 def test_S1_changing_a_driver_is_refused_if_the_holder_checks_take_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Device] = []
     (host,) = create_hosts(1, make_driver_report(make_card(1), make_card(2)))
-    monkeypatch.setattr(driver_config, "HOLDER_CHECKS_TIMEOUT_S", -1.0)
+    monkeypatch.setattr(safety, "HOLDER_CHECKS_TIMEOUT_S", -1.0)
     with (
         safety.HOLDER_CHECKS.replaced("nova", lambda device: asked.append(device) or safety.HolderCheckResult()),
         pytest.raises(RefusedError, match="took too long: try again") as refused,

@@ -98,7 +98,7 @@ def test_holder_checks_of_many_missing_devices_end_in_time_and_the_others_are_re
     host = get_or_create_host()
     apply_report(host, make_driver_report(*(make_card(number) for number in range(1, 9))))
     apply_report(host, make_driver_report(), seq=2)
-    monkeypatch.setattr(retention_sweep, "HOLDER_CHECKS_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(safety, "HOLDER_CHECKS_TIMEOUT_S", 0.1)
     asked: list[int] = []
 
     def check(device: Device) -> HolderCheckResult:

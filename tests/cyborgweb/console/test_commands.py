@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
+import time
 
 import pytest
 from django.contrib.auth.models import Permission, User
 from django.test import Client
 from django.urls import reverse
 
-from accelerators import conductor
+from accelerators import conductor, safety
 from accelerators.commands import command_queue
 from accelerators.domain.caller import Caller
 from accelerators.models import Command, Device, Event, Host
@@ -121,6 +122,23 @@ def test_the_confirmation_lists_the_other_devices_that_a_command_affects(operato
     (link,) = set(re.findall(r'href="(/admin/accelerators/hostdriver/[^"]+change/)"[^>]*>pci_driver<', page))
     shown = operator.get(link).content.decode()
     assert "affects all devices of the host" in shown and "Handle types" in shown
+
+
+def test_the_confirmation_appears_in_time_if_the_holder_checks_of_many_affected_devices_are_slow(
+    operator: Client, device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    declare_reset_of_the_bus(device)
+    monkeypatch.setattr(safety, "HOLDER_CHECKS_TIMEOUT_S", 0.05)
+    asked: list[Device] = []
+
+    def check(one: Device) -> safety.HolderCheckResult:
+        asked.append(one)
+        time.sleep(0.06)
+        return safety.HolderCheckResult()
+
+    with safety.HOLDER_CHECKS.replaced("placement", check):
+        confirmation = operator.post(order_url(device), {"op": "reset"}).content.decode()
+    assert asked == [device] and "took too long: try again" in confirmation and 'name="sure"' not in confirmation
 
 
 def test_a_destructive_command_on_a_held_device_is_refused_naming_the_holder(operator: Client, device: Device) -> None:
