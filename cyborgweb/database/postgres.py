@@ -21,7 +21,7 @@ from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO
+from typing import IO, NamedTuple
 
 from cyborgweb.errors import CyborgwebError
 
@@ -31,7 +31,7 @@ START_S = 15.0
 """Seconds after which a start has failed."""
 UNPRIVILEGED_ACCOUNTS = ("postgres", "nobody")
 REMEDY = "remove it, or set CYBORG_STATE_DIR to another, shorter path"
-"""What to do about a folder that is not safe to use."""
+"""What to do about a folder of the socket that is not safe to use."""
 SERVER_SETTINGS = (
     "listen_addresses=",
     "unix_socket_permissions=0700",  # no password is asked, so only the server's own user may connect
@@ -48,6 +48,23 @@ autovacuum's statistics would always be wrong; this led to query plans that took
 
 class PostgresError(CyborgwebError):
     """The database cannot be started, or a program of PostgreSQL is missing. The message says why and what to do."""
+
+
+class FolderRemedies(NamedTuple):
+    """What to do about a folder that is a link or a file, belongs to another user, or in which others may write."""
+
+    not_a_folder: str = REMEDY
+    foreign: str = REMEDY
+    writable: str = REMEDY
+
+
+SOCKET_REMEDIES = FolderRemedies()
+HOME_REMEDIES = FolderRemedies(
+    not_a_folder="set CYBORG_STATE_DIR so that the folder where the database is needs no link",
+    foreign="it may hold the database: start this as that user, or set CYBORG_STATE_DIR to another folder",
+    writable="it may hold the database: look for files that others may have put there, then run chmod go-w on it",
+)
+"""What to do about the folder of the data directory: nobody is told to delete a database."""
 
 
 @dataclass(frozen=True)
@@ -71,13 +88,14 @@ def choose_socket_folder(wanted: Path) -> Path:
     return Path(tempfile.gettempdir()) / f"cyborg-{os.getuid()}-{name}"
 
 
-def open_private_folder(path: Path, owners: frozenset[int]) -> int:
+def open_private_folder(path: Path, owners: frozenset[int], remedies: FolderRemedies = SOCKET_REMEDIES) -> int:
     """Create the folder `path` if it does not exist, and return a descriptor of it that the caller closes.
 
     The folder has the mode 0700 and belongs to one of the user ids `owners`. It is checked through its descriptor, and
     a symbolic link in its place is not followed. A folder that others may only read or enter is closed to them. Raises
     PostgresError if it belongs to another user, if others may write in it (its content may be theirs), or if others
     may replace it because they may write in its parent folder without the sticky bit; OSError if it cannot be created.
+    `remedies` are the ends of the messages, which say what to do.
     """
     path.mkdir(parents=True, exist_ok=True, mode=0o700)
     parent = path.parent.stat()
@@ -88,13 +106,13 @@ def open_private_folder(path: Path, owners: frozenset[int]) -> int:
     except OSError as error:
         if error.errno not in (errno.ELOOP, errno.ENOTDIR):
             raise
-        raise PostgresError(f"{path} is not a folder but a link or a file: {REMEDY}") from None
+        raise PostgresError(f"{path} is not a folder but a link or a file: {remedies.not_a_folder}") from None
     try:
         found = os.fstat(descriptor)
         if found.st_uid not in owners:
-            raise PostgresError(f"{path} belongs to another user (uid {found.st_uid}): {REMEDY}")
+            raise PostgresError(f"{path} belongs to another user (uid {found.st_uid}): {remedies.foreign}")
         if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-            raise PostgresError(f"other users may write in {path}: {REMEDY}")
+            raise PostgresError(f"other users may write in {path}: {remedies.writable}")
         if stat.S_IMODE(found.st_mode) != 0o700:
             os.fchmod(descriptor, 0o700)
     except BaseException:
@@ -227,8 +245,9 @@ class Postgres:
         binaries = find_binaries(self.pg_bin, int(version.read_text()) if version.exists() else None)
         with ExitStack() as stack:
             folders = []
-            for path in (self.home, self.secure_socket_folder()):
-                folders.append(open_private_folder(path, _list_server_users()))
+            places = ((self.home, HOME_REMEDIES), (self.secure_socket_folder(), SOCKET_REMEDIES))
+            for path, remedies in places:
+                folders.append(open_private_folder(path, _list_server_users(), remedies))
                 stack.callback(os.close, folders[-1])
             user_prefix = _make_user_prefix(self.home, folders)
         if not version.exists():

@@ -84,6 +84,19 @@ def test_a_database_folder_of_another_user_or_open_to_writers_is_refused(tmp_pat
     check_start_is_refused(server, "other users may write")
 
 
+def test_nobody_is_told_to_remove_the_folder_that_holds_the_database(tmp_path: Path) -> None:
+    server = Postgres(tmp_path / "postgres")
+    server.home.mkdir()
+    server.home.chmod(0o770)
+    with pytest.raises(PostgresError, match=r"others may have put there.*chmod go-w") as refused:
+        server.start()
+    server.home.rmdir()
+    server.home.symlink_to(tmp_path)
+    with pytest.raises(PostgresError, match=r"not a folder but a link.*where the database is") as refused_link:
+        server.start()
+    assert "remove it" not in f"{refused.value} {refused_link.value}"
+
+
 def test_a_folder_that_others_may_only_read_is_closed_to_them(tmp_path: Path) -> None:
     (tmp_path / "one").mkdir(mode=0o755)
     os.close(open_private_folder(tmp_path / "one", frozenset([os.getuid()])))
