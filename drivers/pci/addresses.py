@@ -27,9 +27,15 @@ def normalize_address(text: str) -> str:
 
 
 def read_handle_address(info: str) -> str:
-    """Return the PCI address in the JSON of an attach handle as the kernel writes it; '' if it has none."""
+    """Return the PCI address in the JSON of an attach handle as the kernel writes it; '' if it has none.
+
+    The four values must be strings: a JSON number is not in hex, and the database does not read it.
+    """
     try:
         fields = json.loads(info)
-        return normalize_address(f"{fields['domain']}:{fields['bus']}:{fields['device']}.{fields['function']}")
+        parts = [fields[name] for name in ("domain", "bus", "device", "function")]
     except (ValueError, KeyError, TypeError):
         return ""
+    if not all(isinstance(part, str) for part in parts):
+        return ""
+    return normalize_address("{}:{}:{}.{}".format(*parts))

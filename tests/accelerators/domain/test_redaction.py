@@ -21,6 +21,11 @@ SPELLINGS = [
     "instance-0000002a",
     f"{FOREIGN[:30]}",
     f"{FOREIGN[:9]}",
+    FOREIGN.replace("-", "")[:30],
+    FOREIGN.replace("-", "")[:8],
+    f"e{FOREIGN}",
+    f"{FOREIGN}e",
+    f"e{FOREIGN[:20]}",
 ]
 
 

@@ -59,6 +59,40 @@ def test_a_symlink_in_place_of_the_socket_folder_is_refused(server: Postgres, tm
     check_start_is_refused(server, "not a folder but a link")
 
 
+@pytest.mark.parametrize("kind", ["file", "dangling link"])
+def test_a_file_or_a_dangling_link_in_place_of_the_socket_folder_is_refused(
+    server: Postgres, tmp_path: Path, kind: str
+) -> None:
+    if kind == "file":
+        server.socket.touch()
+    else:
+        server.socket.symlink_to(tmp_path / "absent")
+    check_start_is_refused(server, "not a folder but a link or a file")
+    assert not (tmp_path / "absent").exists()
+
+
+def test_a_socket_folder_that_cannot_be_made_is_a_refusal_with_the_reason(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(PostgresError, match=r"cannot be made or opened \(Not a directory\): check .*file"):
+        open_private_folder(tmp_path / "file" / "run", frozenset([os.getuid()]))
+
+
+@needs_root
+def test_a_plain_user_is_told_who_owns_a_folder_that_he_may_not_open() -> None:
+    probe = (
+        "import os, sys; from pathlib import Path; from cyborgweb.database import postgres\n"
+        "os.setgroups([]); os.setgid(12345); os.setuid(12345)\n"
+        "try: postgres.open_private_folder(Path(sys.argv[1]), postgres._list_server_users())\n"
+        "except postgres.PostgresError as error: print(error)"
+    )
+    with tempfile.TemporaryDirectory(dir=STATE.parent) as folder:
+        os.chmod(folder, 0o1777)
+        (private := Path(folder) / "run").mkdir(mode=0o700)
+        words = [sys.executable, "-c", probe, private]
+        done = subprocess.run(words, capture_output=True, text=True, check=False, cwd=ROOT)
+    assert done.stdout.startswith(f"{private} belongs to another user (uid 0): "), done.stderr
+
+
 def test_a_socket_folder_in_which_others_may_write_is_refused(server: Postgres) -> None:
     server.socket.mkdir()
     server.socket.chmod(0o770)
@@ -83,7 +117,20 @@ def test_a_database_folder_of_another_user_or_open_to_writers_is_refused(tmp_pat
     server.home.mkdir()
     server.home.chmod(0o777)
     check_start_is_refused(server, "other users may write")
-    check_start_is_refused(server, "if you trust what is in it, make it a folder of this user")
+    check_start_is_refused(server, "it may hold the database: look for files that others may have put there")
+
+
+def test_nobody_is_told_to_remove_the_folder_that_holds_the_database(tmp_path: Path) -> None:
+    server = Postgres(tmp_path / "postgres")
+    server.home.mkdir()
+    server.home.chmod(0o770)
+    with pytest.raises(PostgresError, match=r"others may have put there.*chmod go-w") as refused:
+        server.start()
+    server.home.rmdir()
+    server.home.symlink_to(tmp_path)
+    with pytest.raises(PostgresError, match=r"not a folder but a link.*where the database is") as refused_link:
+        server.start()
+    assert "remove it" not in f"{refused.value} {refused_link.value}"
 
 
 def test_a_folder_that_others_may_only_read_is_closed_to_them(tmp_path: Path) -> None:

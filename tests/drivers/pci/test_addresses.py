@@ -9,7 +9,7 @@ import pytest
 
 from drivers.errors import Busy
 from drivers.inventory import AttachHandle, Deployable, Device, DriverReport
-from drivers.pci.addresses import normalize_address
+from drivers.pci.addresses import normalize_address, read_handle_address
 from drivers.pci.functions import PciDriver, confirm_no_guest_uses
 from drivers.pci.ownership import resolve_conflicts
 from tests.support.modelmachine import ModelMachine
@@ -84,3 +84,10 @@ def test_an_operator_may_write_the_address_of_a_permitted_card_in_capital_letter
     for name, is_offered in (("0000:5E:00.0", True), ("0000:5F:00.0", False)):
         rule = {"vendor": "8086", "vfs": 2, "vfs_beside_host": [name]}
         assert bool(PciDriver().discover(host.machine, {"rules": [rule]}).devices) is is_offered
+
+
+@pytest.mark.parametrize("bus", ["59", "true", "null", "[]"])
+def test_a_handle_whose_address_is_not_of_strings_names_no_function_as_in_the_database(bus: str) -> None:
+    handle = f'{{"domain": "0000", "bus": {bus}, "device": "00", "function": "0"}}'
+    assert read_handle_address(handle) == ""
+    assert read_handle_address(handle.replace(bus, f'"{59}"')) == "0000:59:00.0"
