@@ -34,12 +34,17 @@ SECRET_KEY_FILE = "secret-key"
 STATE_FILES = (SECRET_KEY_FILE, tls.CERTIFICATE_FILE, "policy.yaml", "drivers.toml")
 """Files of the state directory that are part of a backup if they exist."""
 UNFINISHED_RESTORE_FILE = "restore-unfinished"
-"""File of the state directory that exists from the beginning of a restore until the database may be used."""
+"""File of the state directory that exists from the beginning of a restore until the database may be used.
+
+Its first line is the backup's folder, the others identify the backup and the database.
+"""
 PROGRESS_INTERVAL_S = 0.2
 """Seconds between two calls of `progress`."""
 ProgressCallback = Callable[[int], None]
 COUNT_TABLES = """SELECT count(*) FROM pg_class
 WHERE relkind IN ('r', 'p') AND relnamespace = current_schema()::regnamespace"""
+IDENTIFY_DATABASE = """SELECT system_identifier || '/' || oid
+FROM pg_control_system(), pg_database WHERE datname = current_database()"""
 COUNT_OTHER_CONNECTIONS = """SELECT count(*) FROM pg_stat_activity
 WHERE datname = current_database() AND pid <> pg_backend_pid()
   AND coalesce(backend_type, 'client backend') = 'client backend'"""
@@ -135,29 +140,29 @@ def read_description(folder: Path) -> BackupDescription:
 
 def restore_dump(folder: Path, description: BackupDescription) -> None:
     """Restore the dump into the empty database, all or nothing, and then put back the files that the state directory
-    does not have.
+    does not have. If an interrupted call has already restored the dump (`is_restored`), only put back the files.
 
     The secret key is always replaced by the backup's, because the database's secrets are encrypted with that key. The
-    caller must have checked that the database is empty. Raises PostgresError if no `pg_restore` fits the server, and
-    BackupError if a file of the backup cannot be read (nothing is restored then), if `pg_restore` fails, or if a file
-    cannot be put back. In the last case the database is restored, and the message says how to go on. Until
-    `forget_unfinished_restore`, `refuse_unfinished_restore` raises; not if `pg_restore` failed, because it changed
-    nothing.
+    caller must have checked that the database is empty or `is_restored`. Raises PostgresError if no `pg_restore` fits
+    the server, and BackupError if a file of the backup cannot be read (nothing is restored then), if `pg_restore`
+    fails, or if a file cannot be put back. In the last case the database is restored, and the message says how to go
+    on. Until `forget_unfinished_restore`, `refuse_unfinished_restore` raises; not if `pg_restore` failed and the
+    database is empty.
     """
     options = ["--single-transaction", "--exit-on-error", "--no-owner", "--no-privileges", str(folder / DUMP_FILE)]
     state = get_keys().state_path
     names = {SECRET_KEY_FILE, *(name for name in STATE_FILES if not (state / name).exists())} & {*description.files}
+    has_dump = is_restored(description)
     try:
         contents = {name: (folder / name).read_bytes() for name in sorted(names)}
-        write_private(state / UNFINISHED_RESTORE_FILE, f"{folder}\n".encode())
+        if not has_dump:
+            lines = [str(folder.absolute()), *_identify_restore(description)]
+            write_private(state / UNFINISHED_RESTORE_FILE, "\n".join(lines).encode())
     except OSError as error:
         text = f"{error.filename or state} cannot be read or written: {error.strerror}. Nothing was restored"
         raise BackupError(text) from None
-    try:
-        _run_client_program("pg_restore", options)
-    except CyborgwebError:
-        forget_unfinished_restore()
-        raise
+    if not has_dump:
+        _load_dump(options)
     with connection.cursor() as cursor:
         cursor.execute("ANALYZE")
     try:
@@ -165,9 +170,47 @@ def restore_dump(folder: Path, description: BackupDescription) -> None:
             write_private(state / name, content)
     except OSError as error:
         raise BackupError(
-            f"{state} cannot be written: {error.strerror}. The database is restored: start nothing yet, copy"
-            f" {', '.join(contents)} from {folder} to {state}, then run: manage.py restore --loaded"
+            f"{state} cannot be written: {error.strerror}. The database is restored, {', '.join(contents)} may not be:"
+            f" start nothing yet, make {state} writable, then run this command again: manage.py restore {folder}"
         ) from None
+
+
+def _load_dump(options: list[str]) -> None:
+    """Run `pg_restore`. If it fails, and the database is empty and will stay so, forget the unfinished restore."""
+    try:
+        _run_client_program("pg_restore", options)
+    except CyborgwebError:
+        with suppress(DatabaseError):  # a pg_restore that was killed may have restored everything before
+            if not _query_count(COUNT_OTHER_CONNECTIONS) and not _query_count(COUNT_TABLES):
+                forget_unfinished_restore()
+        raise
+
+
+def is_restored(description: BackupDescription) -> bool:
+    """Return whether an unfinished restore of this node has loaded the dump of this backup into this database.
+
+    A dump is loaded completely or not at all. It is loaded if the unfinished restore began with this backup and this
+    database, which was empty then, and if all migrations of the backup were applied before the backup was taken: tables
+    that were created in the meantime have later times.
+    """
+    path = get_keys().state_path / UNFINISHED_RESTORE_FILE
+    if not path.exists() or path.read_text().splitlines()[1:] != _identify_restore(description):
+        return False
+    times = {".".join(key): one.applied for key, one in MigrationRecorder(connection).applied_migrations().items()}
+    return bool(description.migrations) and all(
+        name in times and times[name] <= description.taken_at for name in description.migrations
+    )
+
+
+def _identify_restore(description: BackupDescription) -> list[str]:
+    """Return what a backup and the database that we are connected to are recognised by.
+
+    A server's system identifier is chosen when its data directory is created, and a database's oid when the database is
+    (https://www.postgresql.org/docs/current/functions-info.html#FUNCTIONS-INFO-CONTROLDATA).
+    """
+    with connection.cursor() as cursor:
+        cursor.execute(IDENTIFY_DATABASE)
+        return [description.taken_at.isoformat(), str(cursor.fetchone()[0])]
 
 
 def forget_unfinished_restore() -> None:
@@ -179,9 +222,11 @@ def refuse_unfinished_restore() -> None:
     """Raise BackupError if a restore on this node was interrupted before the database could be used safely."""
     path = get_keys().state_path / UNFINISHED_RESTORE_FILE
     if path.exists():
+        folder = path.read_text().partition("\n")[0]
         raise BackupError(
-            f"a restore was interrupted ({path}): run `manage.py restore --loaded` or, if the database is still empty,"
-            " `manage.py restore FOLDER`; if you use another database now, delete that file"
+            f"a restore of {folder} was interrupted: run `manage.py restore {folder}` again, which finishes it and"
+            f" puts the secret key back. Only if you use another database now, or restored this one by other means,"
+            f" delete {path}"
         )
 
 

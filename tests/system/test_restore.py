@@ -8,6 +8,8 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,12 +18,36 @@ from pathlib import Path
 import pytest
 
 from tests.system.load import Load
-from tests.system.product import Product, running
+from tests.system.product import ROOT, Product, environment, running
 from tests.system.test_device_commands import SETTINGS, ProductWithCard
 
 pytestmark = pytest.mark.system
 USERS = "SELECT username, password FROM auth_user ORDER BY username"
 ROLES = {f"role:{name}" for name in ("administrator", "operator", "auditor", "viewer")}
+
+
+KILLED_RESTORE = """
+import os, runpy, signal, sys
+from drivers import files
+
+def write_private(path, content, write=files.write_private):
+    if path.name == "secret-key" and (path.parent / "restore-unfinished").exists():
+        os.kill(os.getpid(), signal.SIGKILL)
+    write(path, content)
+
+files.write_private = write_private
+sys.argv = sys.argv[1:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+"""Runs `manage.py`, and kills it between `pg_restore` and the writing of the secret key."""
+
+
+def kill_restore_before_the_secret_key(product: Product, backup: Path) -> None:
+    """Restore the backup into the product's state directory in a process that is killed when the dump is loaded."""
+    words = [sys.executable, "-c", KILLED_RESTORE, str(ROOT / "manage.py"), "restore", str(backup)]
+    settings = environment(CYBORG_STATE_DIR=str(product.state), **product.settings)
+    assert subprocess.run(words, check=False, cwd=ROOT, env=settings).returncode == -signal.SIGKILL
+    assert (product.state / "secret-key").read_bytes() != (backup / "secret-key").read_bytes()
 
 
 class RestorableProduct(ProductWithCard):
@@ -117,9 +143,13 @@ def test_L2_a_backup_taken_during_writes_restores_everything_acknowledged_before
 
     product.interrupt()
     product.state.rename(site.host / "lost")
+    kill_restore_before_the_secret_key(product, site.host / "backup")
+    with pytest.raises(AssertionError, match=r"was interrupted: run `manage\.py restore "):
+        product.manage("restore", "--loaded")
     product.manage("restore", str(site.host / "backup"))
     product.start()
 
+    assert (product.state / "secret-key").read_bytes() == (site.host / "backup" / "secret-key").read_bytes()
     assert profiles <= site.profile_names()
     applied = "SELECT name, applied_seq FROM accelerators_host WHERE name LIKE 'load%%'"
     site.until(lambda: all(seq >= reports[name] for name, seq in product.rows(applied)), "the reports of before")

@@ -18,6 +18,8 @@ postgres of the state directory must have been moved away. Agents need nothing: 
 
   manage.py restore /backups/accelerators-2026-11-22
 
+If the command was interrupted, run it again: it finishes the restore.
+
 With --loaded the database has already been restored by other means (point-in-time recovery, a snapshot, pg_restore),
 and only the following steps are done: migrate the tables to this release, advance sequences past all numbers that
 agents may have seen, end all sessions, and switch read-only mode on.
@@ -49,13 +51,16 @@ class Command(shell.OperatorCommand):
         """Restore the backup, or do only the steps after it with --loaded, and print what to do next.
 
         Raises CommandError if the backup cannot be read, if the product runs, if other connections to the database are
-        open, if the database is not empty (with --loaded: if it is empty), or if the restore fails.
+        open, if the database is not empty and was not loaded by an interrupted restore of this backup (with --loaded:
+        if it is empty, or if such a restore is not finished), or if the restore fails.
         """
         try:
             description = backup.read_description(folder) if folder else None
             with backup.keep_database_running(exclusive=True):
                 backup.refuse_other_connections()
-                backup.require_tables(expected=description is None)
+                if description is None:
+                    backup.refuse_unfinished_restore()
+                backup.require_tables(expected=description is None or backup.is_restored(description))
                 if folder and description:
                     backup.restore_dump(folder, description)
                     reason = f"restored from the backup of {description.taken_at:%Y-%m-%d %H:%M:%S} UTC"

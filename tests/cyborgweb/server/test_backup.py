@@ -10,15 +10,18 @@ import json
 import stat
 import subprocess
 import threading
+from contextlib import nullcontext
 from datetime import UTC, datetime, timedelta
 from io import StringIO
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from django.contrib.sessions.models import Session
 from django.core.management import CommandError, call_command
 from django.db import connection
+from django.db.migrations.recorder import MigrationRecorder
 from django.test import Client
 
 from accelerators import conductor
@@ -31,6 +34,7 @@ from cyborgweb.management.commands import prepare
 from cyborgweb.models import Maintenance
 from cyborgweb.server import after_restore, backup
 from cyborgweb.settings.keys import Keys
+from drivers.files import write_private
 from tests.accelerators.requests.test_bind_commands import (
     answer_command,
     create_and_bind,
@@ -137,7 +141,7 @@ def test_a_restore_that_cannot_put_back_the_secret_key_says_how_to_go_on(
 
     monkeypatch.setattr(backup, "_run_client_program", lambda *_: None)
     monkeypatch.setattr(backup, "write_private", write)
-    with pytest.raises(backup.BackupError, match=r"No space left .*copy secret-key from .*manage.py restore --loaded"):
+    with pytest.raises(backup.BackupError, match=r"No space left .*run this command again: manage.py restore"):
         restore(state.parent)
 
 
@@ -152,7 +156,7 @@ def test_L2_the_product_does_not_start_on_a_database_whose_restore_was_interrupt
     with pytest.raises(KeyboardInterrupt if is_killed else backup.BackupError):
         restore(state.parent)
     if is_killed:
-        with pytest.raises(CommandError, match=r"a restore was interrupted .*: run `manage.py restore --loaded`"):
+        with pytest.raises(CommandError, match=rf"a restore of {state.parent} was interrupted: run `manage.py restore"):
             call_command("prepare")
     settle_restored_database()
     call_command("prepare", stdout=StringIO())
@@ -162,9 +166,96 @@ def test_a_restore_puts_the_secret_key_back_and_may_be_started(state: Path, monk
     monkeypatch.setattr(backup, "_run_client_program", lambda *_: None)
     restore(state.parent)
     assert (state / backup.SECRET_KEY_FILE).read_text() == "key of the backup"
-    with pytest.raises(backup.BackupError, match="a restore was interrupted"):
+    with pytest.raises(backup.BackupError, match="was interrupted"):
         backup.refuse_unfinished_restore()
     settle_restored_database()
+    backup.refuse_unfinished_restore()
+
+
+def describe_backup_of_this_database(folder: Path) -> backup.BackupDescription:
+    """Write the description of a backup that the test's database can have been restored from, and return it."""
+    applied = tuple(sorted(".".join(one) for one in MigrationRecorder(connection).applied_migrations()))
+    description = backup.BackupDescription(datetime.now(UTC), 17, applied, (backup.SECRET_KEY_FILE,))
+    (folder / backup.DESCRIPTION_FILE).write_bytes(msgspec.json.encode(description))
+    return description
+
+
+@pytest.fixture
+def interrupted(state: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """A restore that ended between `pg_restore` and the writing of the files. Return the list of later client programs.
+
+    The secret key in the state directory is another one, as Django's settings create it when there is none.
+    """
+    programs: list[str] = []
+    monkeypatch.setattr(backup, "keep_database_running", lambda exclusive: nullcontext())
+    monkeypatch.setattr(backup, "refuse_other_connections", lambda: None)
+    monkeypatch.setattr(backup, "_run_client_program", lambda *_: None)
+    (state / backup.SECRET_KEY_FILE).write_text("new key")
+
+    def write(path: Path, content: bytes) -> None:
+        if path.name == backup.SECRET_KEY_FILE:
+            raise KeyboardInterrupt
+        write_private(path, content)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(backup, "write_private", write)
+        backup.restore_dump(state.parent, describe_backup_of_this_database(state.parent))
+    monkeypatch.setattr(backup, "_run_client_program", lambda name, *_: programs.append(name))
+    return programs
+
+
+def test_L2_a_restore_interrupted_before_the_secret_key_was_put_back_is_finished_by_the_same_command(
+    state: Path, interrupted: list[str]
+) -> None:
+    with pytest.raises(CommandError, match=rf"run `manage.py restore {state.parent}` again"):
+        call_command("prepare")
+    call_command("restore", str(state.parent), stdout=StringIO())
+    assert (state / backup.SECRET_KEY_FILE).read_text() == "key of the backup"
+    assert interrupted == [], "the database was restored a second time"
+    assert Event.objects.get(action="database.restored").reason.startswith("restored from the backup of ")
+    call_command("prepare", stdout=StringIO())
+
+
+def test_L2_after_an_interrupted_restore_the_option_loaded_is_refused_because_it_would_lose_the_secret_key(
+    state: Path, interrupted: list[str]
+) -> None:
+    with pytest.raises(CommandError, match=rf"run `manage.py restore {state.parent}` again"):
+        call_command("restore", "--loaded", stdout=StringIO())
+    with pytest.raises(CommandError, match="was interrupted"):
+        call_command("prepare")
+    assert not Event.objects.filter(action="database.restored").exists()
+
+
+@pytest.mark.parametrize("other", ["database", "backup", "tables"])
+def test_an_interrupted_restore_is_not_finished_with_another_backup_or_database(
+    state: Path, interrupted: list[str], monkeypatch: pytest.MonkeyPatch, other: str
+) -> None:
+    if other == "database":
+        monkeypatch.setattr(backup, "IDENTIFY_DATABASE", "SELECT '7/16384'")
+    elif other == "backup":
+        describe_backup_of_this_database(state.parent)
+    else:  # tables that `manage.py migrate` created after a restore that was interrupted before it loaded the dump
+        MigrationRecorder(connection).migration_qs.update(applied=datetime.now(UTC))
+    with pytest.raises(CommandError, match="a backup is never restored over another database"):
+        call_command("restore", str(state.parent), stdout=StringIO())
+    assert (state / backup.SECRET_KEY_FILE).read_text() == "new key"
+
+
+def test_L2_a_pg_restore_that_is_killed_after_its_commit_leaves_the_restore_unfinished(
+    state: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run(*_: object) -> None:
+        raise backup.BackupError("pg_restore failed: ")
+
+    monkeypatch.setattr(backup, "_run_client_program", run)
+    with pytest.raises(backup.BackupError, match="pg_restore failed"):
+        restore(state.parent)  # the test's database has tables, as if the dump had been loaded
+    with pytest.raises(backup.BackupError, match="was interrupted"):
+        backup.refuse_unfinished_restore()
+    monkeypatch.setattr(backup, "COUNT_TABLES", "SELECT 0")
+    monkeypatch.setattr(backup, "COUNT_OTHER_CONNECTIONS", "SELECT 0")
+    with pytest.raises(backup.BackupError, match="pg_restore failed"):
+        restore(state.parent)
     backup.refuse_unfinished_restore()
 
 

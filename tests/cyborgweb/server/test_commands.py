@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import runpy
 import socket
 import stat
 import subprocess
@@ -14,10 +15,11 @@ from pathlib import Path
 import pytest
 from django.conf import settings
 from django.contrib.auth import get_user_model
+from django.core import management
 from django.core.management import CommandError, call_command
 from django.db import OperationalError
 from django.test import override_settings
-from psycopg.errors import DeadlockDetected, LockNotAvailable
+from psycopg.errors import AdminShutdown, DeadlockDetected, LockNotAvailable
 
 from accelerators.devices import admission_rules
 from accelerators.domain.caller import Caller
@@ -136,6 +138,23 @@ def test_prepare_retries_a_migration_that_cannot_get_its_locks(
     monkeypatch.setattr(prepare, "MIGRATION_RETRY_S", 0.0)
     prepare._migrate_database()
     assert not failures
+
+
+@pytest.mark.parametrize(
+    ("command", "cause", "is_sentence"),
+    [("migrate", LockNotAvailable, True), ("migrate", AdminShutdown, False), ("backup", LockNotAvailable, False)],
+)
+def test_a_migration_that_cannot_get_its_locks_ends_with_a_sentence_instead_of_a_traceback(
+    monkeypatch: pytest.MonkeyPatch, command: str, cause: type[Exception], is_sentence: bool
+) -> None:
+    def execute(words: list[str]) -> None:
+        raise OperationalError("canceling statement due to lock timeout") from cause("in PostgreSQL")
+
+    monkeypatch.setattr(management, "execute_from_command_line", execute)
+    monkeypatch.setattr(sys, "argv", ["manage.py", command])
+    with pytest.raises(SystemExit if is_sentence else OperationalError) as raised:
+        runpy.run_path(str(settings.BASE_DIR / "manage.py"), run_name="__main__")
+    assert ("`manage.py prepare`, which tries for a minute" in str(raised.value)) == is_sentence
 
 
 def test_prepare_creates_the_sample_rule_only_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
