@@ -113,7 +113,7 @@ class NovaEndpoint(fields.Row):
     unknown_instances = models.PositiveIntegerField(
         default=0,
         db_default=0,
-        help_text="Instances that hold requests, while the address has shown none of them and is not confirmed.",
+        help_text="Instances that hold requests here and that this address answered 404 for, so far; 0 if it is trusted.",
     )
     changes_since = models.DateTimeField(
         null=True, help_text="By Nova's clock: up to here its listings of deleted instances were read completely."

@@ -59,7 +59,7 @@ class Migration(migrations.Migration):
                     models.PositiveIntegerField(
                         db_default=0,
                         default=0,
-                        help_text="Instances that hold requests, while the address has shown none of them and is not confirmed.",
+                        help_text="Instances that hold requests here and that this address answered 404 for, so far; 0 if it is trusted.",
                     ),
                 ),
                 (

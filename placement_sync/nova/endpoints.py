@@ -17,7 +17,7 @@ from accelerators.commands.command_queue import check_reason
 from accelerators.domain.states import EventSource
 from accelerators.runtime import jobs
 from accelerators.runtime.after_commit import call_after_commit
-from placement_sync.models import Look, NovaEndpoint
+from placement_sync.models import Look, NovaEndpoint, Vanished
 from placement_sync.nova.client import DEADLINE_S, NovaUnavailableError, call_with_deadline
 
 JOB = "instances"
@@ -68,8 +68,13 @@ def record_proof(endpoint: NovaEndpoint) -> None:
         endpoint.refresh_from_db(fields=["proven_at"])
 
 
-def record_unknown_instances(endpoint: NovaEndpoint, count: int) -> None:
-    """Store how many instances this address does not know while it is not trusted, and 0 for all other addresses."""
+def record_unknown_instances(endpoint: NovaEndpoint) -> None:
+    """Store for how many instances this address has answered 404 so far while it is not trusted; 0 if it is trusted,
+    and for all other addresses.
+
+    The look-ups of one run are a few of all instances, so the stored suspects of all runs are counted.
+    """
+    count = 0 if endpoint.is_trusted else Vanished.objects.filter(endpoint=endpoint).count()
     NovaEndpoint.objects.exclude(pk=endpoint.pk).exclude(unknown_instances=0).update(unknown_instances=0)
     NovaEndpoint.objects.filter(pk=endpoint.pk).exclude(unknown_instances=count).update(unknown_instances=count)
 
