@@ -198,9 +198,13 @@ def _apply_answers(
 def _delete_requests(instance: str, url: str) -> None:
     """Delete the instance's requests and release their handles, record the event `instance.vanished`, and delete the
     instance's `Vanished` row. Nothing is deleted if one of the requests changed less than MIN_UNCHANGED_S ago. A handle
-    whose host may still run the guest is kept back (`releases`)."""
+    whose host may still run the guest is kept back (`releases`).
+
+    Raises UntrustedEndpointError if the address is not trusted any more.
+    """
     requests = AcceleratorRequest.objects.filter(instance_uuid=instance)
     with conductor.writing():
+        endpoints.refuse_unless_trusted(url)  # its confirmation may have been withdrawn since
         names = [str(uuid) for uuid in requests.select_for_update().values_list("uuid", flat=True)]
         if not requests.filter(updated_at__gte=Now() - timedelta(seconds=MIN_UNCHANGED_S)).exists():
             reason = (

@@ -79,22 +79,51 @@ def record_unknown_instances(endpoint: NovaEndpoint) -> None:
     NovaEndpoint.objects.filter(pk=endpoint.pk).exclude(unknown_instances=count).update(unknown_instances=count)
 
 
-def confirm_endpoint(uuid: UUID, actor: str, reason: str = "", source: EventSource = EventSource.PERSON) -> None:
+def confirm_endpoint(uuid: UUID, actor: str, reason: str = "", source: EventSource = EventSource.PERSON) -> bool:
     """Trust the answer 404 of this address from now on, although it has never shown an instance of ours.
 
-    Does nothing if the address is trusted already. Locks the row, records the event `nova.confirmed`, and lets the job
-    `instances` run at once. Raises RefusedError INVALID for an unusable reason.
+    Returns False, and does nothing, if the address is trusted already. Locks the row, records the event
+    `nova.confirmed`, and lets the job `instances` run at once. Raises RefusedError INVALID for an unusable reason.
     """
     reason = check_reason(reason)
     with conductor.writing():
         endpoint = NovaEndpoint.objects.select_for_update().get(uuid=uuid)
         if endpoint.is_trusted:
-            return
+            return False
         NovaEndpoint.objects.filter(pk=endpoint.pk).update(
             confirmed_at=Now(), confirmed_by=actor[:255], reason=reason, unknown_instances=0, updated_at=Now()
         )
         changes = {"endpoint": [None, endpoint.url], "unknown_instances": [endpoint.unknown_instances, 0]}
-        conductor.record_event("nova.confirmed", source, actor, changes=changes, reason=reason)
-        Look.objects.filter(job=JOB).delete()
-        if JOB in jobs.JOBS:
-            call_after_commit(jobs.enqueue_job, JOB)
+        _record_decision("nova.confirmed", endpoint, source, actor, changes, reason)
+    return True
+
+
+def withdraw_confirmation(uuid: UUID, actor: str, reason: str = "", source: EventSource = EventSource.PERSON) -> bool:
+    """Do not trust the answer 404 of this address any more, until it is proven or confirmed again.
+
+    Requests that were deleted while it was trusted stay deleted. Returns False, and does nothing, if the address is not
+    confirmed, or is proven as well. Locks the row, records the event `nova.withdrawn`, and lets the job `instances` run
+    at once. Raises RefusedError INVALID for an unusable reason.
+    """
+    reason = check_reason(reason)
+    with conductor.writing():
+        endpoint = NovaEndpoint.objects.select_for_update().get(uuid=uuid)
+        if endpoint.proven_at or not endpoint.confirmed_at:
+            return False
+        NovaEndpoint.objects.filter(pk=endpoint.pk).update(
+            confirmed_at=None, confirmed_by="", reason="", updated_at=Now()
+        )
+        changes = {"endpoint": [endpoint.url, None]}
+        _record_decision("nova.withdrawn", endpoint, source, actor, changes, reason)
+    return True
+
+
+def _record_decision(
+    action: str, endpoint: NovaEndpoint, source: EventSource, actor: str, changes: dict[str, Any], reason: str
+) -> None:
+    """Record the event of a decision about this address, and let the job `instances` run after the commit."""
+    subject = (endpoint.uuid, endpoint.url)
+    conductor.record_event(action, source, actor, subject=subject, changes=changes, reason=reason)
+    Look.objects.filter(job=JOB).delete()
+    if JOB in jobs.JOBS:
+        call_after_commit(jobs.enqueue_job, JOB)
