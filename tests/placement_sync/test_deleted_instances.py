@@ -368,6 +368,24 @@ def test_an_address_is_proven_although_the_instances_of_its_first_turns_are_dele
     assert backlog.read_backlog().unknown_to_nova == 0
 
 
+def test_a_confirmation_that_is_withdrawn_during_a_run_frees_no_more_requests(
+    nova: FakeNova, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bind_instances(2)
+    run_job_after_a_minute()
+    row, refuse = NovaEndpoint.objects.get(), endpoints.refuse_unless_trusted
+    endpoints.confirm_endpoint(row.uuid, "olga")
+
+    def withdraw_after_the_check(url: str) -> None:
+        refuse(url)
+        endpoints.withdraw_confirmation(row.uuid, "olga")
+
+    monkeypatch.setattr(endpoints, "refuse_unless_trusted", withdraw_after_the_check)
+    run_job_until_quiet()
+    assert len(instances_with_requests()) == 2
+    assert backlog.read_backlog().unknown_to_nova == 2
+
+
 def test_an_address_that_is_not_used_any_more_is_no_alert(nova: FakeNova, settings: Any) -> None:
     instances = bind_instances(2)
     run_job_after_a_minute()
