@@ -124,6 +124,6 @@ class NovaEndpointView(CollectionView):
             endpoint: NovaEndpoint = super().get_object()
         except Http404:
             raise RefusedError(
-                RefusalReason.NOT_FOUND, "There is no such address: cyborg nova-list shows them."
+                RefusalReason.NOT_FOUND, "There is no such address: manage.py nova list shows them."
             ) from None
         return endpoint
