@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import django_filters as filters
+from django.http import Http404
 from rest_framework import serializers
 from rest_framework.request import Request
 from rest_framework.response import Response
@@ -10,6 +11,7 @@ from rest_framework.response import Response
 from accelerators.api.own.fields import DeviceReference, HostReference, ReasonSerializer, RowSerializer, UrlField
 from accelerators.api.own.filters import choice_filter, host_filter
 from accelerators.api.own.views import CollectionView
+from accelerators.domain.errors import RefusalReason, RefusedError
 from accelerators.domain.states import EventSource
 from placement_sync.models import Discrepancy, DiscrepancyKind, NovaEndpoint
 from placement_sync.nova import endpoints
@@ -92,8 +94,8 @@ class NovaEndpointView(CollectionView):
     """Addresses of Nova, oldest first. The job `instances` adds each address that it uses."""
 
     policy = "nova_endpoint"
-    member_actions = {"confirm": ReasonSerializer}
-    actions_to_confirm = ("confirm",)
+    member_actions = {"confirm": ReasonSerializer, "withdraw": ReasonSerializer}
+    actions_to_confirm = ("confirm", "withdraw")
     sort_fields = {"created": "id"}
     serializer_class = NovaEndpointSerializer
     queryset = NovaEndpoint.objects.all()
@@ -106,3 +108,22 @@ class NovaEndpointView(CollectionView):
         reason = self.validate_body().get("reason", "")
         endpoints.confirm_endpoint(self.get_object().uuid, self.caller.name, reason, EventSource.API)
         return Response(self.get_serializer(self.get_object()).data)
+
+    def withdraw(self, request: Request, **kwargs: str) -> Response:
+        """Withdraw the confirmation of an address, so that its answer 404 for an instance is not believed any more.
+
+        Requests that were deleted meanwhile stay deleted. An address that is proven stays trusted.
+        """
+        reason = self.validate_body().get("reason", "")
+        endpoints.withdraw_confirmation(self.get_object().uuid, self.caller.name, reason, EventSource.API)
+        return Response(self.get_serializer(self.get_object()).data)
+
+    def get_object(self) -> NovaEndpoint:
+        """Return the address; raise RefusedError NOT_FOUND, which says where addresses are listed, if there is none."""
+        try:
+            endpoint: NovaEndpoint = super().get_object()
+        except Http404:
+            raise RefusedError(
+                RefusalReason.NOT_FOUND, "There is no such address: manage.py nova list shows them."
+            ) from None
+        return endpoint

@@ -99,7 +99,9 @@ class NovaEndpoint(fields.Row):
     is another row, and has to prove itself again.
     """
 
-    url = models.CharField(max_length=500, unique=True, help_text="The address of Nova, without a slash at its end.")
+    url = models.CharField(
+        "address", max_length=500, unique=True, help_text="The address of Nova, without a slash at its end."
+    )
     proven_at = models.DateTimeField(
         null=True, help_text="When it first showed an instance that held a request here; null: never."
     )
@@ -113,7 +115,7 @@ class NovaEndpoint(fields.Row):
     unknown_instances = models.PositiveIntegerField(
         default=0,
         db_default=0,
-        help_text="Instances that hold requests, while the address has shown none of them and is not confirmed.",
+        help_text="Instances that hold requests here and that it answered 404 for, so far; 0 if it is trusted.",
     )
     changes_since = models.DateTimeField(
         null=True, help_text="By Nova's clock: up to here its listings of deleted instances were read completely."
@@ -130,7 +132,7 @@ class NovaEndpoint(fields.Row):
 
     class Meta:
         ordering = ["id"]
-        verbose_name = "Nova endpoint"
+        verbose_name, verbose_name_plural = "address of Nova", "addresses of Nova"
 
     @property
     def is_trusted(self) -> bool:

@@ -328,8 +328,8 @@ OWN_RULES = (
     PolicyRule(
         "cyborg:nova_endpoint:update",
         ADMIN,
-        "Confirm an address of Nova: requests of instances that it does not know are then deleted.",
-        ("POST /api/nova_endpoints/{uuid}/confirm/",),
+        "Confirm an address of Nova, or withdraw that: requests of instances that it does not know are deleted.",
+        ("POST /api/nova_endpoints/{uuid}/confirm/", "POST /api/nova_endpoints/{uuid}/withdraw/"),
     ),
     PolicyRule("cyborg:command:get_all", STRICT_MANAGER, "List commands to agents.", ("GET /api/commands/",)),
     PolicyRule("cyborg:command:get_one", STRICT_MANAGER, "Show a command.", ("GET /api/commands/{uuid}/",)),

@@ -105,6 +105,7 @@ VERB_COMMANDS = (
     attachments.attachment_detach,
     nova.nova_list,
     nova.nova_confirm,
+    nova.nova_withdraw,
     usage.show_usage,
     census.load_census,
     devices.agent_list,

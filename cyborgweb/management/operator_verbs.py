@@ -96,7 +96,7 @@ VERBS: Mapping[str, Mapping[str, click.Command]] = {
         "update": accelerators.accelerator_update,
     },
     "image": {"upload": images.image_upload, "list": images.image_list, "remove": images.image_remove},
-    "nova": {"list": nova.nova_list, "confirm": nova.nova_confirm},
+    "nova": {"list": nova.nova_list, "confirm": nova.nova_confirm, "withdraw": nova.nova_withdraw},
 }
 """The verbs by the name of the command of `manage.py` and the word after it."""
 SPELLINGS = {"agent-list": "manage.py agents"} | {

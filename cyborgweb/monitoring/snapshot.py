@@ -186,7 +186,7 @@ def _add_work(gauges: GaugeList) -> None:
     )
     gauges.add_gauge(
         "cyborg_nova_unknown_instances",
-        "Instances that hold requests and are unknown to a Nova whose answer is not believed.",
+        "Instances that hold requests and that a Nova which is not trusted answered 404 for, so far.",
         work.unknown_to_nova,
     )
     gauges.add_gauge("cyborg_bulks_open", "Bulk actions under way.", work.bulks)

@@ -126,11 +126,11 @@ def _cloud_alerts(system_state: SystemState) -> Iterator[Alert]:
     work = system_state.backlog
     if n := work.unknown_to_nova:
         doubt = (
-            "unknown to Nova, which has shown none that holds a request: nothing is freed. Check the region and"
-            " CYBORG_NOVA_ENDPOINT, or confirm the address."
+            "that hold requests, and for every other one so far. It may be the Nova of another region, so nothing is"
+            " freed. Check the region and CYBORG_NOVA_ENDPOINT, or confirm the address."
         )
         url = reverse("admin:placement_sync_novaendpoint_changelist")
-        yield Alert("bad", "not proven", count_noun(n, "instance"), doubt, url)
+        yield Alert("bad", "not proven", f"Nova answers 404 for {count_noun(n, 'instance')}", doubt, url)
     if n := work.stuck_intents:
         error = next((one.error for one in work.intents.values() if one.stuck and one.error), "")
         failed = _append_error("failed ten times or more", error)

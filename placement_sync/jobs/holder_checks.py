@@ -137,7 +137,7 @@ def _find_instances_on_host(
         if isinstance(answer, client.NovaServer) and answer.is_on_host(*host_names)
     ]
     unknown_instances = {(url, uuid) for uuid, answer in answers.items() if answer is None}
-    if unknown_instances and not holders:
+    if (unknown_instances or len(asked) < len(former_holders)) and not holders:
         endpoints.refuse_unless_trusted(url)
         if len(_unknown_instances) > MAX_UNKNOWN_INSTANCES:
             _unknown_instances.clear()

@@ -27,7 +27,10 @@ class Migration(migrations.Migration):
                 (
                     "url",
                     models.CharField(
-                        help_text="The address of Nova, without a slash at its end.", max_length=500, unique=True
+                        help_text="The address of Nova, without a slash at its end.",
+                        max_length=500,
+                        unique=True,
+                        verbose_name="address",
                     ),
                 ),
                 (
@@ -59,7 +62,7 @@ class Migration(migrations.Migration):
                     models.PositiveIntegerField(
                         db_default=0,
                         default=0,
-                        help_text="Instances that hold requests, while the address has shown none of them and is not confirmed.",
+                        help_text="Instances that hold requests here and that it answered 404 for, so far; 0 if it is trusted.",
                     ),
                 ),
                 (
@@ -95,7 +98,8 @@ class Migration(migrations.Migration):
                 ),
             ],
             options={
-                "verbose_name": "Nova endpoint",
+                "verbose_name": "address of Nova",
+                "verbose_name_plural": "addresses of Nova",
                 "ordering": ["id"],
             },
         ),

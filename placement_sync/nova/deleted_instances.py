@@ -88,8 +88,8 @@ def _compare_instances(cloud: Any, endpoint: str) -> None:
     row = endpoints.load_endpoint(url)
     holding = _load_holding_instances()
     Vanished.objects.exclude(instance__in=holding, endpoint=row).delete()
+    endpoints.record_unknown_instances(row)
     if not holding:
-        endpoints.record_unknown_instances(row, 0)
         return
     _read_listing(cloud, endpoint, row, holding, listing_end)
     suspects = _load_suspects(row) if row.is_trusted else []
@@ -97,9 +97,9 @@ def _compare_instances(cloud: Any, endpoint: str) -> None:
         holding, _load_vanished() if row.is_trusted else (), row.looked_up_to, MAX_LOOKUPS - len(suspects)
     )
     answers = client.get_servers(cloud, endpoint, [*suspects, *turn], LOOKUP_DEADLINE_S)
-    _apply_answers(row, answers, suspects)
-    if turn:
+    if turn:  # before the answers are applied: an address that is not trusted ends that with an error
         NovaEndpoint.objects.filter(pk=row.pk).update(looked_up_to=turn[-1])
+    _apply_answers(row, answers, suspects)
     if unusable := [answer for answer in answers.values() if isinstance(answer, NovaUnavailableError)]:
         raise unusable[0]
 
@@ -187,8 +187,7 @@ def _apply_answers(
         Vanished.objects.filter(instance__in=found).delete()
     Vanished.objects.filter(instance__in=set(suspects) - found - unknown).update(since=Now())
     _suspect_instances(row, unknown)
-    if unknown or row.is_trusted:
-        endpoints.record_unknown_instances(row, 0 if row.is_trusted else len(unknown))
+    endpoints.record_unknown_instances(row)
     if unknown:
         endpoints.refuse_unless_trusted(row.url)
     for uuid in suspects:
@@ -199,9 +198,13 @@ def _apply_answers(
 def _delete_requests(instance: str, url: str) -> None:
     """Delete the instance's requests and release their handles, record the event `instance.vanished`, and delete the
     instance's `Vanished` row. Nothing is deleted if one of the requests changed less than MIN_UNCHANGED_S ago. A handle
-    whose host may still run the guest is kept back (`releases`)."""
+    whose host may still run the guest is kept back (`releases`).
+
+    Raises UntrustedEndpointError if the address is not trusted any more.
+    """
     requests = AcceleratorRequest.objects.filter(instance_uuid=instance)
     with conductor.writing():
+        endpoints.refuse_unless_trusted(url)  # its confirmation may have been withdrawn since
         names = [str(uuid) for uuid in requests.select_for_update().values_list("uuid", flat=True)]
         if not requests.filter(updated_at__gte=Now() - timedelta(seconds=MIN_UNCHANGED_S)).exists():
             reason = (

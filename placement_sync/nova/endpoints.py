@@ -17,7 +17,7 @@ from accelerators.commands.command_queue import check_reason
 from accelerators.domain.states import EventSource
 from accelerators.runtime import jobs
 from accelerators.runtime.after_commit import call_after_commit
-from placement_sync.models import Look, NovaEndpoint
+from placement_sync.models import Look, NovaEndpoint, Vanished
 from placement_sync.nova.client import DEADLINE_S, NovaUnavailableError, call_with_deadline
 
 JOB = "instances"
@@ -68,28 +68,62 @@ def record_proof(endpoint: NovaEndpoint) -> None:
         endpoint.refresh_from_db(fields=["proven_at"])
 
 
-def record_unknown_instances(endpoint: NovaEndpoint, count: int) -> None:
-    """Store how many instances this address does not know while it is not trusted, and 0 for all other addresses."""
+def record_unknown_instances(endpoint: NovaEndpoint) -> None:
+    """Store for how many instances this address has answered 404 so far while it is not trusted; 0 if it is trusted,
+    and for all other addresses.
+
+    The look-ups of one run are a few of all instances, so the stored suspects of all runs are counted.
+    """
+    count = 0 if endpoint.is_trusted else Vanished.objects.filter(endpoint=endpoint).count()
     NovaEndpoint.objects.exclude(pk=endpoint.pk).exclude(unknown_instances=0).update(unknown_instances=0)
     NovaEndpoint.objects.filter(pk=endpoint.pk).exclude(unknown_instances=count).update(unknown_instances=count)
 
 
-def confirm_endpoint(uuid: UUID, actor: str, reason: str = "", source: EventSource = EventSource.PERSON) -> None:
+def confirm_endpoint(uuid: UUID, actor: str, reason: str = "", source: EventSource = EventSource.PERSON) -> bool:
     """Trust the answer 404 of this address from now on, although it has never shown an instance of ours.
 
-    Does nothing if the address is trusted already. Locks the row, records the event `nova.confirmed`, and lets the job
-    `instances` run at once. Raises RefusedError INVALID for an unusable reason.
+    Returns False, and does nothing, if the address is trusted already. Locks the row, records the event
+    `nova.confirmed`, and lets the job `instances` run at once. Raises RefusedError INVALID for an unusable reason.
     """
     reason = check_reason(reason)
     with conductor.writing():
         endpoint = NovaEndpoint.objects.select_for_update().get(uuid=uuid)
         if endpoint.is_trusted:
-            return
+            return False
         NovaEndpoint.objects.filter(pk=endpoint.pk).update(
             confirmed_at=Now(), confirmed_by=actor[:255], reason=reason, unknown_instances=0, updated_at=Now()
         )
         changes = {"endpoint": [None, endpoint.url], "unknown_instances": [endpoint.unknown_instances, 0]}
-        conductor.record_event("nova.confirmed", source, actor, changes=changes, reason=reason)
-        Look.objects.filter(job=JOB).delete()
-        if JOB in jobs.JOBS:
-            call_after_commit(jobs.enqueue_job, JOB)
+        _record_decision("nova.confirmed", endpoint, source, actor, changes, reason)
+    return True
+
+
+def withdraw_confirmation(uuid: UUID, actor: str, reason: str = "", source: EventSource = EventSource.PERSON) -> bool:
+    """Do not trust the answer 404 of this address any more, until it is proven or confirmed again.
+
+    Requests that were deleted while it was trusted stay deleted. Returns False, and does nothing, if the address is not
+    confirmed, or is proven as well. Locks the row, records the event `nova.withdrawn`, and lets the job `instances` run
+    at once. Raises RefusedError INVALID for an unusable reason.
+    """
+    reason = check_reason(reason)
+    with conductor.writing():
+        endpoint = NovaEndpoint.objects.select_for_update().get(uuid=uuid)
+        if endpoint.proven_at or not endpoint.confirmed_at:
+            return False
+        NovaEndpoint.objects.filter(pk=endpoint.pk).update(
+            confirmed_at=None, confirmed_by="", reason="", updated_at=Now()
+        )
+        changes = {"endpoint": [endpoint.url, None]}
+        _record_decision("nova.withdrawn", endpoint, source, actor, changes, reason)
+    return True
+
+
+def _record_decision(
+    action: str, endpoint: NovaEndpoint, source: EventSource, actor: str, changes: dict[str, Any], reason: str
+) -> None:
+    """Record the event of a decision about this address, and let the job `instances` run after the commit."""
+    subject = (endpoint.uuid, endpoint.url)
+    conductor.record_event(action, source, actor, subject=subject, changes=changes, reason=reason)
+    Look.objects.filter(job=JOB).delete()
+    if JOB in jobs.JOBS:
+        call_after_commit(jobs.enqueue_job, JOB)

@@ -341,6 +341,51 @@ def test_instances_that_nova_has_never_shown_are_freed_once_a_person_confirms_it
     assert NovaEndpoint.objects.get().unknown_instances == 0
 
 
+def test_the_number_of_unknown_instances_counts_those_of_all_turns_not_only_of_the_last(
+    nova: FakeNova, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(deleted_instances, "MAX_LOOKUPS", 3)
+    instances = bind_instances(8)
+    counts = []
+    for _ in range(4):
+        run_job_after_a_minute()
+        counts.append(backlog.read_backlog().unknown_to_nova)
+    assert counts == [3, 6, 8, 8]
+    nova.status = 503
+    binding.delete_requests_of_instance(instances[0], NOVA)
+    run_job_after_a_minute()
+    assert backlog.read_backlog().unknown_to_nova == 7, "one of them holds nothing any more"
+
+
+def test_an_address_is_proven_although_the_instances_of_its_first_turns_are_deleted(
+    nova: FakeNova, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(deleted_instances, "MAX_LOOKUPS", 3)
+    nova.servers = [max(bind_instances(8))]
+    for _ in range(3):
+        run_job_after_a_minute()
+    assert NovaEndpoint.objects.get().proven_at
+    assert backlog.read_backlog().unknown_to_nova == 0
+
+
+def test_a_confirmation_that_is_withdrawn_during_a_run_frees_no_more_requests(
+    nova: FakeNova, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bind_instances(2)
+    run_job_after_a_minute()
+    row, refuse = NovaEndpoint.objects.get(), endpoints.refuse_unless_trusted
+    endpoints.confirm_endpoint(row.uuid, "olga")
+
+    def withdraw_after_the_check(url: str) -> None:
+        refuse(url)
+        endpoints.withdraw_confirmation(row.uuid, "olga")
+
+    monkeypatch.setattr(endpoints, "refuse_unless_trusted", withdraw_after_the_check)
+    run_job_until_quiet()
+    assert len(instances_with_requests()) == 2
+    assert backlog.read_backlog().unknown_to_nova == 2
+
+
 def test_an_address_that_is_not_used_any_more_is_no_alert(nova: FakeNova, settings: Any) -> None:
     instances = bind_instances(2)
     run_job_after_a_minute()

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import time
+import uuid
 
 import pytest
 from django.contrib.auth.models import Permission, User
-from django.core.management import call_command
+from django.core.management import CommandError, call_command
 from django.test import Client
 from django.urls import reverse
 
@@ -29,9 +30,15 @@ def endpoint() -> NovaEndpoint:
     return NovaEndpoint.objects.create(url="http://nova", unknown_instances=2)
 
 
+def press(client: Client, endpoint: NovaEndpoint, action: str = "confirm", **form: str) -> tuple[int, str]:
+    """Run an action of the console's list for this address, by default `confirm`; return the status and the page."""
+    answer = client.post(reverse(LISTING), {"action": action, "_selected_action": [str(endpoint.pk)], **form})
+    return answer.status_code, answer.content.decode()
+
+
 def press_confirm(client: Client, endpoint: NovaEndpoint) -> int:
-    """Run the console's action `confirm` for this address and return the status."""
-    return client.post(reverse(LISTING), {"action": "confirm", "_selected_action": [str(endpoint.pk)]}).status_code
+    """Confirm this address on the console's second page and return the status."""
+    return press(client, endpoint, sure="yes", reason="all are gone")[0]
 
 
 def make_token(*roles: str) -> dict[str, str]:
@@ -106,13 +113,16 @@ def test_an_administrator_confirms_an_address_in_the_console_and_nobody_else(
     assert press_confirm(client, endpoint) == 403
     for codename in ("view_novaendpoint", "change_device", "change_host"):
         viewer.user_permissions.add(Permission.objects.get(codename=codename))
-    assert "not proven" in client.get(reverse(LISTING)).content.decode()
+    page = client.get(reverse(LISTING)).content.decode()
+    assert "not trusted" in page
+    assert "Why can’t I change anything here?" in page
     press_confirm(client, endpoint)
     assert not NovaEndpoint.objects.get().is_trusted
     client.force_login(User.objects.create_superuser("olga"))
-    assert "not proven" in client.get(reverse(LISTING)).content.decode()
+    assert "not trusted" in client.get(reverse(LISTING)).content.decode()
     assert press_confirm(client, endpoint) == 302
-    assert NovaEndpoint.objects.get().confirmed_by == "olga"
+    row = NovaEndpoint.objects.get()
+    assert (row.confirmed_by, row.reason) == ("olga", "all are gone")
     assert "confirmed" in client.get(reverse(LISTING)).content.decode()
 
 
@@ -124,3 +134,75 @@ def test_the_command_line_lists_and_confirms_an_address(
     call_command("nova", "--", "confirm", str(endpoint.uuid), "--reason", "all are gone")
     row = NovaEndpoint.objects.get()
     assert (row.is_trusted, row.reason) == (True, "all are gone")
+    output = capsys.readouterr()
+    assert "From now on, requests of instances that it does not know are deleted" in output.err
+    call_command("nova", "--", "confirm", str(endpoint.uuid))
+    assert "Already trusted, nothing changed: http://nova" in capsys.readouterr().err
+    call_command("nova", "--", "withdraw", str(endpoint.uuid), "--reason", "the wrong region")
+    assert not NovaEndpoint.objects.get().is_trusted
+    assert Event.objects.get(action="nova.withdrawn").reason == "the wrong region"
+
+
+def test_the_command_line_says_where_addresses_are_listed_if_there_is_no_such_address() -> None:
+    with pytest.raises(CommandError, match=r"There is no such address: .*nova list"):
+        call_command("nova", "--", "confirm", str(uuid.uuid4()))
+
+
+def test_the_console_asks_before_it_confirms_an_address_and_names_what_follows(
+    client: Client, endpoint: NovaEndpoint
+) -> None:
+    client.force_login(User.objects.create_superuser("olga"))
+    status, page = press(client, endpoint)
+    assert status == 200
+    assert not NovaEndpoint.objects.get().is_trusted
+    for text in ("http://nova", "404 for 2 of", "are deleted", 'name="reason"', 'name="sure"'):
+        assert text in page, text
+
+
+def test_a_confirmation_that_changes_nothing_says_so_in_the_console(client: Client, endpoint: NovaEndpoint) -> None:
+    NovaEndpoint.objects.update(proven_at="2026-01-01T00:00:00Z")
+    client.force_login(User.objects.create_superuser("olga"))
+    press_confirm(client, endpoint)
+    page = client.get(reverse(LISTING)).content.decode()
+    assert "Nothing changed: http://nova" in page
+    assert "Confirmed: " not in page
+
+
+def test_a_withdrawn_confirmation_is_not_believed_any_more_and_its_event_names_who_and_why(
+    endpoint: NovaEndpoint,
+) -> None:
+    assert not endpoints.withdraw_confirmation(endpoint.uuid, "olga"), "it was not confirmed"
+    endpoints.confirm_endpoint(endpoint.uuid, "olga", "all are gone")
+    assert endpoints.withdraw_confirmation(endpoint.uuid, "vera", "the wrong region")
+    with pytest.raises(endpoints.UntrustedEndpointError):
+        endpoints.refuse_unless_trusted(endpoint.url)
+    row = NovaEndpoint.objects.get()
+    assert (row.confirmed_at, row.confirmed_by, row.reason) == (None, "", "")
+    event = Event.objects.get(action="nova.withdrawn")
+    assert (event.actor, event.reason, event.subject_name) == ("vera", "the wrong region", "http://nova")
+
+
+def test_withdrawing_changes_nothing_at_an_address_that_is_proven(endpoint: NovaEndpoint) -> None:
+    endpoints.confirm_endpoint(endpoint.uuid, "olga")
+    NovaEndpoint.objects.update(proven_at="2026-01-01T00:00:00Z")
+    assert not endpoints.withdraw_confirmation(endpoint.uuid, "vera")
+    assert not Event.objects.filter(action="nova.withdrawn").exists()
+
+
+def test_an_administrator_withdraws_a_confirmation_by_console_and_api_and_nobody_else(
+    client: Client, endpoint: NovaEndpoint
+) -> None:
+    url = f"/api/nova_endpoints/{endpoint.uuid}/withdraw/"
+    endpoints.confirm_endpoint(endpoint.uuid, "olga")
+    for roles in (("member",), ("manager", "member", "reader"), ("accelerator_operator",)):
+        answer = client.post(url, {}, content_type="application/json", headers=make_token(*roles))
+        assert answer.status_code == 403, roles
+    assert NovaEndpoint.objects.get().is_trusted
+    answer = client.post(url, {}, content_type="application/json", headers=make_token("admin"))
+    assert (answer.status_code, json.loads(answer.content)["trusted"]) == (200, False)
+    endpoints.confirm_endpoint(endpoint.uuid, "olga")
+    client.force_login(User.objects.create_superuser("otto"))
+    assert press(client, endpoint, "withdraw")[0] == 200
+    assert NovaEndpoint.objects.get().is_trusted
+    assert press(client, endpoint, "withdraw", sure="yes")[0] == 302
+    assert not NovaEndpoint.objects.get().is_trusted

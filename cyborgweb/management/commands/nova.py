@@ -1,4 +1,4 @@
-"""`manage.py nova`: show which addresses of Nova are trusted, and confirm one."""
+"""`manage.py nova`: show which addresses of Nova are trusted, confirm one, and withdraw that."""
 
 from cyborgweb.management.operator_verbs import VerbsCommand
 
@@ -7,7 +7,7 @@ class Command(VerbsCommand):
     """The verbs for addresses of Nova."""
 
     noun = "nova"
-    help = """Show which addresses of Nova are trusted, and confirm one.
+    help = """Show which addresses of Nova are trusted, confirm one, and withdraw that.
 
     Nova's answer 404 for an instance is believed only if the address has shown an instance that held a request here:
     the Nova of another region answers 404 for every instance. Confirm an address only if it is the Nova of this cloud,
@@ -16,4 +16,5 @@ class Command(VerbsCommand):
     \b
     manage.py nova list
     manage.py nova confirm UUID --reason "all instances were deleted before the upgrade"
+    manage.py nova withdraw UUID --reason "it is the Nova of another region"
     """

@@ -131,6 +131,7 @@ SAME_OUTPUT = {
     "image-remove": (UNKNOWN_UUID, "--yes"),
     "nova-list": (),
     "nova-confirm": (UNKNOWN_UUID, "--yes"),
+    "nova-withdraw": (UNKNOWN_UUID, "--yes"),
 }
 """Arguments for each verb that both have, such that doing it twice prints the same."""
 SHARED_VERBS = [

@@ -58,7 +58,7 @@ def test_alerts_are_sorted_worst_first_with_pending_decisions_last() -> None:
 
 def test_instances_that_an_unproven_nova_does_not_know_are_an_alert_that_says_what_to_do() -> None:
     (line,) = list_alert_lines(unknown_to_nova=3)
-    assert line.startswith("bad not proven: 3 instances unknown to Nova, which has shown none that holds a request")
+    assert line.startswith("bad not proven: Nova answers 404 for 3 instances that hold requests, and for every")
     assert line.endswith("Check the region and CYBORG_NOVA_ENDPOINT, or confirm the address.")
 
 
