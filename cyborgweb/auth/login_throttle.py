@@ -2,7 +2,9 @@
 
 Each web process counts for itself, in bounded memory. An attempt counts from its beginning until it has succeeded. One
 count is for a name from one address: it stops somebody who guesses. Another is for a name from all addresses: it is
-much higher, so that nobody can lock a person out from one address.
+much higher, so that nobody can lock a person out from one address. A third is for an address with all names: it stops
+somebody who tries one password with many names. One address has one password checked at a time, so that one client
+cannot keep the process from checking the passwords of others.
 """
 
 from __future__ import annotations
@@ -24,15 +26,18 @@ log = logging.getLogger(__name__)
 
 MAX_FAILURES, MAX_FAILURES_OF_NAME = 10, 100
 """Failed attempts after which a name is refused, from one address and from all addresses."""
+MAX_FAILURES_OF_NETWORK = 50
+"""Failed attempts after which all names are refused from an address. Many people may share one address."""
 FORGET_ONE_S = 60.0
 """Seconds after which one failed attempt is forgotten."""
 MAX_ENTRIES = 5000
-"""Names that are counted, and also pairs of a name and an address; the one that was tried least recently is dropped."""
+"""Names that are counted, and also addresses, and pairs of both; the one that was tried least recently is dropped."""
 MAX_PARALLEL_CHECKS = 2
 """Passwords that a process checks at the same time, so that its other request threads serve others: a check takes much
-processor time, or waits for Keystone."""
+processor time, or waits for Keystone. Of one address it checks one at a time."""
 THROTTLED_TEXT = "There were too many failed logins with this name. Wait a minute, then try again."
-BUSY_TEXT = "Too many people are logging in at this moment. Try again in a few seconds."
+NETWORK_TEXT = "There were too many failed logins from your address. Wait a minute, then try again."
+BUSY_TEXT = "Other passwords are being checked at this moment. Try again in a few seconds."
 
 
 class LoginThrottledError(CyborgwebError):
@@ -75,38 +80,47 @@ class LoginThrottle:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._lock = threading.Lock()
         self._by_name = _FailureCounts(MAX_FAILURES_OF_NAME, clock)
+        self._by_network = _FailureCounts(MAX_FAILURES_OF_NETWORK, clock)
         self._by_name_and_address = _FailureCounts(MAX_FAILURES, clock)
-        self._running = 0
+        self._running: set[str] = set()
 
     @contextmanager
     def attempt(self, name: str, address: str) -> Iterator[Callable[[], None]]:
         """Count a failed attempt to log in, and yield a function that takes it back. Call it unless the password was
         wrong.
 
-        Raises LoginThrottledError if the name has failed too often, or if too many passwords are being checked.
+        Raises LoginThrottledError if the name or the address has failed too often, or if too many passwords are being
+        checked, or one from this address.
         """
-        account, pair = name.casefold(), (name.casefold(), _get_network(address))
+        account, network = name.casefold(), _get_network(address)
         with self._lock:
-            if self._by_name.is_full(account) or self._by_name_and_address.is_full(pair):
+            if self._by_network.is_full(network):
+                log.warning("logins from %s are refused: too many have failed", address)
+                raise LoginThrottledError(NETWORK_TEXT)
+            if self._by_name.is_full(account) or self._by_name_and_address.is_full((account, network)):
                 log.warning("logins with the name %.64r from %s are refused: too many have failed", name, address)
                 raise LoginThrottledError(THROTTLED_TEXT)
-            if self._running >= MAX_PARALLEL_CHECKS:
+            if network in self._running or len(self._running) >= MAX_PARALLEL_CHECKS:
                 raise LoginThrottledError(BUSY_TEXT)
-            self._running += 1
-            self._by_name.add(account, 1)
-            self._by_name_and_address.add(pair, 1)
+            self._running.add(network)
+            self._add(account, network, 1)
 
         def take_back() -> None:
             """Do not count this attempt as a failed one."""
             with self._lock:
-                self._by_name.add(account, -1)
-                self._by_name_and_address.add(pair, -1)
+                self._add(account, network, -1)
 
         try:
             yield take_back
         finally:
             with self._lock:
-                self._running -= 1
+                self._running.remove(network)
+
+    def _add(self, account: str, network: str, number: int) -> None:
+        """Add this number of failed attempts to each of the three counts. The caller holds the lock."""
+        self._by_name.add(account, number)
+        self._by_network.add(network, number)
+        self._by_name_and_address.add((account, network), number)
 
 
 throttle = LoginThrottle()

@@ -13,6 +13,8 @@ from cyborgweb.auth.login_throttle import (
     FORGET_ONE_S,
     MAX_FAILURES,
     MAX_FAILURES_OF_NAME,
+    MAX_FAILURES_OF_NETWORK,
+    NETWORK_TEXT,
     THROTTLED_TEXT,
     LoginThrottle,
     LoginThrottledError,
@@ -27,7 +29,7 @@ def fail(throttle: LoginThrottle, name: str, address: str, times: int = 1) -> in
             with throttle.attempt(name, address):
                 allowed += 1
         except LoginThrottledError as refused:
-            assert str(refused) == THROTTLED_TEXT
+            assert str(refused) in (THROTTLED_TEXT, NETWORK_TEXT)
     return allowed
 
 
@@ -80,14 +82,38 @@ def test_only_two_passwords_are_checked_at_the_same_time() -> None:
     assert fail(throttle, "c", "192.0.2.3") == 1
 
 
+def test_one_client_with_a_new_name_each_time_does_not_keep_others_from_logging_in() -> None:
+    throttle = LoginThrottle(lambda: 1000.0)
+    with throttle.attempt("random 1", "2001:db8::1"):
+        with pytest.raises(LoginThrottledError) as refused, throttle.attempt("random 2", "2001:db8::2"):
+            pytest.fail("two passwords of one network were checked at the same time")
+        assert str(refused.value) == BUSY_TEXT
+        assert fail(throttle, "root", "192.0.2.1") == 1
+    assert fail(throttle, "random 2", "2001:db8::2") == 1
+
+
+def test_one_password_cannot_be_tried_with_many_names_from_one_network() -> None:
+    now = [1000.0]
+    throttle = LoginThrottle(lambda: now[0])
+    allowed = sum(fail(throttle, f"name {number}", "192.0.2.1") for number in range(3 * MAX_FAILURES_OF_NETWORK))
+    assert allowed == MAX_FAILURES_OF_NETWORK
+    with pytest.raises(LoginThrottledError) as refused, throttle.attempt("root", "192.0.2.1"):
+        pytest.fail("a password was checked")
+    assert str(refused.value) == NETWORK_TEXT
+    assert fail(throttle, "root", "192.0.2.2") == 1
+    now[0] += FORGET_ONE_S + 0.1
+    assert fail(throttle, "root", "192.0.2.1") == 1
+
+
 def test_the_memory_for_counts_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(login_throttle, "MAX_ENTRIES", 20)
     throttle = LoginThrottle()
     allowed = 0
     for number in range(200):
-        fail(throttle, f"name {number}", "192.0.2.1")
+        fail(throttle, f"name {number}", f"198.51.100.{number}")
         allowed += fail(throttle, "root", "192.0.2.1")
-    assert {len(counts._counts) for counts in (throttle._by_name, throttle._by_name_and_address)} == {20}
+    kept = (throttle._by_name, throttle._by_network, throttle._by_name_and_address)
+    assert [len(counts._counts) for counts in kept] == [20, 20, 20]
     assert allowed == MAX_FAILURES, "a name that is tried again and again is not dropped"
 
 
