@@ -65,7 +65,7 @@ class LocalLoginForm(AuthenticationForm):
         if not self.errors:
             with _throttle_attempt(self.request, data["username"]) as take_back:
                 data = super().clean()
-                take_back()
+                take_back(True)
         return data
 
 
@@ -101,12 +101,12 @@ class LoginForm(AuthenticationForm):
             try:
                 person = keystone.check_password(data["username"], data["password"], data["domain"], data["project"])
             except TokenCheckUnavailableError as error:
-                take_back()
+                take_back(False)
                 log.warning("a login could not be checked: %s", error.reason)
                 raise forms.ValidationError(UNAVAILABLE_TEXT) from None
             if person is None:
                 raise forms.ValidationError(REFUSED_TEXT)
-            take_back()
+            take_back(True)
         user = update_user(person)
         if user is None:
             role_names = " or ".join(
@@ -120,9 +120,9 @@ class LoginForm(AuthenticationForm):
 
 
 @contextmanager
-def _throttle_attempt(request: Any, name: str) -> Iterator[Callable[[], None]]:
-    """Count a failed attempt to log in; the yielded function takes it back. Raises ValidationError if the password
-    cannot be checked now."""
+def _throttle_attempt(request: Any, name: str) -> Iterator[Callable[[bool], None]]:
+    """Count a failed attempt to log in; the yielded function takes it back, and is told whether the password was right.
+    Raises ValidationError if the password cannot be checked now."""
     try:
         with login_throttle.throttle.attempt(name, login_throttle.get_client_address(request)) as take_back:
             yield take_back
