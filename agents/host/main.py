@@ -36,6 +36,7 @@ from agents.host.discovery.reporter import InventoryReporter, canonicalize_repor
 from agents.host.discovery.sampler import HostLoadSampler
 from agents.host.execution.command_semantics import SUPPORTED_OPS
 from agents.host.execution.executor import Executor
+from agents.host.execution.host_machine import HostMachine
 from agents.host.execution.images import ImageCache
 from agents.host.execution.placement_writer import DirectPlacementWriter
 from agents.host.execution.plan_runner import HostContext
@@ -56,6 +57,7 @@ from drivers.errors import DriverError
 from drivers.isolation.host_writer import HostWriter
 from drivers.isolation.process import die_with_parent
 from drivers.isolation.runner import DriverProcess
+from drivers.isolation.threads import SharedWork
 from drivers.machine import Machine
 from drivers.plan import MDEV_DEFINITIONS
 
@@ -315,10 +317,13 @@ def _build_executor(
 ) -> Executor:
     """Build the executor, and add a handler to the root logger that keeps the last lines for the command `logs`."""
     node = agent.keys.current_identity.node
+    open_nodes_look = SharedWork(Machine(node).list_open_nodes)
 
     context = HostContext(
         drivers=driver_set.running,
-        machine_for=lambda driver: Machine(node, state_root=_driver_state_dir(agent.settings, driver)),
+        machine_for=lambda driver: HostMachine(
+            node, open_nodes_look, state_root=_driver_state_dir(agent.settings, driver)
+        ),
         writer_for=lambda driver: HostWriter(
             {"/sys": "/sys", MDEV_DEFINITIONS: MDEV_DEFINITIONS, "/state": _driver_state_dir(agent.settings, driver)}
         ),

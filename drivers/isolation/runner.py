@@ -235,7 +235,9 @@ class DriverProcess:
 
         It looks in a daemon thread, which may hang in the kernel. A look that still runs is waited for again, so at
         most one thread hangs. A look that takes more than SCAN_S says nothing about the devices: `discover` raises
-        Failed then, so that the devices of the last report stay as they were.
+        Failed then, so that the devices of the last report stay as they were, however long that lasts. Nothing else
+        shows that a program has mapped the memory of a function, also of one that is bound to VFIO or to no driver, so
+        without a look no function may be offered that was not offered before.
         """
         try:
             if self._open_nodes is None or self._open_nodes.done():
@@ -244,7 +246,11 @@ class DriverProcess:
         except OSError as error:
             return OpenNodes(unseen=f"the processes of the host cannot be looked at: {error.strerror or error}")
         except (Timeout, Failed) as error:
-            late = f"looking at the processes of the host takes more than {SCAN_S:g} s"
+            late = (
+                f"looking at the processes of the host takes more than {SCAN_S:g} s, so it is not known what its"
+                " programs use: look for processes that hang (ps shows the state D) or have very many open files, end"
+                " them, and restart the host if one hangs for ever; the agent tries again by itself"
+            )
             reason = late if isinstance(error, Timeout) else f"the processes of the host cannot be looked at: {error}"
             if call == "discover":
                 raise self._make_error(Failed, reason) from None

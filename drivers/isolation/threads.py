@@ -9,8 +9,9 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import threading
+import time
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Generic, TypeVar
 
 from drivers.errors import Failed, Timeout
 
@@ -62,3 +63,40 @@ async def run_in_thread(work: Callable[[], T], timeout_s: float = READ_TIMEOUT_S
     alone, and its result is dropped.
     """
     return await wait_for_result(start_in_thread(work), timeout_s)
+
+
+class SharedWork(Generic[T]):
+    """Runs the same blocking work for many threads, so that at most one thread at a time does it or hangs in it.
+
+    A result is never older than the question: a caller that comes while the work runs waits until it has ended, and
+    shares the next run with the others that wait. What has changed before a call is therefore seen by it.
+    """
+
+    def __init__(self, work: Callable[[], T]) -> None:
+        self._work = work
+        self._lock = threading.Lock()
+        self._latest: concurrent.futures.Future[T] | None = None
+        """The last run that was begun."""
+
+    def get_result(self, timeout_s: float = READ_TIMEOUT_S) -> T:
+        """Return the result of a run that began after this call. Blocks its thread for at most `timeout_s` seconds.
+
+        Raises Timeout, Failed if no thread can be started, and whatever the work raises.
+        """
+        deadline = time.monotonic() + timeout_s
+        with self._lock:
+            earlier = self._latest
+        if earlier is not None:
+            _wait_until_done(earlier, deadline, timeout_s)
+        with self._lock:
+            begun = self._latest
+            if begun is None or begun is earlier:
+                begun = self._latest = start_in_thread(self._work)
+        _wait_until_done(begun, deadline, timeout_s)
+        return begun.result()
+
+
+def _wait_until_done(future: concurrent.futures.Future[T], deadline: float, timeout_s: float) -> None:
+    """Wait until the future is done. Raises Timeout, which names `timeout_s`, at `deadline` on the monotonic clock."""
+    if concurrent.futures.wait([future], max(deadline - time.monotonic(), 0)).not_done:
+        raise Timeout(f"reading the host took more than {timeout_s:g} s")

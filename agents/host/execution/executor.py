@@ -534,14 +534,25 @@ class Executor:
 
     async def _restore_moved_device(self, device_id: QueueKey) -> None:
         """Make the driver look for its devices, and restore the device if it has another address than before the
-        reboot, for example because the buses were numbered anew. Otherwise the reason of the first attempt stays."""
-        await self._reporter.discover_and_record(device_id[0])
-        effects = recovery.find_lost_effects(self._context).get(device_id, [])
-        if any(recovery.locate_effect(self._context, effect) != effect for effect in effects):
+        reboot, for example because the buses were numbered anew. Otherwise the reason of the first attempt stays.
+
+        It stays also if the agent itself fails, which is logged: the commands that wait for the device still run.
+        """
+        try:
+            await self._reporter.discover_and_record(device_id[0])
+            effects = recovery.find_lost_effects(self._context).get(device_id, [])
+            is_moved = any(recovery.locate_effect(self._context, effect) != effect for effect in effects)
+        except Exception:
+            log.exception("%s, %s: the agent itself failed while it looked for the device again", *device_id)
+            return
+        if is_moved:
             await self._restore_device(device_id)
 
     async def _restore_device(self, device_id: QueueKey) -> None:
-        """Restore on one device what a reboot removed; mark the device as failed with the reason if that fails."""
+        """Restore on one device what a reboot removed; mark the device as failed with the reason if that fails.
+
+        That holds also for a fault of the agent itself, because what was not restored must not be offered.
+        """
         try:
             await recovery.restore_effects(self._context, recovery.find_lost_effects(self._context).get(device_id, []))
         except PlanFailedError as failure:
@@ -549,5 +560,9 @@ class Executor:
             self._reporter.set_failure_mark(*device_id, failure.text)
             if failure.stuck_writer is not None:
                 self._block_stuck_device(device_id, failure.stuck_writer, failure.text)
+        except Exception as error:
+            text = f"the agent itself failed while it restored the device: {type(error).__name__}: {error}"
+            log.exception("%s, %s: %s", *device_id, text)
+            self._reporter.set_failure_mark(*device_id, text)
         else:
             self._reporter.set_failure_mark(*device_id, "")

@@ -283,6 +283,7 @@ def test_a_look_at_the_hosts_processes_that_hangs_delays_a_call_only_briefly(mon
         for _ in range(2):
             report = await process.discover()
             assert "takes more than 0.2 s" in report.error and not report.faults, "the devices stay as they were"
+            assert "restart the host if one hangs for ever" in report.error, "the text says what to do next"
             await process.probe()  # other calls are made, and the driver is told that nothing was seen
             process.manifest = msgspec.structs.replace(process.manifest, subsystems=("pci",))
         assert len(starts) == 1 and starts[0].daemon, "one thread hangs, and nothing waits for it"

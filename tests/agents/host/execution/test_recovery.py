@@ -6,6 +6,7 @@ import asyncio
 import hashlib
 import os
 import signal
+import sqlite3
 import threading
 import time
 from collections.abc import Callable
@@ -16,6 +17,7 @@ import pytest
 
 from agents import wire
 from agents.host.discovery.driver_set import DriverSet
+from agents.host.discovery.reporter import InventoryReporter
 from agents.host.journal.command_log import AppliedEffect, CommandLog
 from agents.host.journal.journal import Journal
 from drivers.errors import Busy, DriverError, Gone
@@ -292,6 +294,60 @@ def test_a_device_is_restored_where_it_is_found_if_the_reboot_gave_it_another_ad
             )
             acts = [act for act, _ in driver.plan_calls]
             assert not is_found or acts[-2:] == ["install", "reset"], "the device is restored before its next command"
+
+    asyncio.run(story())
+
+
+@pytest.mark.parametrize("error", [KeyError("drv"), sqlite3.DatabaseError("disk I/O error")])
+def test_a_command_runs_although_the_agent_itself_failed_to_look_for_its_device_again_after_a_reboot(
+    tmp_path: Path, error: Exception, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def story() -> None:
+        driver = make_file_driver(tmp_path)
+        async with run_host(tmp_path, driver) as host:
+            assert (await host.run_commands(make_command(1, "install"))).outcome == "succeeded"
+        host.file_content("numvfs", "0")
+        driver.plans["install"] = plan_error(Gone("the device is not there any more"))
+        is_queued, discover = asyncio.Event(), InventoryReporter.discover_and_record
+
+        async def fail_once(reporter: InventoryReporter, name: str) -> wire.Report:
+            """Fail in the first call, as soon as a command waits."""
+            monkeypatch.setattr(InventoryReporter, "discover_and_record", discover)
+            await is_queued.wait()
+            raise error
+
+        monkeypatch.setattr(InventoryReporter, "discover_and_record", fail_once)
+        async with run_host(tmp_path, driver, boot="boot2") as host:
+            host.executor.accept_command(make_command(2, "reset"))
+            is_queued.set()
+            assert (await host.wait_for_result(2)).outcome == "succeeded"
+            reason = "after the reboot its install could not be restored: the device is not there any more"
+            assert host.reporter.failure_marks == {("drv", "card"): reason}, "the reason of the first attempt stays"
+        assert "drv, card: the agent itself failed" in caplog.text
+
+    asyncio.run(story())
+
+
+@pytest.mark.parametrize("error", [KeyError("drv"), sqlite3.DatabaseError("disk I/O error")])
+def test_a_device_that_the_agent_itself_failed_to_restore_after_a_reboot_is_reported_as_failed(
+    tmp_path: Path, error: Exception
+) -> None:
+    async def story() -> None:
+        driver = make_file_driver(tmp_path)
+        async with run_host(tmp_path, driver) as host:
+            assert (await host.run_commands(make_command(1, "install"))).outcome == "succeeded"
+        host.file_content("numvfs", "0")
+
+        def fail(_: Ask) -> Plan:
+            raise error
+
+        driver.plans["install"] = fail
+        async with run_host(tmp_path, driver, boot="boot2") as host:
+            reason = f"the agent itself failed while it restored the device: {type(error).__name__}: {error}"
+            assert reported_health(host) == ("failed", reason)
+            driver.plans["install"] = make_file_driver(tmp_path).plans["install"]
+            assert (await host.run_commands(make_command(2, "install"))).outcome == "succeeded"
+            assert (reported_health(host), host.file_content("numvfs")) == (("ok", ""), "4")
 
     asyncio.run(story())
 
