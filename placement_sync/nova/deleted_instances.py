@@ -141,9 +141,9 @@ def _read_listing(cloud: Any, endpoint: str, row: NovaEndpoint, holding: Collect
     """Read the pages of what was deleted since the mark, and store the suspects and how far it was read.
 
     Each page is stored, so that the next run, also of another process, continues behind it. When the last page is read,
-    the mark moves to the time of the answer to the first page, by Nova's clock, less OVERLAP. A listing that names one
-    of the instances proves the address. Raises NovaUnavailableError if a page is unusable or `end` (of
-    `time.monotonic`) is reached before the first page is read.
+    the mark moves to the time of the answer to the first page, by Nova's clock, less OVERLAP. A listing that names
+    one of the instances does not prove the address: other rules apply to it than to the look-ups. Raises
+    NovaUnavailableError if a page is unusable or `end` (of `time.monotonic`) is reached before the first page is read.
     """
     since = row.changes_since = row.changes_since or datetime.now(UTC) - FIRST_WINDOW
     has_more = True
@@ -157,7 +157,6 @@ def _read_listing(cloud: Any, endpoint: str, row: NovaEndpoint, holding: Collect
             row.save(update_fields=["changes_since", "next_changes_since", "page_marker"])
             raise
         if named := set(holding).intersection(page.uuids):
-            endpoints.record_proof(row)
             _suspect_instances(row, named)
             Vanished.objects.filter(instance__in=named, endpoint=row).update(listed=True)
         if not row.page_marker:

@@ -78,8 +78,8 @@ def distrust_endpoint(endpoint: NovaEndpoint, count: int, since: datetime) -> No
     """
     reason = (
         f"Nova at {endpoint.url} has shown none of the instances that hold accelerators, and answered 404 for"
-        f" {count} that it did not list as deleted: it may be another Nova, or its database was emptied. Nothing is freed until it"
-        " shows one of them or is confirmed"
+        f" {count} that it did not list as deleted: it may be another Nova, or its database was emptied. Nothing is"
+        " freed until it shows one of them or is confirmed"
     )
     with conductor.writing():
         rows = NovaEndpoint.objects.filter(pk=endpoint.pk).exclude(confirmed_at__gt=since)

@@ -98,9 +98,18 @@ def test_a_request_is_freed_when_nova_names_its_instance_as_deleted_and_answers_
     assert not Vanished.objects.exists()
 
 
-def test_the_listing_of_deleted_instances_proves_an_address_when_all_of_ours_are_deleted(nova: FakeNova) -> None:
-    nova.servers = bind_instances(3)
-    nova.delete(*nova.servers)
+def test_S1_a_listing_that_names_our_instances_does_not_prove_an_address_whose_look_ups_show_none(
+    nova: FakeNova,
+) -> None:
+    """A service user who may list all projects, but is no administrator, gets running instances in the listing, because
+    Nova ignores `deleted`, and 404 for each instance of another project."""
+    instances = bind_instances(3)
+    nova.servers = [*instances]
+    nova.delete(*instances)
+    run_job_until_quiet()
+    assert instances_with_requests() == set(instances)
+    assert backlog.read_backlog().unknown_to_nova == 3
+    endpoints.confirm_endpoint(NovaEndpoint.objects.get().uuid, "olga", "they are deleted")
     run_job_until_quiet()
     assert instances_with_requests() == set()
 
