@@ -19,6 +19,7 @@ from django.db.models.fields.json import KT
 from django.db.models.functions import Cast, Now
 
 from accelerators.models import AttachHandle, Attachment, Deployable, Device, Event
+from accelerators.runtime.after_commit import call_after_commit
 from accelerators.safety import HOLDER_CHECK_DEADLINE_S, HolderCheckResult
 from placement_sync.client import (
     PlacementClient,
@@ -121,8 +122,8 @@ def _find_instances_on_host(
     """Ask Nova for these instances and return those that are on the host with one of `host_names`, at most MAX_SHOWN.
 
     `unknown` of the result is the first error, if Nova did not answer for an instance. Instances that a trusted Nova
-    does not know are remembered, so that they are not asked for again. Raises UntrustedEndpointError if no holder is
-    found, and an instance is unknown to a Nova that is not trusted.
+    does not know are remembered, so that they are not asked for again. An answer that shows one proves the address.
+    Raises UntrustedEndpointError if none is shown, and one is unknown to a Nova that is not trusted.
     """
     end = time.monotonic() + HOLDER_CHECK_DEADLINE_S
     try:
@@ -136,9 +137,13 @@ def _find_instances_on_host(
         for uuid, answer in answers.items()
         if isinstance(answer, client.NovaServer) and answer.is_on_host(*host_names)
     ]
+    has_shown_one = any(isinstance(answer, client.NovaServer) for answer in answers.values())
+    if has_shown_one:
+        call_after_commit(endpoints.record_proof_at, url)
     unknown_instances = {(url, uuid) for uuid, answer in answers.items() if answer is None}
     if unknown_instances and not holders:
-        endpoints.refuse_unless_trusted(url)
+        if not has_shown_one:
+            endpoints.refuse_unless_trusted(url)
         if len(_unknown_instances) > MAX_UNKNOWN_INSTANCES:
             _unknown_instances.clear()
         _unknown_instances.update(unknown_instances)

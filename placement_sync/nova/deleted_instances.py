@@ -84,7 +84,8 @@ def _compare_instances(cloud: Any, endpoint: str) -> None:
     """Read the listing of deleted instances, look instances up, and delete the requests of those that are gone.
 
     Raises NovaUnavailableError if the listing could not be read, or an instance could not be looked up, or the address
-    is not trusted although Nova does not know an instance. What could be concluded from the other answers is done.
+    is not trusted although Nova does not know an instance. What could be concluded from the other answers is done. If
+    the listing could not be read, only instances that Nova shows count, and prove the address: 404 means nothing then.
     """
     listing_end = time.monotonic() + LISTING_DEADLINE_S
     url = endpoints.resolve_url(cloud, endpoint, LISTING_DEADLINE_S)
@@ -94,15 +95,22 @@ def _compare_instances(cloud: Any, endpoint: str) -> None:
     if not holding:
         endpoints.record_unknown_instances(row, 0)
         return
-    _read_listing(cloud, endpoint, row, holding, listing_end)
-    suspects = _load_suspects(row) if row.is_trusted else []
-    turn = select_turn(
-        holding, _load_vanished() if row.is_trusted else (), row.looked_up_to, MAX_LOOKUPS - len(suspects)
-    )
+    listing_error = None
+    try:
+        _read_listing(cloud, endpoint, row, holding, listing_end)
+    except NovaUnavailableError as error:
+        listing_error = error
+    can_conclude = row.is_trusted and not listing_error
+    suspects = _load_suspects(row) if can_conclude else []
+    turn = select_turn(holding, _load_vanished() if can_conclude else (), row.looked_up_to, MAX_LOOKUPS - len(suspects))
     answers = client.get_servers(cloud, endpoint, [*suspects, *turn], LOOKUP_DEADLINE_S)
+    if listing_error:
+        answers = {uuid: answer for uuid, answer in answers.items() if answer is not None}
     _apply_answers(row, answers, suspects)
     if turn:
         NovaEndpoint.objects.filter(pk=row.pk).update(looked_up_to=turn[-1])
+    if listing_error:
+        raise listing_error
     if unusable := [answer for answer in answers.values() if isinstance(answer, NovaUnavailableError)]:
         raise unusable[0]
 

@@ -70,6 +70,11 @@ def record_proof(endpoint: NovaEndpoint) -> None:
         endpoint.refresh_from_db(fields=["proven_at"])
 
 
+def record_proof_at(url: str) -> None:
+    """Store that this address has shown an instance which holds a request here, or did so before."""
+    record_proof(load_endpoint(url))
+
+
 def distrust_endpoint(endpoint: NovaEndpoint, count: int, since: datetime) -> None:
     """Stop trusting an address that knows none of the instances: forget its proof and its confirmation.
 

@@ -314,6 +314,19 @@ def test_a_failed_listing_frees_no_request(nova: FakeNova, trouble: int) -> None
     assert not Vanished.objects.exists()
 
 
+def test_an_address_whose_listing_fails_is_proven_by_the_look_ups_which_free_nothing(
+    nova: FakeNova, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The service user may not list the instances of all projects."""
+    nova.servers = bind_instances(5)
+    instances, nova.servers = set(nova.servers), nova.servers[:1]
+    nova.listing_status = 403
+    run_job_until_quiet()
+    assert NovaEndpoint.objects.get().proven_at
+    assert instances_with_requests() == instances
+    assert "could not be compared with Nova: GET /servers: 403" in caplog.text
+
+
 def test_an_answer_that_is_no_listing_frees_no_request_and_warns(
     nova: FakeNova, caplog: pytest.LogCaptureFixture
 ) -> None:
