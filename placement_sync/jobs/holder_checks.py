@@ -42,8 +42,8 @@ MAX_UNKNOWN_INSTANCES = 10_000
 """Largest number of instances that are remembered as unknown to a trusted Nova. Their ids never come back."""
 
 _outages: dict[str, tuple[float, str]] = {}
-_unknown_instances: set[tuple[str, str]] = set()
-"""Address of Nova and uuid of each instance that it does not know."""
+_unknown_instances: set[tuple[str, str, str]] = set()
+"""Address of Nova, since when it was trusted, and uuid of each instance that it does not know."""
 
 
 def check_placement(device: Device) -> HolderCheckResult:
@@ -130,7 +130,8 @@ def _find_instances_on_host(
         url = endpoints.resolve_url(cloud, endpoint, HOLDER_CHECK_DEADLINE_S)
     except client.NovaUnavailableError as error:
         return HolderCheckResult(unknown=str(error))
-    asked = [uuid for uuid in former_holders if (url, uuid) not in _unknown_instances]
+    trust = endpoints.describe_trust(url)
+    asked = [uuid for uuid in former_holders if not trust or (url, trust, uuid) not in _unknown_instances]
     answers = client.get_servers(cloud, endpoint, asked, max(0.1, end - time.monotonic()))
     holders = [
         f"instance {uuid} ({answer.status} on {host_names[0]}), which may still use it, according to Nova"
@@ -140,7 +141,7 @@ def _find_instances_on_host(
     has_shown_one = any(isinstance(answer, client.NovaServer) for answer in answers.values())
     if has_shown_one:
         call_after_commit(endpoints.record_proof_at, url)
-    unknown_instances = {(url, uuid) for uuid, answer in answers.items() if answer is None}
+    unknown_instances = {(url, trust, uuid) for uuid, answer in answers.items() if answer is None}
     if unknown_instances and not holders:
         if not has_shown_one:
             endpoints.refuse_unless_trusted(url)

@@ -52,6 +52,12 @@ def load_endpoint(url: str) -> NovaEndpoint:
     return NovaEndpoint.objects.get_or_create(url=url)[0]
 
 
+def describe_trust(url: str) -> str:
+    """Return since when this address is trusted, as a text that differs after the trust was lost; '' if it is not."""
+    endpoint = NovaEndpoint.objects.filter(url=url).first()
+    return f"{endpoint.proven_at} {endpoint.confirmed_at}" if endpoint and endpoint.is_trusted else ""
+
+
 def refuse_unless_trusted(url: str) -> None:
     """Raise UntrustedEndpointError unless the answer 404 of this address means that an instance does not exist."""
     endpoint = NovaEndpoint.objects.filter(url=url).first()

@@ -224,6 +224,20 @@ def test_an_instance_that_the_holder_check_is_shown_proves_the_address(device: D
     assert NovaEndpoint.objects.get().proven_at
 
 
+def test_S1_what_an_address_did_not_know_before_it_was_distrusted_is_asked_for_again(
+    device: Device, nova: FakeNova
+) -> None:
+    """Another Nova stood behind the address for a minute."""
+    nova.shown[make_former_instance(device)] = ("ACTIVE", "cmp1")
+    shown, nova.shown = nova.shown, {}
+    assert holder_checks.check_nova(device) == holder_checks.NO_HOLDERS
+    NovaEndpoint.objects.update(proven_at=None)
+    assert holder_checks.check_nova(device).unknown
+    nova.shown = shown
+    NovaEndpoint.objects.update(proven_at="2026-01-02T00:00:00Z")
+    assert holder_checks.check_nova(device).holders
+
+
 def test_S1_what_one_address_of_nova_does_not_know_another_is_asked_for(
     device: Device, nova: FakeNova, settings: Any
 ) -> None:
