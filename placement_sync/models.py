@@ -96,7 +96,8 @@ class NovaEndpoint(fields.Row):
 
     It is believed once the address has shown an instance that held a request here (`proven_at`), or an administrator
     has confirmed it (`confirmed_at`): a Nova of another region or cloud answers 404 for every instance. Another address
-    is another row, and has to prove itself again.
+    is another row, and has to prove itself again. So has an address that suddenly knows none of the instances: it loses
+    both.
     """
 
     url = models.CharField(
@@ -151,6 +152,9 @@ class Vanished(models.Model):
 
     instance = models.UUIDField(primary_key=True)
     since = models.DateTimeField(db_default=Now(), help_text="When Nova first listed it as deleted or answered 404.")
+    listed = models.BooleanField(
+        default=False, db_default=False, help_text="Whether Nova listed it as deleted, and did not only answer 404."
+    )
     endpoint = models.ForeignKey(
         NovaEndpoint,
         models.CASCADE,

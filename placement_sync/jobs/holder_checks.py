@@ -19,6 +19,7 @@ from django.db.models.fields.json import KT
 from django.db.models.functions import Cast, Now
 
 from accelerators.models import AttachHandle, Attachment, Deployable, Device, Event
+from accelerators.runtime.after_commit import call_after_commit
 from accelerators.safety import HOLDER_CHECK_DEADLINE_S, HolderCheckResult
 from placement_sync.client import (
     PlacementClient,
@@ -41,8 +42,8 @@ MAX_UNKNOWN_INSTANCES = 10_000
 """Largest number of instances that are remembered as unknown to a trusted Nova. Their ids never come back."""
 
 _outages: dict[str, tuple[float, str]] = {}
-_unknown_instances: set[tuple[str, str]] = set()
-"""Address of Nova and uuid of each instance that it does not know."""
+_unknown_instances: set[tuple[str, str, str]] = set()
+"""Address of Nova, since when it was trusted, and uuid of each instance that it does not know."""
 
 
 def check_placement(device: Device) -> HolderCheckResult:
@@ -121,24 +122,29 @@ def _find_instances_on_host(
     """Ask Nova for these instances and return those that are on the host with one of `host_names`, at most MAX_SHOWN.
 
     `unknown` of the result is the first error, if Nova did not answer for an instance. Instances that a trusted Nova
-    does not know are remembered, so that they are not asked for again. Raises UntrustedEndpointError if no holder is
-    found, and an instance is unknown to a Nova that is not trusted.
+    does not know are remembered, so that they are not asked for again. An answer that shows one proves the address.
+    Raises UntrustedEndpointError if none is shown, and one is unknown to a Nova that is not trusted.
     """
     end = time.monotonic() + HOLDER_CHECK_DEADLINE_S
     try:
         url = endpoints.resolve_url(cloud, endpoint, HOLDER_CHECK_DEADLINE_S)
     except client.NovaUnavailableError as error:
         return HolderCheckResult(unknown=str(error))
-    asked = [uuid for uuid in former_holders if (url, uuid) not in _unknown_instances]
+    trust = endpoints.describe_trust(url)
+    asked = [uuid for uuid in former_holders if not trust or (url, trust, uuid) not in _unknown_instances]
     answers = client.get_servers(cloud, endpoint, asked, max(0.1, end - time.monotonic()))
     holders = [
         f"instance {uuid} ({answer.status} on {host_names[0]}), which may still use it, according to Nova"
         for uuid, answer in answers.items()
         if isinstance(answer, client.NovaServer) and answer.is_on_host(*host_names)
     ]
-    unknown_instances = {(url, uuid) for uuid, answer in answers.items() if answer is None}
-    if (unknown_instances or len(asked) < len(former_holders)) and not holders:
-        endpoints.refuse_unless_trusted(url)
+    has_shown_one = any(isinstance(answer, client.NovaServer) for answer in answers.values())
+    if has_shown_one:
+        call_after_commit(endpoints.record_proof_at, url)
+    unknown_instances = {(url, trust, uuid) for uuid, answer in answers.items() if answer is None}
+    if unknown_instances and not holders:
+        if not has_shown_one:
+            endpoints.refuse_unless_trusted(url)
         if len(_unknown_instances) > MAX_UNKNOWN_INSTANCES:
             _unknown_instances.clear()
         _unknown_instances.update(unknown_instances)

@@ -25,6 +25,8 @@ from typing import Any, TypeVar
 
 from accelerators.api.own.instances import InstanceKey, InstanceState
 from drivers.configuration import ConfigurationError
+from drivers.errors import Failed
+from drivers.isolation.threads import start_in_thread
 from placement_sync.errors import PlacementSyncError
 
 DEADLINE_S = 2.0
@@ -197,16 +199,17 @@ def _collect_server(future: Future[NovaServer | None]) -> NovaServer | NovaUnava
 
 
 def call_with_deadline(call: Callable[[], ResultT], deadline_s: float) -> ResultT:
-    """Make the call in a thread and return its result.
+    """Make the call in a daemon thread, which does not delay the end of the process, and return its result.
 
     The time-out of a request limits the time between two parts of the answer, this deadline the time of the whole call.
-    Raises NovaUnavailableError if the call has not ended within `deadline_s`; the thread then goes on alone. Raises
-    what the call raises.
+    Raises NovaUnavailableError if the call has not ended within `deadline_s`, and the thread then goes on alone; or
+    if no thread can be started. Raises what the call raises.
     """
-    executor = ThreadPoolExecutor(1, thread_name_prefix="nova")
-    future = executor.submit(call)
+    try:
+        future = start_in_thread(call)
+    except Failed as error:
+        raise NovaUnavailableError(str(error)) from None
     wait([future], deadline_s)
-    executor.shutdown(wait=False, cancel_futures=True)
     return _get_result(future)
 
 

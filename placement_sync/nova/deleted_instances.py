@@ -2,7 +2,8 @@
 
 Observed with a real Nova: a server that is deleted while it is being bound leaves its requests behind. An instance
 counts as deleted only if Nova listed it as deleted or answered 404 for it, answers 404 again at least CONFIRM_AFTER_S
-later, and is trusted at this address (`nova.endpoints`).
+later, and is trusted at this address (`nova.endpoints`). An address that suddenly knows none of the instances may be
+another Nova, or one whose database was emptied; then it is not trusted any more.
 
 Each run costs a short listing of what was deleted since the last one, and at most MAX_LOOKUPS look-ups: of instances
 that the listing named, and of all others in turn. The turn finds what Nova has purged from its tables, and what was
@@ -45,6 +46,8 @@ LISTING_DEADLINE_S, LOOKUP_DEADLINE_S = 15.0, 15.0
 """Seconds for all pages of the listing in one run, and for all look-ups: together half of the workers' time-out."""
 MAX_LOOKUPS, MAX_SUSPECT_LOOKUPS = 32, 24
 """Look-ups per run, and how many of them may be of suspects, so that the turn of the others goes on."""
+MIN_FOREIGN_CLOUD = 4
+"""An address loses its trust if it shows no instance in a run, and this many are unknown that it did not list."""
 OVERLAP = timedelta(minutes=5)
 """How far a listing goes back behind the answer to the one before: a deletion is committed later than it is dated."""
 FIRST_WINDOW = timedelta(hours=1)
@@ -81,7 +84,8 @@ def _compare_instances(cloud: Any, endpoint: str) -> None:
     """Read the listing of deleted instances, look instances up, and delete the requests of those that are gone.
 
     Raises NovaUnavailableError if the listing could not be read, or an instance could not be looked up, or the address
-    is not trusted although Nova does not know an instance. What could be concluded from the other answers is done.
+    is not trusted although Nova does not know an instance. What could be concluded from the other answers is done. If
+    the listing could not be read, only instances that Nova shows count, and prove the address: 404 means nothing then.
     """
     listing_end = time.monotonic() + LISTING_DEADLINE_S
     url = endpoints.resolve_url(cloud, endpoint, LISTING_DEADLINE_S)
@@ -91,15 +95,22 @@ def _compare_instances(cloud: Any, endpoint: str) -> None:
     endpoints.record_unknown_instances(row)
     if not holding:
         return
-    _read_listing(cloud, endpoint, row, holding, listing_end)
-    suspects = _load_suspects(row) if row.is_trusted else []
-    turn = select_turn(
-        holding, _load_vanished() if row.is_trusted else (), row.looked_up_to, MAX_LOOKUPS - len(suspects)
-    )
+    listing_error = None
+    try:
+        _read_listing(cloud, endpoint, row, holding, listing_end)
+    except NovaUnavailableError as error:
+        listing_error = error
+    can_conclude = row.is_trusted and not listing_error
+    suspects = _load_suspects(row) if can_conclude else []
+    turn = select_turn(holding, _load_vanished() if can_conclude else (), row.looked_up_to, MAX_LOOKUPS - len(suspects))
     answers = client.get_servers(cloud, endpoint, [*suspects, *turn], LOOKUP_DEADLINE_S)
     if turn:  # before the answers are applied: an address that is not trusted ends that with an error
         NovaEndpoint.objects.filter(pk=row.pk).update(looked_up_to=turn[-1])
+    if listing_error:
+        answers = {uuid: answer for uuid, answer in answers.items() if answer is not None}
     _apply_answers(row, answers, suspects)
+    if listing_error:
+        raise listing_error
     if unusable := [answer for answer in answers.values() if isinstance(answer, NovaUnavailableError)]:
         raise unusable[0]
 
@@ -138,9 +149,9 @@ def _read_listing(cloud: Any, endpoint: str, row: NovaEndpoint, holding: Collect
     """Read the pages of what was deleted since the mark, and store the suspects and how far it was read.
 
     Each page is stored, so that the next run, also of another process, continues behind it. When the last page is read,
-    the mark moves to the time of the answer to the first page, by Nova's clock, less OVERLAP. A listing that names one
-    of the instances proves the address. Raises NovaUnavailableError if a page is unusable or `end` (of
-    `time.monotonic`) is reached before the first page is read.
+    the mark moves to the time of the answer to the first page, by Nova's clock, less OVERLAP. A listing that names
+    one of the instances does not prove the address: other rules apply to it than to the look-ups. Raises
+    NovaUnavailableError if a page is unusable or `end` (of `time.monotonic`) is reached before the first page is read.
     """
     since = row.changes_since = row.changes_since or datetime.now(UTC) - FIRST_WINDOW
     has_more = True
@@ -154,8 +165,8 @@ def _read_listing(cloud: Any, endpoint: str, row: NovaEndpoint, holding: Collect
             row.save(update_fields=["changes_since", "next_changes_since", "page_marker"])
             raise
         if named := set(holding).intersection(page.uuids):
-            endpoints.record_proof(row)
             _suspect_instances(row, named)
+            Vanished.objects.filter(instance__in=named, endpoint=row).update(listed=True)
         if not row.page_marker:
             row.next_changes_since = page.answered_at - OVERLAP if page.answered_at else row.changes_since
         if page.has_more:
@@ -167,7 +178,10 @@ def _read_listing(cloud: Any, endpoint: str, row: NovaEndpoint, holding: Collect
 
 
 def _suspect_instances(row: NovaEndpoint, instances: Collection[str]) -> None:
-    """Store that Nova at this address named these instances as deleted; those that are suspected already stay."""
+    """Store that Nova at this address named these instances as deleted, or does not know them.
+
+    Those that are suspected already stay.
+    """
     Vanished.objects.bulk_create((Vanished(instance=uuid, endpoint=row) for uuid in instances), ignore_conflicts=True)
 
 
@@ -178,7 +192,7 @@ def _apply_answers(
 
     An instance that is found is no suspect any more, and proves the address; one that is unknown becomes a suspect. A
     suspect without usable answer has to wait again, so that the others get their turn. Raises UntrustedEndpointError if
-    an instance is unknown and the address is not trusted: then nothing is deleted.
+    an instance is unknown and the address is not trusted, or not any more: then nothing is deleted.
     """
     found = {uuid for uuid, answer in answers.items() if isinstance(answer, NovaServer)}
     unknown = {uuid for uuid, answer in answers.items() if answer is None}
@@ -187,12 +201,25 @@ def _apply_answers(
         Vanished.objects.filter(instance__in=found).delete()
     Vanished.objects.filter(instance__in=set(suspects) - found - unknown).update(since=Now())
     _suspect_instances(row, unknown)
+    if unknown and not found:
+        _distrust_foreign_cloud(row)
     endpoints.record_unknown_instances(row)
     if unknown:
         endpoints.refuse_unless_trusted(row.url)
     for uuid in suspects:
         if uuid in unknown:
             _delete_requests(uuid, row.url)
+
+
+def _distrust_foreign_cloud(row: NovaEndpoint) -> None:
+    """Do not trust the address any more, if MIN_FOREIGN_CLOUD or more of the suspects were not listed as deleted.
+
+    A confirmation after the first of their answers 404 keeps the trust. Called after a run in which Nova has shown no
+    instance: without this, another Nova at a trusted address would take the devices of all running guests.
+    """
+    unlisted = list(Vanished.objects.filter(endpoint=row, listed=False).values_list("since", flat=True))
+    if len(unlisted) >= MIN_FOREIGN_CLOUD:
+        endpoints.distrust_endpoint(row, len(unlisted), min(unlisted))
 
 
 def _delete_requests(instance: str, url: str) -> None:

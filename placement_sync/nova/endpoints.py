@@ -1,11 +1,13 @@
 """Decide whether Nova's answer 404 for an instance is believed.
 
 A Nova of another region or cloud answers 404 for every instance. So 404 means "deleted" only at an address that has
-shown an instance which held a request here, or that an administrator has confirmed (`models.NovaEndpoint`).
+shown an instance which held a request here, or that an administrator has confirmed (`models.NovaEndpoint`). It loses
+this trust when it suddenly knows none of the instances (`distrust_endpoint`).
 """
 
 from __future__ import annotations
 
+from datetime import datetime
 from functools import partial
 from typing import Any
 from uuid import UUID
@@ -50,14 +52,20 @@ def load_endpoint(url: str) -> NovaEndpoint:
     return NovaEndpoint.objects.get_or_create(url=url)[0]
 
 
+def describe_trust(url: str) -> str:
+    """Return since when this address is trusted, as a text that differs after the trust was lost; '' if it is not."""
+    endpoint = NovaEndpoint.objects.filter(url=url).first()
+    return f"{endpoint.proven_at} {endpoint.confirmed_at}" if endpoint and endpoint.is_trusted else ""
+
+
 def refuse_unless_trusted(url: str) -> None:
     """Raise UntrustedEndpointError unless the answer 404 of this address means that an instance does not exist."""
     endpoint = NovaEndpoint.objects.filter(url=url).first()
     if endpoint is None or not endpoint.is_trusted:
         raise UntrustedEndpointError(
-            f"Nova at {url} answered 404, but it has never shown an instance that holds an accelerator here, so it may"
-            " be the Nova of another region. Check the region and CYBORG_NOVA_ENDPOINT, or confirm the address"
-            " (manage.py nova confirm)"
+            f"Nova at {url} answered 404, but it has never shown an instance that holds an accelerator here, or shows"
+            " none of them any more, so it may be the Nova of another region. Check the region and"
+            " CYBORG_NOVA_ENDPOINT, or confirm the address (manage.py nova confirm)"
         )
 
 
@@ -66,6 +74,35 @@ def record_proof(endpoint: NovaEndpoint) -> None:
     if endpoint.proven_at is None:
         NovaEndpoint.objects.filter(pk=endpoint.pk, proven_at=None).update(proven_at=Now(), updated_at=Now())
         endpoint.refresh_from_db(fields=["proven_at"])
+
+
+def record_proof_at(url: str) -> None:
+    """Store that this address has shown an instance which holds a request here, or did so before."""
+    record_proof(load_endpoint(url))
+
+
+def distrust_endpoint(endpoint: NovaEndpoint, count: int, since: datetime) -> None:
+    """Stop trusting an address that knows none of the instances: forget its proof and its confirmation.
+
+    `count` instances are unknown to it that it did not list as deleted, the first one since `since`. A confirmation
+    that is newer than that stays, and so does the proof. Records the event `nova.distrusted`, once.
+    """
+    reason = (
+        f"Nova at {endpoint.url} has shown none of the instances that hold accelerators, and answered 404 for"
+        f" {count} that it did not list as deleted: it may be another Nova, or its database was emptied. Nothing is"
+        " freed until it shows one of them or is confirmed"
+    )
+    with conductor.writing():
+        rows = NovaEndpoint.objects.filter(pk=endpoint.pk).exclude(confirmed_at__gt=since)
+        if rows.exclude(proven_at=None, confirmed_at=None).update(
+            proven_at=None, confirmed_at=None, confirmed_by="", reason="", updated_at=Now()
+        ):
+            changes = {"endpoint": [endpoint.url, None]}
+            subject = (endpoint.uuid, endpoint.url)
+            conductor.record_event(
+                "nova.distrusted", EventSource.SYSTEM, JOB, subject=subject, changes=changes, reason=reason
+            )
+    endpoint.refresh_from_db(fields=["proven_at", "confirmed_at", "confirmed_by", "reason"])
 
 
 def record_unknown_instances(endpoint: NovaEndpoint) -> None:

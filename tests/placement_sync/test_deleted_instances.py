@@ -98,9 +98,18 @@ def test_a_request_is_freed_when_nova_names_its_instance_as_deleted_and_answers_
     assert not Vanished.objects.exists()
 
 
-def test_the_listing_of_deleted_instances_proves_an_address_when_all_of_ours_are_deleted(nova: FakeNova) -> None:
-    nova.servers = bind_instances(3)
-    nova.delete(*nova.servers)
+def test_S1_a_listing_that_names_our_instances_does_not_prove_an_address_whose_look_ups_show_none(
+    nova: FakeNova,
+) -> None:
+    """A service user who may list all projects, but is no administrator, gets running instances in the listing, because
+    Nova ignores `deleted`, and 404 for each instance of another project."""
+    instances = bind_instances(3)
+    nova.servers = [*instances]
+    nova.delete(*instances)
+    run_job_until_quiet()
+    assert instances_with_requests() == set(instances)
+    assert backlog.read_backlog().unknown_to_nova == 3
+    endpoints.confirm_endpoint(NovaEndpoint.objects.get().uuid, "olga", "they are deleted")
     run_job_until_quiet()
     assert instances_with_requests() == set()
 
@@ -305,6 +314,19 @@ def test_a_failed_listing_frees_no_request(nova: FakeNova, trouble: int) -> None
     assert not Vanished.objects.exists()
 
 
+def test_an_address_whose_listing_fails_is_proven_by_the_look_ups_which_free_nothing(
+    nova: FakeNova, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The service user may not list the instances of all projects."""
+    nova.servers = bind_instances(5)
+    instances, nova.servers = set(nova.servers), nova.servers[:1]
+    nova.listing_status = 403
+    run_job_until_quiet()
+    assert NovaEndpoint.objects.get().proven_at
+    assert instances_with_requests() == instances
+    assert "could not be compared with Nova: GET /servers: 403" in caplog.text
+
+
 def test_an_answer_that_is_no_listing_frees_no_request_and_warns(
     nova: FakeNova, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -397,14 +419,76 @@ def test_an_address_that_is_not_used_any_more_is_no_alert(nova: FakeNova, settin
 
 
 def test_all_instances_that_are_deleted_at_once_are_freed_at_an_address_that_has_shown_one(nova: FakeNova) -> None:
-    nova.servers = bind_instances(4)
+    nova.servers = bind_instances(5)
     run_job_after_a_minute()
     assert NovaEndpoint.objects.get().proven_at
-    nova.servers = []
+    nova.delete(*nova.servers)
+    run_job_until_quiet()
+    assert instances_with_requests() == set()
+
+
+def test_up_to_three_instances_that_nova_has_purged_are_freed_although_it_shows_no_other_one(nova: FakeNova) -> None:
+    nova.servers = bind_instances(5)
     run_job_after_a_minute()
-    Vanished.objects.update(since=LONG_AGO)
+    nova.delete(*nova.servers)
+    for one in [*nova.deleted][:3]:
+        del nova.deleted[one]
+    run_job_until_quiet()
+    assert instances_with_requests() == set()
+
+
+def test_S1_a_proven_nova_that_suddenly_knows_none_of_our_instances_frees_nothing_until_it_is_confirmed(
+    nova: FakeNova,
+) -> None:
+    """Behind the same address is another Nova, or the database of Nova was emptied, while the guests run."""
+    nova.servers = instances = bind_instances(4)
+    run_job_after_a_minute()
+    nova.servers = []
+    run_job_until_quiet()
+    assert instances_with_requests() == set(instances)
+    assert backlog.read_backlog().unknown_to_nova == 4
+    assert Event.objects.get(action="nova.distrusted").changes["endpoint"] == [nova.url, None]
+    endpoints.confirm_endpoint(NovaEndpoint.objects.get().uuid, "olga", "the cloud was installed anew")
     run_job_after_a_minute()
     assert instances_with_requests() == set()
+    assert backlog.read_backlog().unknown_to_nova == 0
+
+
+def test_S1_instances_that_become_unknown_one_after_the_other_are_counted_together(
+    nova: FakeNova, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each run gets two answers only."""
+    monkeypatch.setattr(deleted_instances, "MAX_LOOKUPS", 2)
+    nova.servers = instances = bind_instances(6)
+    run_job_after_a_minute()
+    nova.servers = []
+    for _ in range(4):
+        run_job_after_a_minute()
+    Vanished.objects.update(since=LONG_AGO)
+    run_job_until_quiet()
+    assert instances_with_requests() == set(instances)
+
+
+def test_S1_a_confirmation_from_before_the_first_404_does_not_count(nova: FakeNova) -> None:
+    instances = bind_instances(4)
+    NovaEndpoint.objects.create(url=nova.url, confirmed_at=LONG_AGO)
+    for _ in range(3):
+        run_job_after_a_minute()
+        Vanished.objects.update(since="2020-01-02T00:00:00Z")
+    assert instances_with_requests() == set(instances)
+    assert not NovaEndpoint.objects.get().is_trusted
+
+
+def test_an_address_that_is_distrusted_is_trusted_again_when_it_shows_one_of_our_instances(nova: FakeNova) -> None:
+    nova.servers = [_, *alive] = bind_instances(4)
+    run_job_after_a_minute()
+    nova.servers = []
+    run_job_until_quiet()
+    assert not NovaEndpoint.objects.get().is_trusted
+    nova.servers = alive
+    run_job_until_quiet()
+    assert instances_with_requests() == set(alive)
+    assert backlog.read_backlog().unknown_to_nova == 0
 
 
 def test_S1_another_address_of_nova_has_to_prove_itself_again(nova: FakeNova, settings: Any) -> None:

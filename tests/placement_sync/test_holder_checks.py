@@ -13,6 +13,7 @@ from typing import Any
 
 import keystoneauth1.session
 import pytest
+from django.test import TestCase
 from keystoneauth1.token_endpoint import Token
 
 from accelerators import conductor, safety
@@ -210,6 +211,31 @@ def test_S1_retiring_is_refused_while_nova_answers_404_at_an_address_that_has_sh
     nova.shown.clear()
     NovaEndpoint.objects.update(confirmed_at=EARLIER)
     assert try_to_retire(device) is None, "it is asked again at once"
+
+
+def test_an_instance_that_the_holder_check_is_shown_proves_the_address(device: Device, nova: FakeNova) -> None:
+    """The job `instances` may never have asked, because no instance holds a request now."""
+    NovaEndpoint.objects.all().delete()
+    make_former_instance(device)
+    nova.shown[make_former_instance(device)] = ("ACTIVE", "cmp2")
+    assert holder_checks.check_nova(device) == holder_checks.NO_HOLDERS
+    with TestCase.captureOnCommitCallbacks(execute=True):
+        holder_checks.check_nova(device)
+    assert NovaEndpoint.objects.get().proven_at
+
+
+def test_S1_what_an_address_did_not_know_before_it_was_distrusted_is_asked_for_again(
+    device: Device, nova: FakeNova
+) -> None:
+    """Another Nova stood behind the address for a minute."""
+    nova.shown[make_former_instance(device)] = ("ACTIVE", "cmp1")
+    shown, nova.shown = nova.shown, {}
+    assert holder_checks.check_nova(device) == holder_checks.NO_HOLDERS
+    NovaEndpoint.objects.update(proven_at=None)
+    assert holder_checks.check_nova(device).unknown
+    nova.shown = shown
+    NovaEndpoint.objects.update(proven_at="2026-01-02T00:00:00Z")
+    assert holder_checks.check_nova(device).holders
 
 
 def test_S1_what_one_address_of_nova_does_not_know_another_is_asked_for(

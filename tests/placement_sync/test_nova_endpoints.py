@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 import time
 import uuid
 
@@ -69,6 +71,19 @@ def test_a_keystone_that_does_not_answer_ends_the_question_for_the_address_at_it
     with pytest.raises(NovaUnavailableError, match="did not answer in time"):
         endpoints.resolve_url(CatalogueSession("http://nova", slow_s=3.0), "", deadline_s=0.2)
     assert time.monotonic() - started < 2.5
+
+
+def test_a_login_that_hangs_does_not_delay_the_end_of_the_process() -> None:
+    code = """
+import time
+from placement_sync.nova import client
+try:
+    client.call_with_deadline(lambda: time.sleep(600), 0.1)
+except client.NovaUnavailableError as error:
+    print(error)
+"""
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30, check=True)
+    assert ended.stdout == "Nova did not answer in time\n"
 
 
 def test_a_confirmed_address_is_trusted_and_its_event_names_who_and_why(endpoint: NovaEndpoint) -> None:

@@ -19,17 +19,18 @@ class FakeNova:
     """Contents and switches of the fake Nova.
 
     `known` maps an instance to the code of its event entries (200 or 422); an instance not in it gets 404. If `status`
-    is set, every call is answered with it. With `rubbish` the answers do not have the documented form. `servers` are
-    the ids listed, in pages of `page`. `shown` maps an id to its (status, hypervisor); a listed server that is not in
-    it is ACTIVE and has no hypervisor. A server in `broken` is answered with 500. `deleted` maps an id to the time
-    (UNIX) of its deletion; removing it there purges it, so that the listing of deleted servers lacks it. Every GET is
-    answered after `read_slow_s` seconds. All servers belong to `project`. `tasks` maps an id to its task_state. `asked`
-    records the ids of single servers that were read, `listings` the queries of listings, `calls` the bodies of event
-    calls, `versions` their microversions.
+    is set, every call is answered with it; `listing_status` is only for listings. With `rubbish` the answers do not
+    have the documented form. `servers` are the ids listed, in pages of `page`. `shown` maps an id to its (status,
+    hypervisor); a listed server that is not in it is ACTIVE and has no hypervisor. A server in `broken` is answered
+    with 500. `deleted` maps an id to the time (UNIX) of its deletion; removing it there purges it, so that the listing
+    of deleted servers lacks it. Every GET is answered after `read_slow_s` seconds. All servers belong to `project`.
+    `tasks` maps an id to its task_state. `asked` records the ids of single servers that were read, `listings` the
+    queries of listings, `calls` the bodies of event calls, `versions` their microversions.
     """
 
     known: dict[str, int] = field(default_factory=dict)
     status: int = 0
+    listing_status: int = 0
     rubbish: bool = False
     slow_s: float = 0.0
     servers: list[str] = field(default_factory=list)
@@ -61,6 +62,8 @@ class FakeNova:
             return self.status, {}
         if url.path != "/servers":
             return self._one(url.path.rpartition("/")[2])
+        if self.listing_status:
+            return self.listing_status, {}
         if self.rubbish:
             return 200, {"what": "?"}
         query = {name: values[0] for name, values in parse_qs(url.query).items()}
