@@ -32,7 +32,7 @@ def start_in_thread(work: Callable[[], T]) -> concurrent.futures.Future[T]:
         """Do the work, and set its result or exception."""
         try:
             result = work()
-        except Exception as error:  # noqa: BLE001 - raised again where the result is awaited
+        except BaseException as error:  # noqa: BLE001 - raised again where the result is awaited
             future.set_exception(error)
         else:
             future.set_result(result)
