@@ -122,7 +122,7 @@ class EnrolledAgent:
 def highest_allowed_epoch(known: int) -> int:
     """Return the highest epoch to accept from an agent whose highest known epoch is `known`.
 
-    It is the greater one of `known` and the current Unix time in seconds, plus MAX_EPOCH_LEAP.
+    The limit is MAX_EPOCH_LEAP above `known`, or above the current Unix time in seconds if that is greater.
     """
     return max(known, int(time.time())) + MAX_EPOCH_LEAP
 
@@ -217,31 +217,31 @@ def identify_or_enrol(credential: credentials.Credential, identity: EnrolledAgen
     node belongs to another host, or if a bar forbids the enrolment. Its `proven_host` is the host of the key, else that
     of the token.
     """
-    try:
-        return _identify_or_enrol(credential, identity)
-    except ConnectionRejectedError as refused:
-        if identity is not None:
-            refused.proven_host = identity.host
-        raise
-
-
-def _identify_or_enrol(credential: credentials.Credential, identity: EnrolledAgent | None) -> EnrolledAgent:
-    """Do the work of `identify_or_enrol`; of a refusal, only the host of a token is noted as proven."""
-    if identity is not None and identity.host == credential.host and not identity.barred:
-        if identity.node != credential.node:
-            _ensure_host(credential, credential.host)
-            return replace(identity, node=credential.node, applied_hash="")
-        return identity
-    if not credential.token:
-        if identity is not None and identity.barred:
+    with naming_proven_host(identity.host if identity else ""):
+        if identity is not None and identity.host == credential.host and not identity.barred:
+            if identity.node != credential.node:
+                _ensure_host(credential, credential.host)
+                return replace(identity, node=credential.node, applied_hash="")
+            return identity
+        if not credential.token:
+            if identity is not None and identity.barred:
+                reason = key_revocation.explain_bar(identity.barred, identity.barred_reason, identity.host)
+                raise ConnectionRejectedError(403, identity.barred, reason)
+            reason = f"this key belongs to host {identity.host!r}" if identity else "this key is not enrolled"
             raise ConnectionRejectedError(
-                403, identity.barred, key_revocation.explain_bar(identity.barred, identity.barred_reason, identity.host)
+                403, "not-enrolled", f"{reason}: make a token with `manage.py join_token {credential.host}`"
             )
-        reason = f"this key belongs to host {identity.host!r}" if identity else "this key is not enrolled"
-        raise ConnectionRejectedError(
-            403, "not-enrolled", f"{reason}: make a token with `manage.py join_token {credential.host}`"
-        )
-    return _enrol_with_token(credential)
+        return _enrol_with_token(credential)
+
+
+@contextmanager
+def naming_proven_host(host: str) -> Iterator[None]:
+    """Store `host`, unless it is '', as the `proven_host` of a ConnectionRejectedError raised in the `with` block."""
+    try:
+        yield
+    except ConnectionRejectedError as refused:
+        refused.proven_host = host or refused.proven_host
+        raise
 
 
 def _ensure_host(credential: credentials.Credential, actor: str) -> Host:
@@ -268,7 +268,7 @@ def _enrol_with_token(credential: credentials.Credential) -> EnrolledAgent:
             raise ConnectionRejectedError(
                 403, "token-unknown", f"the join token is not known here: {_explain_new_token(credential)}"
             )
-        with _naming_host_of(token), conductor.writing():
+        with naming_proven_host(token.host_name), conductor.writing():
             _check_token(token, credential)
             host = _ensure_host(credential, token.created_by or "join token")
             agent = Agent.objects.select_for_update().filter(host=host).first()
@@ -298,16 +298,6 @@ def _check_bar(agent: Agent | None, token: JoinToken, credential: credentials.Cr
     if Agent.objects.filter(public_key=credential.public_key).exclude(barred="").exists():
         sentence = "the token is valid, but this key is barred: move identity.key away and join with a new key"
         raise ConnectionRejectedError(403, wire.CODE_KEY_BARRED, sentence)
-
-
-@contextmanager
-def _naming_host_of(token: JoinToken) -> Iterator[None]:
-    """Note the host of a known token as proven in a ConnectionRejectedError that is raised inside the `with` block."""
-    try:
-        yield
-    except ConnectionRejectedError as refused:
-        refused.proven_host = token.host_name
-        raise
 
 
 def _explain_new_token(credential: credentials.Credential) -> str:

@@ -126,9 +126,9 @@ class Driver:
     def uninstall(self, machine: Machine, settings: Settings, ask: Ask) -> Plan:
         """Plan how to restore the state that the device had before the agent first changed it (`ask.first`).
 
-        It is called again as `install` is. It is also complete if it raises Gone after the steps of a plan, or if its
-        plan has the same steps as the one before and everything in their `seen` is true. Raises Unsupported unless the
-        driver overrides it.
+        The agent calls it again after each plan, as it calls `install`, until the plan is empty. The act is also
+        complete if this method raises Gone after the steps of a plan, or if its plan has the same steps as the one
+        before and everything in their `seen` is true. Raises Unsupported unless the driver overrides it.
         """
         raise self._unsupported_error("uninstall")
 

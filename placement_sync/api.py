@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from uuid import UUID
+
 import django_filters as filters
 from django.http import Http404
 from rest_framework import serializers
@@ -105,17 +108,19 @@ class NovaEndpointView(CollectionView):
 
         Requests of instances that it does not know are then deleted, and their devices are given to others.
         """
-        reason = self.validate_body().get("reason", "")
-        endpoints.confirm_endpoint(self.get_object().uuid, self.caller.name, reason, EventSource.API)
-        return Response(self.get_serializer(self.get_object()).data)
+        return self._decide(endpoints.confirm_endpoint)
 
     def withdraw(self, request: Request, **kwargs: str) -> Response:
         """Withdraw the confirmation of an address, so that its answer 404 for an instance is not believed any more.
 
         Requests that were deleted meanwhile stay deleted. An address that is proven stays trusted.
         """
+        return self._decide(endpoints.withdraw_confirmation)
+
+    def _decide(self, decide: Callable[[UUID, str, str, EventSource], bool]) -> Response:
+        """Call `decide` for the address, with the caller and the reason in the body; answer with the address."""
         reason = self.validate_body().get("reason", "")
-        endpoints.withdraw_confirmation(self.get_object().uuid, self.caller.name, reason, EventSource.API)
+        decide(self.get_object().uuid, self.caller.name, reason, EventSource.API)
         return Response(self.get_serializer(self.get_object()).data)
 
     def get_object(self) -> NovaEndpoint:

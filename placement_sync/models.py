@@ -94,10 +94,10 @@ class Look(models.Model):
 class NovaEndpoint(fields.Row):
     """An address at which Nova was asked about instances that hold requests, and whether its answer 404 is believed.
 
-    It is believed once the address has shown an instance that held a request here (`proven_at`), or an administrator
-    has confirmed it (`confirmed_at`): a Nova of another region or cloud answers 404 for every instance. Another address
-    is another row, and has to prove itself again. So has an address that suddenly knows none of the instances: it loses
-    both.
+    The answer is believed once the address has shown an instance that held a request here (`proven_at`), or an
+    administrator has confirmed the address (`confirmed_at`): a Nova of another region or cloud answers 404 for every
+    instance. Each address has a row of its own, which is not trusted at first. An address that suddenly knows none of
+    the instances loses both.
     """
 
     url = models.CharField(

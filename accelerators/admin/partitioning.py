@@ -74,7 +74,7 @@ def handle_units_page(admin: Any, request: HttpRequest) -> HttpResponse:
     `cyborg:accelerator:create` to add units, `cyborg:accelerator:delete` to remove some or all, one of them to see the
     page.
     """
-    rule = {"more": permissions.ADD_UNITS}.get(request.POST.get("change", ""), permissions.REMOVE_UNITS)
+    rule = permissions.ADD_UNITS if request.POST.get("change") == "more" else permissions.REMOVE_UNITS
     if request.method == "POST" or not may_change_units(request):
         permissions.require_permission(request, rule)
     devices = _load_chosen_devices(request)

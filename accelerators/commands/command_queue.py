@@ -190,8 +190,8 @@ def order_device_command(
 
     Raise RefusedError: NOT_FOUND if there is no such device; INVALID for wrong arguments; CONFLICT if the device has
     another generation, or its state, its driver, another command or its agent does not allow the command. Destructive
-    commands also raise IN_USE, with the holders, or UNAVAILABLE if a holder check cannot answer or
-    the time for them is over.
+    commands also raise IN_USE, with the holders, or UNAVAILABLE if a holder check cannot answer or the time for the
+    checks is over.
     """
     arguments = _check_arguments(op, layout, image)
     reason = check_reason(reason)

@@ -48,7 +48,7 @@ REPORTED_DEVICE_FIELDS = (
 RESTORED_BOOT = "restored"
 """The boot id that is stored for a host after a restore of the database. No kernel has this boot id.
 
-It is unknown then what was programmed since the backup, also into flash memory."""
+What was programmed after the backup, also into flash memory, is not in the restored database."""
 FOUND_EVENT_FIELDS = ("key", "driver", "type", "vendor", "model", "address", "status")
 """The columns that the event `device.found` contains. The other columns are in events only when they change later."""
 _get_reported_values = attrgetter(*REPORTED_DEVICE_FIELDS[1:])

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 SERIAL_PREFIX = "serial:"
 HOLDER = "a request or a released unit"
-"""Who may hold a device, in every such reason: the reports do not tell which of the two it is."""
+"""The subject of every reason that says that a device is held. A report does not tell which of the two holds it."""
 REMEDY = "look at the hardware and at the servers that use it, then release the device"
 """The end of every reason for not offering a device: what the operator has to do."""
 SILENT_OWNER = ", which does not answer; when that driver answers again, this is decided anew"

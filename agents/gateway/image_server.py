@@ -136,32 +136,29 @@ def _open_image_for_agent(credential: credentials.Credential, image_id: str) -> 
     of the host names the image; 404 if the id is not a uuid or the file is gone. Its `proven_host` is the host of the
     key. Raise database errors. For a thread: it closes the thread's database connection.
     """
-    host = ""
     try:
         identity = authentication.find_enrolled([credential.public_key]).get(credential.public_key)
-        host = identity.host if identity else ""
-        if identity is None or host != credential.host:
-            raise ConnectionRejectedError(403, "not-enrolled", f"this key does not belong to host {credential.host!r}")
-        if identity.barred:
-            raise ConnectionRejectedError(
-                403, identity.barred, key_revocation.explain_bar(identity.barred, identity.barred_reason, host)
-            )
-        if not IMAGE_ID.fullmatch(image_id):
-            raise ConnectionRejectedError(404, "no-image", "the path must end in the uuid of an image")
-        unanswered_commands = Command.objects.filter(COMMAND_IS_OPEN, host=identity.host_id, answered_at=None)
-        if not unanswered_commands.filter(arguments__image__id=image_id).exists():
-            raise ConnectionRejectedError(
-                403, "not-ordered", f"no open command of host {host!r} names image {image_id}"
-            )
-        try:
-            path = store.get_image_path(image_id)
-            return path.open("rb"), path.stat().st_size
-        except OSError:
-            raise ConnectionRejectedError(
-                404, "no-image", f"image {image_id} is no longer stored: order the command again"
-            ) from None
-    except ConnectionRejectedError as refused:
-        refused.proven_host = host
-        raise
+        with authentication.naming_proven_host(identity.host if identity else ""):
+            if identity is None or identity.host != credential.host:
+                raise ConnectionRejectedError(
+                    403, "not-enrolled", f"this key does not belong to host {credential.host!r}"
+                )
+            if identity.barred:
+                reason = key_revocation.explain_bar(identity.barred, identity.barred_reason, identity.host)
+                raise ConnectionRejectedError(403, identity.barred, reason)
+            if not IMAGE_ID.fullmatch(image_id):
+                raise ConnectionRejectedError(404, "no-image", "the path must end in the uuid of an image")
+            unanswered_commands = Command.objects.filter(COMMAND_IS_OPEN, host=identity.host_id, answered_at=None)
+            if not unanswered_commands.filter(arguments__image__id=image_id).exists():
+                raise ConnectionRejectedError(
+                    403, "not-ordered", f"no open command of host {identity.host!r} names image {image_id}"
+                )
+            try:
+                path = store.get_image_path(image_id)
+                return path.open("rb"), path.stat().st_size
+            except OSError:
+                raise ConnectionRejectedError(
+                    404, "no-image", f"image {image_id} is no longer stored: order the command again"
+                ) from None
     finally:
         connection.close()

@@ -134,9 +134,9 @@ def update_user(person: keystone.AuthenticatedPerson) -> Any:
     """Create or update the person's user, set the group that their roles give now, and return the user.
 
     Returns None if the roles give no group: a known user then loses all groups and staff rights, and an unknown one is
-    not created. The user may be inactive. The user is found by Keystone's id, because a name can
-    be given to another person later, or exist in another domain. Locks on that id and on the name serialize logins of
-    one person, and of persons with one name.
+    not created. The user may be inactive. The user is found by Keystone's id, because a name can be given to another
+    person later, or exist in another domain. Locks on that id and on the name serialize logins of one person, and of
+    persons with one name.
     """
     caller, console_roles = person.caller, (get_keys().console_viewer_roles, get_keys().console_tenant_roles)
     group = roles.choose_group(caller.roles, caller.project_id, *console_roles)

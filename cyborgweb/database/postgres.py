@@ -31,7 +31,7 @@ START_S = 15.0
 UNPRIVILEGED_ACCOUNTS = ("postgres", "nobody")
 MOVE_STATE = "stop the product, move its state directory to a shorter path, and set CYBORG_STATE_DIR to that"
 REMEDY = f"remove it as root; or {MOVE_STATE}"
-"""What to do about a folder of the socket that is not safe to use."""
+"""Advice for a folder of the socket that is not safe to use."""
 SERVER_SETTINGS = (
     "listen_addresses=",
     "unix_socket_permissions=0700",  # no password is asked, so only the server's own user may connect
@@ -51,7 +51,7 @@ class PostgresError(CyborgwebError):
 
 
 class FolderRemedies(NamedTuple):
-    """What to do about a folder that is a link or a file, belongs to another user, or in which others may write."""
+    """Advice for a folder that is a link or a file, belongs to another user, or in which others may write."""
 
     not_a_folder: str = REMEDY
     foreign: str = REMEDY
@@ -64,7 +64,7 @@ HOME_REMEDIES = FolderRemedies(
     foreign="it may hold the database: start this as that user, or set CYBORG_STATE_DIR to another folder",
     writable="it may hold the database: look for files that others may have put there, then run chmod go-w on it",
 )
-"""What to do about the folder of the data directory: nobody is told to delete a database."""
+"""Advice for an unsafe folder of the data directory. It never says that the folder may be deleted."""
 
 
 @dataclass(frozen=True)
@@ -429,9 +429,9 @@ def _make_account_prefix(home: Path, folders: list[int]) -> list[str]:
     """Return the command prefix for an account of UNPRIVILEGED_ACCOUNTS, and give it `home` with all that it contains,
     and the folders of the descriptors `folders`. Raises PostgresError if there is no such account.
 
-    It is the account that `home` belongs to, else the first one that exists. The content is given away only while
-    `home` does not belong to it yet: afterwards the account could put other names there. The folders themselves are
-    given away last.
+    The account that `home` belongs to is used, otherwise the first one that exists. The content of `home` is given away
+    only if `home` does not belong to the account yet: an account that owns `home` could put other files there. The
+    folders themselves are given away last.
     """
     if not (accounts := _find_accounts()):
         raise PostgresError(

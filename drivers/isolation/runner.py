@@ -245,16 +245,17 @@ class DriverProcess:
             return await wait_for_result(self._open_nodes, SCAN_S)
         except OSError as error:
             return OpenNodes(unseen=f"the processes of the host cannot be looked at: {error.strerror or error}")
-        except (Timeout, Failed) as error:
-            late = (
+        except Timeout:
+            reason = (
                 f"looking at the processes of the host takes more than {SCAN_S:g} s, so it is not known what its"
                 " programs use: look for processes that hang (ps shows the state D) or have very many open files, end"
                 " them, and restart the host if one hangs for ever; the agent tries again by itself"
             )
-            reason = late if isinstance(error, Timeout) else f"the processes of the host cannot be looked at: {error}"
-            if call == "discover":
-                raise self._make_error(Failed, reason) from None
-            return OpenNodes(unseen=reason)
+        except Failed as error:
+            reason = f"the processes of the host cannot be looked at: {error}"
+        if call == "discover":
+            raise self._make_error(Failed, reason)
+        return OpenNodes(unseen=reason)
 
     async def _send_request(self, call: CallName, deadline_s: float, **fields: object) -> DriverAnswer:
         """Send one request to the process, started if needed, and return its answer, which may report an error.

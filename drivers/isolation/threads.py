@@ -1,4 +1,4 @@
-"""Run blocking work in a daemon thread, beside an event loop.
+"""Run blocking work in a daemon thread, and wait for its result for a limited time.
 
 The work may hang in the kernel, for example while it reads a file of broken hardware. A daemon thread is never joined,
 so it delays neither its caller nor the end of the process.

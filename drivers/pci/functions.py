@@ -607,10 +607,10 @@ def _make_device_key(machine: Machine, function: PciFunction) -> str:
 def _read_serial_number(machine: Machine, path: str) -> str:
     """Return the Device Serial Number (capability of PCIe 7.9.3) in hex, '' if there is none or it cannot be read.
 
-    Only root can read more than the first 64 bytes of `config`, so other users always get ''; so does a read that does
-    not return in time. While the function is
-    powered off (D3cold), the result is the last one of this process, because reading would power the function on. Only
-    the first read does: without the serial number, a device would get another identity once a guest uses it.
+    Only root can read more than the first 64 bytes of `config`, so other users always get ''. The result is also '' if
+    the read does not return in time. While the function is powered off (D3cold), the result is the last one of this
+    process, because reading would power the function on. Only the first read does: without the serial number, a device
+    would get another identity once a guest uses it.
     """
     place = machine.resolve(path)
     try:

@@ -45,13 +45,13 @@ HWMON_METRICS = (
 def read_status(machine: Machine, address: str) -> tuple[Health, str]:
     """Return the health of a function and its reason ('' for ok).
 
-    It is `failed` if the function does not answer on the bus, if the kernel cannot set its power state, if its link
-    is down, or if reading its configuration space waits for longer than any reset takes (`config_space`). It is
-    `degraded` if its PCIe link is narrower than it could be, or if the kernel has counted fatal errors of the
-    function or of the port above it. It is `unknown` if its configuration space cannot be read, and while it is
-    powered off to save energy: then it is not read, because that would power it on. The link speed is ignored,
-    because an idle link slows down but keeps its width. Raises Gone if the function is absent, and another
-    DriverError if its power state cannot be read.
+    A function is `failed` if it does not answer on the bus, if the kernel cannot set its power state, if its link is
+    down, or if reading its configuration space waits for longer than any reset takes (`config_space`). A function is
+    `degraded` if its PCIe link is narrower than it could be, or if the kernel has counted fatal errors of the function
+    or of the port above it. A function is `unknown` if its configuration space cannot be read, and while it is powered
+    off to save energy: then it is not read, because that would power it on. The link speed is ignored, because an idle
+    link slows down but keeps its width. Raises Gone if the function is absent, and another DriverError if its power
+    state cannot be read.
     """
     path = _find_answering_path(machine, address)
     if is_powered_off(machine, path):

@@ -33,8 +33,9 @@ class UntrustedEndpointError(NovaUnavailableError):
 def resolve_url(session: Any, endpoint: str, deadline_s: float = DEADLINE_S) -> str:
     """Return the address of Nova that requests through the session go to, without a slash at its end.
 
-    It is `endpoint` if that is not empty, otherwise that of Keystone's catalogue, for which the session may have to log
-    in first; this takes at most `deadline_s`. Raises NovaUnavailableError if there is none.
+    The address is `endpoint` if that is not empty, otherwise the one in Keystone's catalogue. To read the catalogue,
+    the session may have to log in first; this takes at most `deadline_s`. Raises NovaUnavailableError if there is no
+    address.
     """
     from keystoneauth1.exceptions import ClientException
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import msgspec
 import pytest
@@ -132,11 +134,9 @@ def test_the_scope_determines_how_affected_addresses_begin(scope: str, address: 
     assert get_affected_prefix(scope, address) == prefix
 
 
-def test_S1_a_reset_is_refused_in_time_if_the_holder_checks_of_what_it_affects_are_slow(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """The rows of all affected devices and of their host are locked while Placement and Nova are asked."""
-    device = report_cards({"reset": "host"})
+@contextmanager
+def slow_holder_checks(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str | None]]:
+    """Let one answer of Placement take longer than all holder checks may; yield the addresses that are asked about."""
     monkeypatch.setattr(safety, "HOLDER_CHECKS_TIMEOUT_S", 0.1)
     asked: list[str | None] = []
 
@@ -145,8 +145,17 @@ def test_S1_a_reset_is_refused_in_time_if_the_holder_checks_of_what_it_affects_a
         time.sleep(0.11)
         return safety.HolderCheckResult()
 
+    with safety.HOLDER_CHECKS.replaced("placement", check):
+        yield asked
+
+
+def test_S1_a_reset_is_refused_in_time_if_the_holder_checks_of_what_it_affects_are_slow(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The rows of all affected devices and of their host are locked while Placement and Nova are asked."""
+    device = report_cards({"reset": "host"})
     with (
-        safety.HOLDER_CHECKS.replaced("placement", check),
+        slow_holder_checks(monkeypatch) as asked,
         pytest.raises(RefusedError, match="took too long: try again") as refused,
     ):
         command_queue.order_device_command("reset", device.uuid, OLGA)
@@ -156,16 +165,8 @@ def test_S1_a_reset_is_refused_in_time_if_the_holder_checks_of_what_it_affects_a
 
 def test_S1_the_resets_of_a_bulk_action_share_one_time_for_the_holder_checks(monkeypatch: pytest.MonkeyPatch) -> None:
     device = report_cards({"reset": "host"})
-    monkeypatch.setattr(safety, "HOLDER_CHECKS_TIMEOUT_S", 0.1)
-    asked: list[str | None] = []
-
-    def check(one: Device) -> safety.HolderCheckResult:
-        asked.append(one.address)
-        time.sleep(0.11)
-        return safety.HolderCheckResult()
-
     chosen = {one.uuid: one.lifecycle_text for one in Device.objects.filter(address__in=[FIRST, SAME_CARD])}
-    with safety.HOLDER_CHECKS.replaced("placement", check):
+    with slow_holder_checks(monkeypatch) as asked:
         results = bulk_commands.place_command_for_each("reset", chosen, OLGA, "")
     assert device.uuid in chosen and asked == [FIRST]
     assert [(result.outcome, result.reason) for result in results] == [("refused", RefusalReason.UNAVAILABLE)] * 2

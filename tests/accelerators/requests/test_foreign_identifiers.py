@@ -19,9 +19,7 @@ from accelerators.models import (
     AcceleratorRequest,
     AttachHandle,
     Command,
-    Deployable,
     Device,
-    DeviceProfile,
     Event,
     Intent,
     ReleasedHandle,
@@ -32,6 +30,7 @@ from accelerators.workflows import command_endings
 from cyborgweb.auth import roles
 from cyborgweb.models import ApiToken
 from tests.support.reports import apply_report, get_or_create_host, make_card, make_driver_report
+from tests.support.requests import create_profiles, offer_devices
 
 pytestmark = pytest.mark.django_db
 THEIRS = Caller("nova", "n", frozenset({"member"}), "p2", service=True)
@@ -41,11 +40,8 @@ PROVIDER, INSTANCE, FOREIGN_INSTANCE, IMAGE = (str(uuid4()) for _ in range(4))
 @pytest.fixture(autouse=True)
 def _ready_card() -> None:
     apply_report(get_or_create_host(), make_driver_report(make_card(1, handles=3)))
-    with conductor.writing():
-        Device.objects.update(state="ready")
-        Deployable.objects.update(rp_uuid=PROVIDER)
-        DeviceProfile.objects.create(name="plain", groups=[{"resources:FPGA": "1"}])
-        DeviceProfile.objects.create(name="bits", groups=[{"resources:FPGA": "1", "accel:bitstream_id": IMAGE}])
+    offer_devices(PROVIDER)
+    create_profiles(plain={}, bits={"accel:bitstream_id": IMAGE})
 
 
 class Tenant:
