@@ -67,6 +67,7 @@ class AgentSerializer(RowSerializer):
             "key_since",
             "barred_reason",
             "address",
+            "announcement",
             "connected_at",
             "enrolled_at",
         )

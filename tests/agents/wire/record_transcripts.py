@@ -30,7 +30,9 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
+from agents import certificates, credentials
 from tests.support.environment import without_settings
 
 TRANSCRIPTS = Path(__file__).parent / "transcripts"
@@ -147,6 +149,10 @@ class Recorder:
 def record_story(directory: Path, story: Callable[[Recorder], None]) -> list[Line]:
     """Run a story between the gateway and an agent that joins it; return the frames."""
     os.environ |= {"CYBORG_STATE_DIR": str(directory), "CYBORG_LEASE_FLUSH_S": "0.1", "CYBORG_BEAT_S": "0.2"}
+    announcement_key = Ed25519PrivateKey.from_private_bytes(bytes(32))
+    os.environ["CYBORG_AGENT_ANNOUNCEMENT_KEY"] = credentials.encode_public_key(announcement_key.public_key())
+    announcement = certificates.sign_announcement(announcement_key, 1, "7" * 64, "8" * 64, 1_895_260_445)
+    (directory / "agent-announcements").write_text(certificates.encode_announcement(announcement))
     os.environ.setdefault("DJANGO_SETTINGS_MODULE", "cyborgweb.settings.base")
     from cyborgweb.database.postgres import Postgres
 
