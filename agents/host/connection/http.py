@@ -267,9 +267,8 @@ async def _open_request(
         request_line = f"GET {parts.path.rstrip('/')}{path} HTTP/{http_version}"
         writer.write(f"{request_line}\r\nHost: {parts.netloc}\r\n{headers}\r\n".encode())
         server = replace(gateway, ip_address=str(writer.get_extra_info("peername")[0]))
-        if gateway.fingerprint:
-            actual = read_peer_fingerprint(writer.get_extra_info("ssl_object"))
-            server = replace(server, fingerprint=actual, announcements=())
+        if gateway.fingerprint and (connection := writer.get_extra_info("ssl_object")):
+            server = replace(server, fingerprint=read_peer_fingerprint(connection), announcements=())
         yield reader, server
     finally:
         writer.transport.abort()

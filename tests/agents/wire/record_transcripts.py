@@ -146,13 +146,18 @@ class Recorder:
         until(lambda: sum(line["message"]["type"] == kind for line in self.lines) >= count)
 
 
+def write_announcement(file: Path) -> str:
+    """Write a file with one announcement of a certificate, always the same; return the announcement key."""
+    key = Ed25519PrivateKey.from_private_bytes(bytes(32))
+    announcement = certificates.sign_announcement(key, 1, "7" * 64, "8" * 64, 1_895_260_445)
+    file.write_text(certificates.encode_announcement(announcement))
+    return credentials.encode_public_key(key.public_key())
+
+
 def record_story(directory: Path, story: Callable[[Recorder], None]) -> list[Line]:
     """Run a story between the gateway and an agent that joins it; return the frames."""
     os.environ |= {"CYBORG_STATE_DIR": str(directory), "CYBORG_LEASE_FLUSH_S": "0.1", "CYBORG_BEAT_S": "0.2"}
-    announcement_key = Ed25519PrivateKey.from_private_bytes(bytes(32))
-    os.environ["CYBORG_AGENT_ANNOUNCEMENT_KEY"] = credentials.encode_public_key(announcement_key.public_key())
-    announcement = certificates.sign_announcement(announcement_key, 1, "7" * 64, "8" * 64, 1_895_260_445)
-    (directory / "agent-announcements").write_text(certificates.encode_announcement(announcement))
+    os.environ["CYBORG_AGENT_ANNOUNCEMENT_KEY"] = write_announcement(directory / "agent-announcements")
     os.environ.setdefault("DJANGO_SETTINGS_MODULE", "cyborgweb.settings.base")
     from cyborgweb.database.postgres import Postgres
 
