@@ -98,6 +98,7 @@ class AgentAdmin(ReadOnlyModelAdmin):
         "key_since",
         "rotate_asked_at",
         "shown_writes",
+        "fingerprint",
         "announcement",
         "barred_reason",
     )

@@ -52,6 +52,13 @@ class Agent(models.Model):
         blank=True,
         help_text="Why it cannot write to Placement itself; empty if it can; null if it has never reported this.",
     )
+    fingerprint = models.CharField(
+        max_length=64,
+        db_default="",
+        default="",
+        blank=True,
+        help_text="The pinned certificate of its last connection; empty if it pins none.",
+    )
     announcement = models.BigIntegerField(
         null=True,
         blank=True,

@@ -321,7 +321,7 @@ class CertificateAnnouncement(Struct, frozen=True):
     number: Annotated[int, Meta(ge=1, le=2**31 - 1)]
     replaces: Fingerprint
     fingerprint: Fingerprint
-    both_until: NonNegativeInt
+    both_until: Annotated[int, Meta(ge=0, le=253_402_300_799)]  # the end of the year 9999
     signature: Annotated[str, Meta(max_length=128)]
 
 

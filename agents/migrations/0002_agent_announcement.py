@@ -12,6 +12,17 @@ class Migration(migrations.Migration):
         migrations.RunSQL("SET LOCAL lock_timeout = '3s'", migrations.RunSQL.noop),
         migrations.AddField(
             model_name="agent",
+            name="fingerprint",
+            field=models.CharField(
+                blank=True,
+                db_default="",
+                default="",
+                help_text="The pinned certificate of its last connection; empty if it pins none.",
+                max_length=64,
+            ),
+        ),
+        migrations.AddField(
+            model_name="agent",
             name="announcement",
             field=models.BigIntegerField(
                 blank=True,

@@ -102,6 +102,7 @@ def _describe_agent(agent: Agent) -> dict[str, object]:
         "boot_id": agent.boot_id,
         "epoch": agent.epoch,
         "address": agent.address,
+        "fingerprint": agent.fingerprint,
         "announcement": agent.announcement,
         "public_key": agent.public_key,
         "key_since": _format_time(agent.key_since),

@@ -55,7 +55,8 @@ class Command(BaseCommand):
         except (ConfigurationError, AnnouncementError) as error:
             raise CommandError(str(error)) from None
         newest = announcements[-1].number if announcements else 0
-        lacking = Agent.objects.filter(barred="").exclude(announcement__gte=newest).order_by("host__name")
+        pinning = Agent.objects.filter(barred="").exclude(fingerprint="")
+        lacking = pinning.exclude(announcement__gte=newest).order_by("host__name")
         hosts = list(lacking.values_list("host__name", flat=True))
         if options["json"]:
             document = {
@@ -70,7 +71,7 @@ class Command(BaseCommand):
                     }
                     for one in announcements
                 ],
-                "agents": Agent.objects.filter(barred="").count(),
+                "agents": pinning.count(),
                 "without_newest": hosts,
             }
             self.stdout.write(json.dumps(document, indent=2))
@@ -85,9 +86,9 @@ class Command(BaseCommand):
         ]
         for line in shell.format_table([("number", "replaces", "by", "both until"), *rows]) if rows else ():
             self.stdout.write(line)
-        total = Agent.objects.filter(barred="").count()
+        total = pinning.count()
         known = f"announcement {newest}" if newest else "the announcement key"
-        self.stdout.write(f"{total - len(hosts)} of {total} agents know {known}.")
+        self.stdout.write(f"{total - len(hosts)} of {total} agents that pin a certificate know {known}.")
         for host in hosts[:MAX_HOSTS]:
             self.stdout.write(f"  not {host}")
         if len(hosts) > MAX_HOSTS:

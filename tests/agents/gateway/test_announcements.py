@@ -27,8 +27,8 @@ from tests.support.wireagent import WireAgent, ask
 
 KEY = Ed25519PrivateKey.generate()
 PUBLIC_KEY = credentials.encode_public_key(KEY.public_key())
-FIRST = sign_announcement(KEY, 1, "a" * 64, "b" * 64, 2**40)
-SECOND = sign_announcement(KEY, 2, "b" * 64, "c" * 64, 2**40)
+FIRST = sign_announcement(KEY, 1, "a" * 64, "b" * 64, 2**37)
+SECOND = sign_announcement(KEY, 2, "b" * 64, "c" * 64, 2**37)
 
 
 @pytest.fixture
@@ -116,19 +116,26 @@ def test_the_command_names_the_hosts_that_do_not_know_the_newest_announcement(
 ) -> None:
     keys = Keys(state_dir=str(tmp_path), agent_listen="127.0.0.1:9443", agent_announcement_key=PUBLIC_KEY)
     monkeypatch.setattr(agent_certificate, "get_keys", lambda: keys)
-    for name, announcement, barred in (("a", 1, ""), ("b", 0, ""), ("c", None, ""), ("d", None, "revoked")):
+    rows = [
+        ("a", 1, "", "f"),
+        ("b", 0, "", "f"),
+        ("c", None, "", "f"),
+        ("d", None, "revoked", "f"),
+        ("e", None, "", ""),
+    ]
+    for name, announcement, barred, pin in rows:
         with conductor.writing():
-            host = Host.objects.create(name=name)
-        Agent.objects.create(host=host, public_key=name, announcement=announcement, barred=barred)
+            host = Host.objects.create(name=name, node=name)
+        Agent.objects.create(host=host, public_key=name, announcement=announcement, barred=barred, fingerprint=pin)
 
     def shown(*words: str) -> str:
         out = StringIO()
         call_command("agent_certificate", *words, stdout=out)
         return out.getvalue()
 
-    assert "2 of 3 agents know the announcement key.\n  not c\n" in shown()
+    assert "2 of 3 agents that pin a certificate know the announcement key.\n  not c\n" in shown()
     write(file, FIRST)
-    assert "1 of 3 agents know announcement 1.\n  not b\n  not c\n" in shown()
+    assert "1 of 3 agents that pin a certificate know announcement 1.\n  not b\n  not c\n" in shown()
     document = json.loads(shown("--json"))
     assert (document["agents"], document["without_newest"]) == (3, ["b", "c"])
     made = shown("--new", str(tmp_path / "new.pem"))

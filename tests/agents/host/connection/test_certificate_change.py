@@ -27,7 +27,7 @@ from tests.agents.host.fake_gateway import FakeGateway, wait_until
 
 KEY = Ed25519PrivateKey.generate()
 PUBLIC_KEY = credentials.encode_public_key(KEY.public_key())
-FAR_FUTURE = 2**40
+FAR_FUTURE = 2**37
 Certificate = tuple[ssl.SSLContext, str]
 
 
