@@ -37,7 +37,8 @@ Plain SQL, because it writes two tables in one round trip, and a lease may only 
 """
 UPDATE_AGENTS_FROM_HELLO = """
 UPDATE agents_agent a SET version = x.version, ops = x.ops, writes = x.writes, wire = x.wire, boot_id = x.boot_id,
-  fingerprint = x.fingerprint, announcement = x.announcement, epoch = x.epoch, address = x.address, connection = x.number, changed_at = now(),
+  fingerprint = x.fingerprint, announcement = x.announcement, epoch = x.epoch, address = x.address,
+  connection = x.number, changed_at = now(),
   connected_at = CASE WHEN a.connection = x.number THEN a.connected_at ELSE now() END
 FROM jsonb_to_recordset(%s::jsonb) AS x(host bigint, version text, ops text, writes text, wire text, boot_id text,
   fingerprint text, announcement bigint, epoch bigint, address text, number bigint)
