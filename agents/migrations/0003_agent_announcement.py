@@ -5,7 +5,7 @@ from django.db import migrations, models
 
 class Migration(migrations.Migration):
     dependencies = [
-        ("agents", "0001_initial"),
+        ("agents", "0002_used_nonces"),
     ]
 
     operations = [
