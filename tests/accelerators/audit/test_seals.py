@@ -385,6 +385,7 @@ def run_program_of_the_manual(program: Path) -> subprocess.CompletedProcess[str]
     params = connection.get_connection_params()
     wanted = {key: params[key] for key in ("dbname", "user", "password", "host", "port") if key in params}
     command = [sys.executable, str(program), psycopg.conninfo.make_conninfo("", **wanted)]
+    command.append(Seal.objects.get(number=1).key)
     return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
 
 
