@@ -48,14 +48,15 @@ def run() -> None:
         jobs.clear_tick(sealing.SEALS_JOB)
         return
     try:
-        seal_and_drop()
+        jobs.run_steps(sealing.SEALS_JOB, seal_or_drop)
     except AuditKeyError as error:
         log.error("nothing is sealed: %s", error)
 
 
-def seal_and_drop() -> None:
-    """Seal all events that can be sealed, then drop the months past their retention. Raises AuditKeyError."""
-    jobs.run_steps(sealing.SEALS_JOB, lambda: sealing.seal_oldest_events() or drop_oldest_month())
+def seal_or_drop() -> bool:
+    """Seal the oldest events; if there are none to seal, drop the oldest month if it is past its retention. Return True
+    if there may be more to do. Raises AuditKeyError."""
+    return sealing.seal_oldest_events() or drop_oldest_month()
 
 
 def create_month_partitions() -> None:

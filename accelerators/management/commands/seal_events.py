@@ -48,18 +48,26 @@ class Command(shell.OperatorCommand):
         try:
             if options["show_key"]:
                 self._show_key()
-            elif options["new_key"] or options["begin_again"]:
-                self._change_key(options["new_key"], options["reason"])
-            else:
-                self._seal()
+                return
+            with jobs.try_connection_lock(sealing.SEALS_JOB) as acquired:
+                if not acquired:
+                    raise CommandError("the job `seals` runs at this moment: try again")
+                if options["new_key"] or options["begin_again"]:
+                    self._change_key(options["new_key"], options["reason"])
+                else:
+                    self._seal()
         except signing.AuditKeyError as error:
             raise CommandError(str(error)) from None
 
     def _seal(self) -> None:
-        """Seal all events that can be sealed, drop months by retention, and print the newest seal."""
+        """Seal all events that can be sealed, drop months by retention, and print the newest seal.
+
+        Orders no task, as the job does after a while: the clusters may have another secret key than this process.
+        """
         if settings.KEYS.audit_key_path is None:
             raise CommandError("CYBORG_AUDIT_KEY_FILE is off: name the file of the key for this command")
-        retention.seal_and_drop()
+        while retention.seal_or_drop():
+            pass
         last = sealing.get_newest_seal()
         self.stdout.write(f"newest seal: {last.number} {last.hash} {last.key}" if last.number else "no event to seal")
 
@@ -74,18 +82,15 @@ class Command(shell.OperatorCommand):
         if not reason.strip():
             raise CommandError("--reason: say why the key changes")
         operator = shell.current_operator().name
-        with jobs.try_connection_lock(sealing.SEALS_JOB) as acquired:
-            if not acquired:
-                raise CommandError("the job `seals` runs at this moment: try again")
-            if new_path:
-                seal = key_change.replace_key(new_path.absolute(), operator, reason)
-                self.stdout.write(
-                    f"seal №{seal.number}: the next one must be signed with the key in {new_path}: move that file to"
-                    f" {settings.KEYS.audit_key_path}"
-                )
-            else:
-                seal = key_change.begin_again(operator, reason)
-                self.stdout.write(
-                    f"seal №{seal.number}: trust begins again with the key {seal.key}; verify_events fails until it is"
-                    " given --trust-key with this key and the first one"
-                )
+        if new_path:
+            seal = key_change.replace_key(new_path.absolute(), operator, reason)
+            self.stdout.write(
+                f"seal №{seal.number}: the next one must be signed with the key in {new_path}: move that file to"
+                f" {settings.KEYS.audit_key_path}"
+            )
+        else:
+            seal = key_change.begin_again(operator, reason)
+            self.stdout.write(
+                f"seal №{seal.number}: trust begins again with the key {seal.key}; verify_events fails until it is"
+                " given --trust-key with this key and the first one"
+            )

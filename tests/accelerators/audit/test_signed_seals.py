@@ -26,7 +26,8 @@ from accelerators.audit.signing import AuditKeyError
 from accelerators.domain import hash_chain
 from accelerators.domain.hash_chain import SealKind
 from accelerators.domain.states import EventSource
-from accelerators.models import Event, Seal
+from accelerators.models import Event, Seal, Tick
+from accelerators.runtime import jobs
 
 pytestmark = pytest.mark.django_db(transaction=True)
 SEAL_COLUMNS = "number, month, tx, event, events, digest, drops, sealed_at, hash, marks, kind, details, key, signature"
@@ -316,6 +317,18 @@ def test_the_job_logs_why_it_seals_nothing_and_does_nothing_if_it_is_switched_of
     assert not caplog.text and Seal.objects.count() == 1
     with pytest.raises(CommandError, match="is off"):
         run("seal_events")
+
+
+def test_the_command_seals_everything_without_ordering_tasks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its secret key may be another than that of the clusters, which would refuse the task and count as stuck."""
+    monkeypatch.setattr(jobs, "TIME_SLICE_S", 0.0)
+    record_events("a")
+    assert "newest seal: 1 " in run("seal_events")
+    assert not Tick.objects.exists()
+    with triggers_off() as other:
+        other.execute("SELECT pg_advisory_lock(%s, %s)", [jobs.LOCK_CLASS, jobs.lock_id(sealing.SEALS_JOB)])
+        with pytest.raises(CommandError, match="runs at this moment"):
+            run("seal_events")
 
 
 def test_seals_of_the_former_release_are_accepted_up_to_the_first_signed_one(key_file: Path) -> None:
