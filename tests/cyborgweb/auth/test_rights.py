@@ -97,7 +97,7 @@ PAGES_WITHOUT_BUTTONS = (
     "placement_sync_tree_change",
     "usage",
 )
-PERSONAL_PAGES = ("find", "inbox", "inbox_unread", "list_keep")
+PERSONAL_PAGES = ("find", "inbox", "inbox_unread", "list_keep", "own_password")
 """Pages for everybody who may enter the console: what they show depends on the lists that the person sees."""
 
 ExactRules = Callable[[Iterable[str]], AbstractContextManager[None]]
