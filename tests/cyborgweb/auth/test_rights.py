@@ -12,7 +12,6 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
-from functools import lru_cache
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,7 @@ from django.db import connection, transaction
 from django.http import HttpResponse
 from django.test import Client, RequestFactory
 from django.test.utils import CaptureQueriesContext
-from django.urls import reverse
+from django.urls import URLPattern, reverse
 
 from accelerators import conductor
 from accelerators.admin.device_actions import STATE_CHOICES
@@ -40,7 +39,7 @@ from accelerators.models import Attachment, Device, Host, HostDriver
 from accelerators.ui.badges import page_url
 from accelerators.workflows import bulk_actions, driver_rollouts
 from accelerators.workflows.driver_config import DriverChange
-from cyborgweb import urls
+from cyborgweb import asgi, urls
 from cyborgweb.api import root as own_api
 from cyborgweb.auth import policy, roles
 from cyborgweb.auth.policy import IMPLIED_ROLES, Policy, RulePermission
@@ -157,7 +156,6 @@ def short_refusals(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(logging.getLogger("django.request"), "disabled", True)
 
 
-@lru_cache(maxsize=1)
 def load_permissions() -> dict[str, int]:
     """Return the primary key of every Django permission by the name that `has_perm` knows."""
     rows = Permission.objects.values_list("content_type__app_label", "codename", "pk")
@@ -319,6 +317,7 @@ def test_the_page_has_every_list_of_the_console_and_who_sees_it(
 def test_every_list_with_its_pages_exports_and_saved_views_is_closed_to_people_who_may_not_see_it(
     client: Client, exact_rules: ExactRules, short_refusals: None
 ) -> None:
+    anonymous = Client()
     client.force_login(User.objects.create(username="ann", is_staff=True))
     with exact_rules([]):
         for model in admin.site._registry:
@@ -329,6 +328,7 @@ def test_every_list_with_its_pages_exports_and_saved_views_is_closed_to_people_w
             saved_views = reverse("list_keep", args=[model._meta.label_lower])
             with nothing_written(name):
                 answers = [client.get(listed), client.get(exported), client.post(saved_views, {"name": "mine"})]
+                assert anonymous.get(exported).status_code == 302, name
             expected = {403, 404} if model is Writer else {403}  # it has no list whose views could be saved
             assert {one.status_code for one in answers} == expected, name
 
@@ -484,11 +484,20 @@ def test_every_address_of_the_console_is_on_the_page_or_belongs_to_a_list() -> N
         names |= {one.name for one in site_admin.get_urls() if one.name} - of_django
         if "change_view" in vars(type(site_admin)):
             names.add(f"{model._meta.app_label}_{model._meta.model_name}_change")
-    names |= {
-        one.name for one in urls.urlpatterns if str(one.pattern).startswith("admin/") and getattr(one, "name", "")
-    }
+    own_pages = [one for one in urls.urlpatterns if isinstance(one, URLPattern)]
+    names |= {one.name or "" for one in own_pages if str(one.pattern).startswith("admin/")}
     with_buttons = {name for name, _ in find_buttons().values()}
     assert names == with_buttons | {*PARTS_OF_PAGES, *PAGES_WITHOUT_BUTTONS, *PERSONAL_PAGES}
+
+
+def test_the_page_names_every_other_address_of_the_product() -> None:
+    others = {str(one.pattern) for one in urls.urlpatterns if not str(one.pattern).startswith(("admin/", "^admin/"))}
+    apis = {"^api(?:/|$)", "^accelerator(?:/|$)", rf"^(?!(?:{urls.OWN_PATHS})(?:/|$))"}
+    assert others - apis == {"healthz", "readyz", "metrics", "help/"}
+    assert set(asgi.sockets) == {"^ws/agent$", "^ws/console$"}
+    text = PAGE.read_text()
+    for path in ("/healthz", "/readyz", "/metrics", "/ws/agent", "/ws/console"):
+        assert f"`{path}`" in text
 
 
 def test_the_page_has_every_action_of_the_console_and_who_may_use_it(
