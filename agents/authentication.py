@@ -206,6 +206,13 @@ def find_enrolled(public_keys: Iterable[str]) -> dict[str, EnrolledAgent]:
         return {row[0]: EnrolledAgent(*row) for row in cursor.fetchall()}
 
 
+def needs_enrolment(credential: credentials.Credential, identity: EnrolledAgent | None) -> bool:
+    """Return whether `identify_or_enrol` has to write: it enrols the agent by a token, or stores its changed node."""
+    if identity is not None and identity.host == credential.host and not identity.barred:
+        return identity.node != credential.node
+    return bool(credential.token)
+
+
 def identify_or_enrol(credential: credentials.Credential, identity: EnrolledAgent | None) -> EnrolledAgent:
     """Return the identity for a verified credential; enrol the agent if necessary.
 
