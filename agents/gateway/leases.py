@@ -33,16 +33,20 @@ WITH own AS (
 ), gone AS (
   DELETE FROM agents_gateway WHERE url IN (SELECT url FROM agents_gateway
     WHERE seen_at < now() - interval '1 hour' AND url <> %(url)s FOR UPDATE SKIP LOCKED)
+), expired AS (
+  DELETE FROM agents_usednonce WHERE nonce IN (SELECT nonce FROM agents_usednonce
+    WHERE used_at < now() - interval '10 minutes' FOR UPDATE SKIP LOCKED)
 )
 INSERT INTO agents_lease AS l (host_id, seen_at, epoch)
 SELECT * FROM unnest(%(hosts)s::bigint[], %(times)s::timestamptz[], %(epochs)s::bigint[])
 ON CONFLICT (host_id) DO UPDATE SET seen_at = greatest(l.seen_at, excluded.seen_at),
   epoch = greatest(l.epoch, excluded.epoch)
 """
-"""Renew leases, and register this gateway if it has an address. Gateways not seen for an hour are deleted. Rows of
-gateways that another transaction has locked are skipped.
+"""Renew leases, and register this gateway if it has an address. Gateways not seen for an hour are deleted, and
+so are used nonces long after their challenges have expired. Rows of gateways and nonces that another transaction has
+locked are skipped.
 
-Plain SQL, because it writes two tables in one round trip, and a lease may only move forward.
+Plain SQL, because it writes these tables in one round trip, and a lease may only move forward.
 """
 UPDATE_AGENTS_FROM_HELLO = """
 UPDATE agents_agent a SET version = x.version, ops = x.ops, writes = x.writes, wire = x.wire, boot_id = x.boot_id,

@@ -18,7 +18,7 @@ import queue
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
@@ -102,10 +102,14 @@ class SpoolJob:
 @dataclass(slots=True)
 class AdmitJob:
     """Look up or enrol the agent of a verified credential. The future gives an EnrolledAgent or raises
-    ConnectionRejectedError."""
+    ConnectionRejectedError.
+
+    `nonce` is that of the credential; None as soon as the database has accepted it.
+    """
 
     future: asyncio.Future[Any]
     credential: credentials.Credential
+    nonce: authentication.IssuedNonce | None
 
 
 @dataclass(slots=True)
@@ -146,6 +150,7 @@ class DatabaseWriter(threading.Thread):
         max_rows: int,
         leases: LeaseBuffer,
         refusals: RefusalCounter,
+        challenges: authentication.Challenges,
         report_jitter: ReportJitter,
         on_agent_changes: Callable[[list[key_revocation.AgentChange]], None],
         on_reports_needed: Callable[[list[int]], None],
@@ -153,6 +158,7 @@ class DatabaseWriter(threading.Thread):
         super().__init__(daemon=True, name="spool-writer")
         self._interval_s, self._max_rows = interval_s, max_rows
         self._leases, self._refusals, self._report_jitter = leases, refusals, report_jitter
+        self._challenges = challenges
         self._on_agent_changes, self._on_reports_needed = on_agent_changes, on_reports_needed
         self._jobs: queue.SimpleQueue[WriterJob | None] = queue.SimpleQueue()
         self._other_jobs: deque[WriterJob] = deque()
@@ -323,7 +329,7 @@ class DatabaseWriter(threading.Thread):
                 _resolve_futures, _process_isolating_errors(self._store_reports, urgent, _error_for_unserved)
             )
         if admissions := [job for job in batch if isinstance(job, AdmitJob) and not job.future.done()]:
-            self._identify_agents(admissions)
+            self._hold_jobs(write_unless_locked(admissions, self._identify_agents))
         self._serve_one_by_one([job for job in batch if isinstance(job, TrustJob)], _apply_trust_change)
         if command_jobs := [job for job in batch if isinstance(job, CommandJob)]:
             self._hold_jobs(write_unless_locked(command_jobs, self._store_command_messages))
@@ -335,28 +341,36 @@ class DatabaseWriter(threading.Thread):
     def _identify_agents(self, jobs: list[AdmitJob]) -> None:
         """Look up all connecting agents in one statement; enrol those with a token, and store changed node names.
 
-        Agents for which nothing has to be written get their answers first. Raise only if the database is down.
+        An agent whose nonce is not accepted is refused. Agents for which nothing has to be written get their answers
+        first. Raise only if the database is down, or if a gateway is recording one of the nonces at this moment.
         """
         assert self._loop
-        enrolled = authentication.find_enrolled({job.credential.public_key for job in jobs})
-        known: FutureResults = []
-        others: list[AdmitJob] = []
-        for job in jobs:
-            if authentication.needs_enrolment(job.credential, enrolled.get(job.credential.public_key)):
-                others.append(job)
+        found = authentication.find_enrolled([(job.credential.public_key, job.nonce) for job in jobs])
+        answered: FutureResults = []
+        others: list[tuple[AdmitJob, EnrolledAgent | None]] = []
+        for job, lookup in zip(jobs, found, strict=True):
+            self._challenges.note_database_time(lookup.database_time)
+            if not lookup.is_accepted:
+                answered.append((job.future, authentication.reject_nonce()))
+                continue
+            job.nonce = None
+            if authentication.needs_enrolment(job.credential, lookup.agent):
+                others.append((job, lookup.agent))
             else:
-                known.append((job.future, self._identify_agent(job, enrolled)))
-        self._loop.call_soon_threadsafe(_resolve_futures, known)
-        self._serve_one_by_one(others, lambda job: self._identify_agent(job, enrolled))
+                answered.append((job.future, self._identify_agent(job, lookup.agent)))
+        self._loop.call_soon_threadsafe(_resolve_futures, answered)
+        enrolled = {id(job): agent for job, agent in others}
+        self._serve_one_by_one([job for job, _ in others], lambda job: self._identify_agent(job, enrolled[id(job)]))
 
-    def _identify_agent(self, job: AdmitJob, enrolled: Mapping[str, EnrolledAgent]) -> object:
-        """Identify or enrol one agent; return an EnrolledAgent or a ConnectionRejectedError.
+    def _identify_agent(self, job: AdmitJob, known: EnrolledAgent | None) -> object:
+        """Identify or enrol one agent; return an EnrolledAgent or a ConnectionRejectedError. `known` is the agent to
+        which the key belongs.
 
         The applied hash is given as '' while a report of the host is queued here. Raise only if the database is down,
         or if a row is locked.
         """
         try:
-            found = authentication.identify_or_enrol(job.credential, enrolled.get(job.credential.public_key))
+            found = authentication.identify_or_enrol(job.credential, known)
         except ConnectionRejectedError as refused:
             return refused
         except (OperationalError, InterfaceError):
