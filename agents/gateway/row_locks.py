@@ -1,7 +1,8 @@
-"""Keep the gateway's writer thread from waiting for rows that another transaction has locked.
+"""Keep the gateway's threads from waiting for rows that another transaction has locked.
 
-All agents wait for this one thread, so its database connection has a lock timeout of a few milliseconds. What cannot be
-written because of a locked row is kept and tried again; everything else is written.
+All agents wait for the writer thread and for the thread that sends commands. So their database connections have a lock
+timeout of a few milliseconds. What cannot be written because of a locked row is kept and tried again; everything else
+is written.
 """
 
 from __future__ import annotations
@@ -11,23 +12,38 @@ from contextlib import contextmanager
 from typing import TypeVar
 
 import psycopg
-from django.db import OperationalError, connection
+from django.db import DEFAULT_DB_ALIAS, OperationalError, connections
+from django.db.backends.base.base import BaseDatabaseWrapper
+from django.db.backends.signals import connection_created
 from psycopg.errors import LockNotAvailable
 
 LOCK_TIMEOUT_MS = 5
-"""Milliseconds that a statement of the writer thread waits for a lock."""
+"""Milliseconds that a statement of these threads waits for a lock."""
 MAX_LOCK_TIMEOUTS = 20
 """Maximum number of lock timeouts in one attempt to write many rows. What was not tried then is tried again later."""
 
 ItemT = TypeVar("ItemT")
 
 
-def limit_lock_waits() -> None:
-    """Give the database connections of this thread the lock timeout. Call it before the thread's first statement."""
-    settings = connection.settings_dict
-    options = f"{settings['OPTIONS'].get('options', '')} -c lock_timeout={LOCK_TIMEOUT_MS}".strip()
-    # The dictionary is shared by all threads, so it is replaced for this one.
-    connection.settings_dict = {**settings, "OPTIONS": {**settings["OPTIONS"], "options": options}}
+@contextmanager
+def limiting_lock_waits() -> Iterator[None]:
+    """Set the lock timeout on each database connection that this thread opens in the `with` block.
+
+    It is set by a statement, because some connection poolers refuse parameters in the options of a connection.
+    """
+    of_this_thread = connections[DEFAULT_DB_ALIAS]
+
+    def set_lock_timeout(connection: BaseDatabaseWrapper, **_: object) -> None:
+        """Set the lock timeout if the new connection belongs to this thread."""
+        if connection is of_this_thread:
+            with connection.cursor() as cursor:
+                cursor.execute(f"SET lock_timeout = {LOCK_TIMEOUT_MS}")
+
+    connection_created.connect(set_lock_timeout, weak=False)
+    try:
+        yield
+    finally:
+        connection_created.disconnect(set_lock_timeout)
 
 
 def is_lock_timeout(error: BaseException) -> bool:

@@ -39,7 +39,7 @@ from agents.gateway.rejections import RefusalCounter
 from agents.gateway.row_locks import (
     MAX_LOCK_TIMEOUTS,
     is_lock_timeout,
-    limit_lock_waits,
+    limiting_lock_waits,
     suppressing_lock_timeouts,
     write_unless_locked,
 )
@@ -200,8 +200,7 @@ class DatabaseWriter(threading.Thread):
 
     def run(self) -> None:
         """Process batches and periodic work until `stop`. An unexpected error is logged, and the thread goes on."""
-        limit_lock_waits()
-        with ticks.collecting_wake_ups(self._jobs_to_wake):
+        with limiting_lock_waits(), ticks.collecting_wake_ups(self._jobs_to_wake):
             while not self._stopping:
                 try:
                     self._process_next_batch()

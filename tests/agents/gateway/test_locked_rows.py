@@ -20,6 +20,7 @@ from accelerators.commands import command_queue
 from accelerators.domain.caller import Caller
 from accelerators.models import Command, Host, Tick
 from agents import key_revocation, wire
+from agents.gateway import command_dispatch
 from agents.gateway.asgi_app import AgentGateway
 from agents.gateway.row_locks import MAX_LOCK_TIMEOUTS, write_unless_locked
 from agents.models import Agent, Gateway, Lease, Spooled
@@ -208,6 +209,22 @@ def test_a_locked_row_of_one_host_delays_no_acknowledgement_of_another(
             until(lambda: get_lease("cmp2") > renewed_at, 2)
         until(is_written, 5)
         until(lambda: not story.has_held_work())
+
+
+def test_a_locked_command_that_an_agent_cannot_accept_delays_no_command_for_another(
+    agent: WireAgent, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(command_dispatch, "POLL_S", 0.1)
+    other = WireAgent(agent.port, host="cmp2", token=make_join_secret("cmp2"))
+    agent.connect().close()
+    order = command_queue.order_host_command("logs", Host.objects.get(name="cmp1").uuid, ADMIN_CALLER)
+    with other.connect_and_say_hello(OPS) as beside:
+        with holding(LOCK_COMMAND), agent.connect_and_say_hello():
+            until(lambda: Agent.objects.filter(host__name="cmp1", version="9.9").exists())
+            later = command_queue.order_host_command("logs", Host.objects.get(name="cmp2").uuid, ADMIN_CALLER)
+            assert receive_command(beside, 5).number == later.id
+        with agent.connect_and_say_hello():
+            until(lambda: Command.objects.filter(id=order.id, outcome="refused").exists())
 
 
 @pytest.mark.parametrize("locked", [set(), {3}, {0, 9}, {2, 3, 4}])
