@@ -248,11 +248,12 @@ class DatabaseWriter(threading.Thread):
         """Return the next batch: wait for a job, sleep for the flush interval, then take what has arrived.
 
         Reports with a fault come before others, and no more reports are taken than go into one commit. [] if no job
-        came within a second, or within the interval of lease flushes or of held jobs if that is shorter. The interval
+        came within a second, or within the interval of lease flushes or of held work if that is shorter. The interval
         is slept through, because being woken by every job costs more than serving it (measured).
         """
         has_waiting_jobs = bool(self._other_jobs or self._urgent_reports or self._normal_reports)
-        idle_s = min(HELD_RETRY_S if self._held_jobs else 1.0, self._leases.flush_s)
+        has_held_work = self._held_jobs or self._jobs_to_wake
+        idle_s = min(HELD_RETRY_S if has_held_work else 1.0, self._leases.flush_s)
         try:
             self._add_to_lane(self._jobs.get(timeout=0 if has_waiting_jobs else idle_s))
         except queue.Empty:
