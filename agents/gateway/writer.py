@@ -208,6 +208,8 @@ class DatabaseWriter(threading.Thread):
                 except Exception:  # all agents depend on this thread, so it must not end
                     log.exception("unexpected error in the thread that stores agents' messages; it goes on")
                     time.sleep(ERROR_PAUSE_S)
+            with suppress(DatabaseError, InterfaceError, psycopg.Error):
+                self._wake_jobs()
         connection.close()
 
     def _process_next_batch(self) -> None:
