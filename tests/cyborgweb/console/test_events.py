@@ -136,6 +136,7 @@ def test_the_page_of_an_event_shows_its_seal(operator: Client, fill: Fill) -> No
     sealing.seal_oldest_events()
     seal = Seal.objects.get()
     assert f"in №{seal.number}" in (shown := operator.get(event_page(event)).content.decode()) and seal.hash in shown
+    assert "signed with the key" in shown and seal.key in shown
 
 
 def test_changes_of_users_and_tokens_are_recorded_as_events_without_secrets(operator: Client) -> None:
