@@ -1,7 +1,7 @@
 """Enrolment of agents: join tokens, binding a key to a host, and the challenge of each connection.
 
-`ChallengeStore`, `verify_credential`, `read_credential` and `build_denial` use no database, so that they can be called
-on the event loop; `find_enrolled`, `identify_or_enrol` and `create_join_token` use it.
+`Challenges`, `verify_credential`, `read_credential` and `build_denial` use no database, so that they can be called on
+the event loop; `find_enrolled`, `identify_or_enrol` and `create_join_token` use it.
 """
 
 from __future__ import annotations
@@ -9,14 +9,15 @@ from __future__ import annotations
 import hashlib
 import secrets
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 from django.conf import settings
+from django.core.signing import BadSignature, Signer
 from django.db import connection, transaction
 
 from accelerators import conductor
@@ -33,29 +34,40 @@ CONDUCTOR_ADDRESS: Registry[Callable[[str, bool], tuple[str, str]]] = Registry("
 pin. It gets the requested address ('' for the default), and whether nothing is to be pinned. `manage.py join_token`
 calls it."""
 CHALLENGE_LIFETIME_S = 30.0
-"""Seconds for which a challenge is valid."""
+"""Seconds for which a challenge is valid, by the database's clock. It is also refused if it was issued later than so
+many seconds from now."""
 MAX_EPOCH_LEAP = 2**33
 """Maximum difference between a new epoch and the highest known one, or the current Unix time if that is greater.
 
 An agent's epoch begins with its clock's seconds and counts up. The limit keeps somebody who has the key for a while
 from using up all epochs of the agent."""
-MAX_CHALLENGES = 100_000
-"""Maximum number of open challenges of this process."""
+MAX_REMEMBERED_NONCES = 100_000
+"""Maximum number of nonces of which this process remembers that they were presented."""
 AUTOMATIC_CREATOR = "prepare"
 """`created_by` of the tokens that every start of the one-command mode makes. They can enrol an agent, but they cannot
 lift a bar, which only a person may do."""
 
-SELECT_ENROLLED_AGENTS = """
-SELECT a.public_key, h.id, h.name, h.node, coalesce(l.epoch, 0),
+FIND_ENROLLED_AGENTS = """
+WITH asked AS (
+  SELECT * FROM unnest(%(keys)s::text[], %(nonces)s::text[], %(issued)s::float8[]) WITH ORDINALITY
+    AS x(public_key, nonce, issued_at, n)
+), used AS (
+  INSERT INTO agents_usednonce (nonce) SELECT nonce FROM asked
+  WHERE abs(extract(epoch FROM now()) - issued_at) <= %(lifetime)s ON CONFLICT DO NOTHING RETURNING nonce
+)
+SELECT used.nonce IS NOT NULL, extract(epoch FROM now())::float8, a.public_key, h.id, h.name, h.node,
+       coalesce(l.epoch, 0),
        CASE WHEN EXISTS (SELECT 1 FROM spool s WHERE s.host_id = h.id) THEN '' ELSE h.applied_hash END,
-       nextval('agents_connection'), a.barred, a.barred_reason, a.rotate_asked_at IS NOT NULL
-FROM agents_agent a JOIN accelerators_host h ON h.id = a.host_id LEFT JOIN agents_lease l ON l.host_id = h.id
-WHERE a.public_key = ANY(%s)
+       CASE WHEN a.id IS NOT NULL THEN nextval('agents_connection') END,
+       a.barred, a.barred_reason, a.rotate_asked_at IS NOT NULL
+FROM asked LEFT JOIN used USING (nonce) LEFT JOIN agents_agent a ON a.public_key = asked.public_key
+LEFT JOIN accelerators_host h ON h.id = a.host_id LEFT JOIN agents_lease l ON l.host_id = h.id ORDER BY asked.n
 """
-"""The fields of EnrolledAgent for enrolled keys. Each row takes a new connection number.
+"""Record nonces as used, and read the fields of EnrolledAgent for enrolled keys; each takes a new connection number.
 
-Plain SQL, because every handshake runs it (measured: the rows of the storm in `make bench`), and `nextval` is a
-function of PostgreSQL.
+A nonce that is recorded already, by whichever gateway, is not recorded again, and neither is one that is expired by the
+database's clock. Plain SQL, because every handshake runs it (measured: the rows of the storm in `make bench`), and
+`nextval` is a function of PostgreSQL.
 """
 
 
@@ -128,49 +140,81 @@ def highest_allowed_epoch(known: int) -> int:
     return max(known, int(time.time())) + MAX_EPOCH_LEAP
 
 
-class ChallengeStore:
-    """The open nonces of this process: each can be used once within `CHALLENGE_LIFETIME_S` seconds.
+class IssuedNonce(NamedTuple):
+    """A nonce with a valid signature: its random part, and when it was issued (Unix time of the database's clock)."""
 
-    If there are more than MAX_CHALLENGES, the oldest are deleted.
+    random: str
+    issued_at: float
+
+
+class Challenges:
+    """Makes challenges that every gateway of this installation can check, because it has the same secret key.
+
+    A nonce consists of random characters, the time of its issue, and a signature with Django's secret key; one with a
+    key of SECRET_KEY_FALLBACKS is valid, too. `find_enrolled` checks its age, and that no gateway has accepted it. The
+    nonces that were presented here are also kept in memory, so that repeated ones cost no work.
     """
 
     def __init__(self) -> None:
-        self._expiry_by_nonce: dict[str, float] = {}
+        self._signer = Signer(salt="agents.challenge")
+        self._database_clock = time.time() - time.monotonic()
+        """The database's Unix time when the monotonic clock was 0; our own time until the database has answered."""
+        self._presented: dict[str, float] = {}
+
+    def note_database_time(self, unix_time: float) -> None:
+        """Note what time it is now by the database's clock, so that the gateways need no common time."""
+        self._database_clock = unix_time - time.monotonic()
 
     def create(self) -> credentials.Challenge:
-        """Make and remember a new challenge. Expired nonces are deleted, and at MAX_CHALLENGES also the oldest."""
-        now = time.monotonic()
-        while self._expiry_by_nonce:
-            oldest = next(iter(self._expiry_by_nonce))
-            if self._expiry_by_nonce[oldest] > now and len(self._expiry_by_nonce) < MAX_CHALLENGES:
-                break
-            del self._expiry_by_nonce[oldest]
-        nonce = secrets.token_urlsafe(18)
-        self._expiry_by_nonce[nonce] = now + CHALLENGE_LIFETIME_S
+        """Make a new challenge. Nothing is stored."""
+        issued_at = self._database_clock + time.monotonic()
+        nonce = self._signer.sign(f"{secrets.token_urlsafe(18)}.{issued_at:.3f}")
         return credentials.Challenge(nonce, CHALLENGE_LIFETIME_S, wire.VERSIONS)
 
-    def consume(self, nonce: str) -> bool:
-        """Use up a nonce; return False if it is unknown, used or expired."""
-        return self._expiry_by_nonce.pop(nonce, 0.0) > time.monotonic()
+    def open_nonce(self, nonce: str) -> IssuedNonce | None:
+        """Return the parts of a nonce; None if its signature is not valid, or if it was presented here before."""
+        now = time.monotonic()
+        while self._presented:
+            oldest = next(iter(self._presented))
+            if self._presented[oldest] > now - 3 * CHALLENGE_LIFETIME_S and (
+                len(self._presented) < MAX_REMEMBERED_NONCES
+            ):
+                break
+            del self._presented[oldest]
+        try:
+            random, _, issued_at = self._signer.unsign(nonce).partition(".")
+        except BadSignature:
+            return None
+        if random in self._presented:
+            return None
+        self._presented[random] = now
+        return IssuedNonce(random, float(issued_at))
+
+
+def reject_nonce() -> ConnectionRejectedError:
+    """Return the error (401) for a nonce that is not valid, or not any more."""
+    return ConnectionRejectedError(401, "challenge", "the challenge is unknown, used or expired: ask for a new one")
 
 
 def verify_credential(
-    credential: credentials.Credential, challenges: ChallengeStore, fingerprints: Iterable[str]
-) -> str:
+    credential: credentials.Credential, challenges: Challenges, fingerprints: Iterable[str]
+) -> tuple[str, IssuedNonce]:
     """Check that a credential signs one of our challenges with its own key; raise ConnectionRejectedError (401)
     otherwise.
 
-    The nonce is used up. Return the fingerprint in the signed bytes, which is that of the certificate that the agent
-    pins ('' for none). It must be one of `fingerprints`: otherwise the agent meant another server.
+    Return the fingerprint in the signed bytes, which is that of the certificate that the agent pins ('' for none), and
+    the nonce, which `find_enrolled` has yet to accept. The fingerprint must be one of `fingerprints`: otherwise the
+    agent meant another server.
     """
-    if not challenges.consume(credential.nonce):
-        raise ConnectionRejectedError(401, "challenge", "the challenge is unknown, used or expired: ask for a new one")
+    nonce = challenges.open_nonce(credential.nonce)
+    if nonce is None:
+        raise reject_nonce()
     signed_fields = credential.host, credential.node, credential.epoch, credential.nonce
     for fingerprint in fingerprints:
         if credentials.is_valid_signature(
             credential.public_key, credential.signature, credentials.build_connect_bytes(*signed_fields, fingerprint)
         ):
-            return fingerprint
+            return fingerprint, nonce
     raise ConnectionRejectedError(
         401, "signature", "the signature does not fit this key, our challenge and our certificate"
     )
@@ -201,11 +245,43 @@ def _hash_secret(secret: str) -> str:
     return hashlib.sha256(secret.encode()).hexdigest()
 
 
-def find_enrolled(public_keys: Iterable[str]) -> dict[str, EnrolledAgent]:
-    """Return the enrolled agents among `public_keys`, by key; each gets a new connection number. One statement."""
+class Lookup(NamedTuple):
+    """What the database knows about the key and the nonce of a request.
+
+    `is_accepted` is False if the nonce is expired, or was used before at any gateway. `agent` is None if the key is not
+    enrolled. `database_time` is the database's Unix time.
+    """
+
+    is_accepted: bool
+    database_time: float
+    agent: EnrolledAgent | None
+
+
+def find_enrolled(requests: Sequence[tuple[str, IssuedNonce | None]]) -> list[Lookup]:
+    """Look up the keys of requests, and use up their nonces; return what was found, in the same order. One statement.
+
+    A nonce of None was accepted earlier. Each enrolled agent gets a new connection number.
+    """
+    nonces = [nonce or (None, None) for _, nonce in requests]
+    parameters: dict[str, Any] = {
+        "keys": [key for key, _ in requests],
+        "nonces": [random for random, _ in nonces],
+        "issued": [issued_at for _, issued_at in nonces],
+        "lifetime": CHALLENGE_LIFETIME_S,
+    }
     with connection.cursor() as cursor:
-        cursor.execute(SELECT_ENROLLED_AGENTS, [list(public_keys)])
-        return {row[0]: EnrolledAgent(*row) for row in cursor.fetchall()}
+        cursor.execute(FIND_ENROLLED_AGENTS, parameters)
+        return [
+            Lookup(is_recorded or nonce is None, now, EnrolledAgent(*row) if row[0] else None)
+            for (_, nonce), (is_recorded, now, *row) in zip(requests, cursor.fetchall(), strict=True)
+        ]
+
+
+def needs_enrolment(credential: credentials.Credential, identity: EnrolledAgent | None) -> bool:
+    """Return whether `identify_or_enrol` has to write: it enrols the agent by a token, or stores its changed node."""
+    if identity is not None and identity.host == credential.host and not identity.barred:
+        return identity.node != credential.node
+    return bool(credential.token)
 
 
 def identify_or_enrol(credential: credentials.Credential, identity: EnrolledAgent | None) -> EnrolledAgent:
@@ -285,7 +361,9 @@ def _enrol_with_token(credential: credentials.Credential) -> EnrolledAgent:
                 )
         JoinToken.objects.filter(host_name=host.name, pk__lt=token.pk).update(expires_at=datetime.now(UTC))
         JoinToken.objects.filter(pk=token.pk).update(public_key=credential.public_key, used_at=datetime.now(UTC))
-    return find_enrolled([credential.public_key])[credential.public_key]
+    (lookup,) = find_enrolled([(credential.public_key, None)])
+    assert lookup.agent
+    return lookup.agent
 
 
 def _check_bar(agent: Agent | None, token: JoinToken, credential: credentials.Credential) -> None:

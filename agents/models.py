@@ -1,4 +1,5 @@
-"""Models of agents: their keys and leases, join tokens, gateways, and reports that wait to be merged."""
+"""Models of agents: their keys and leases, join tokens, gateways, used nonces, and reports that wait to be
+merged."""
 
 from __future__ import annotations
 
@@ -132,6 +133,19 @@ class JoinToken(models.Model):
 
     def __str__(self) -> str:
         return f"join token for {self.host_name}"
+
+
+class UsedNonce(models.Model):
+    """The random part of a challenge's nonce that a gateway has accepted, so that no gateway accepts it again.
+
+    Gateways delete rows that are older than any valid challenge.
+    """
+
+    nonce = models.CharField(max_length=64, primary_key=True, db_collation="C")
+    used_at = models.DateTimeField(db_default=Now(), db_index=True)
+
+    def __str__(self) -> str:
+        return f"nonce used at {self.used_at}"
 
 
 class Spooled(models.Model):

@@ -12,6 +12,7 @@ import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 
 from django.db import OperationalError, connection, transaction
@@ -31,6 +32,9 @@ ROW_LOCK_PAUSE_S, MAX_ROW_LOCK_PAUSE_S = 0.1, 5.0
 until a step succeeds, and the longest."""
 LOCK_CLASS = 0x7161
 """First key of every job's PostgreSQL advisory lock; the second is `lock_id(name)`."""
+
+
+_collected_names: ContextVar[set[str] | None] = ContextVar("collected_names", default=None)
 
 
 @dataclass(frozen=True)
@@ -66,6 +70,19 @@ def enqueue_handler_after_commit(intent_kind: str) -> None:
             call_after_commit(enqueue_job, name)
 
 
+@contextmanager
+def collecting_wake_ups(names: set[str]) -> Iterator[None]:
+    """Add the jobs that this thread wakes in the `with` block to `names`, instead of waking them.
+
+    The caller wakes them with `wake_jobs`, at a time when it is prepared for an error.
+    """
+    token = _collected_names.set(names)
+    try:
+        yield
+    finally:
+        _collected_names.reset(token)
+
+
 def lock_id(name: str) -> int:
     """Return the second key of the job's advisory lock, a number of 31 bits that is not negative."""
     return zlib.crc32(name.encode()) & 0x7FFFFFFF
@@ -82,6 +99,14 @@ def enqueue_job(name: str) -> None:
 
 
 def _enqueue_jobs(names: Iterable[str]) -> None:
+    """Wake jobs, or note their names while this thread collects them (`collecting_wake_ups`)."""
+    if (collected := _collected_names.get()) is not None:
+        collected.update(names)
+    else:
+        wake_jobs(names)
+
+
+def wake_jobs(names: Iterable[str]) -> None:
     """Wake jobs in one transaction. Costs one statement if all of them are awake already.
 
     Rows are inserted in the order of their names, so that two processes which wake the same jobs cannot deadlock.
@@ -127,7 +152,7 @@ def enqueue_periodic_jobs() -> None:
 
 
 def backstop() -> None:
-    """Wake all jobs. django-q2's scheduler calls this once a minute.
+    """Wake all jobs. The process of the cluster `work` calls this once a minute.
 
     Therefore a job that some code forgot to wake is late by at most a minute.
     """

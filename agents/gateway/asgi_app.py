@@ -123,8 +123,8 @@ class AgentGateway:
         self.settings = settings
         self.leases = LeaseBuffer(settings.lease_flush_s)
         self.refusals = RefusalCounter()
-        self.challenges = authentication.ChallengeStore()
         self.announcements = AnnouncementFile(settings.agent_announcement_key, settings.announcements_path)
+        self.challenges = authentication.Challenges()
         self.throttle = HandshakeThrottle(settings.handshakes, settings.agent_connections)
         self.report_jitter = ReportJitter()
         self.open_connections = 0
@@ -137,6 +137,7 @@ class AgentGateway:
             max_rows=settings.flush_max_rows,
             leases=self.leases,
             refusals=self.refusals,
+            challenges=self.challenges,
             report_jitter=self.report_jitter,
             on_agent_changes=self.sessions.apply_agent_changes,
             on_reports_needed=self._request_reports,
@@ -217,9 +218,9 @@ class AgentGateway:
             version = choose_version(scope)
             credential = authentication.read_credential(scope)
             host = credential.host
-            fingerprint = authentication.verify_credential(credential, self.challenges, fingerprints)
+            fingerprint, nonce = authentication.verify_credential(credential, self.challenges, fingerprints)
             with self.throttle.count_handshake():
-                identity = await self._identify_agent(credential)
+                identity = await self._identify_agent(credential, nonce)
             if credential.epoch > authentication.highest_allowed_epoch(identity.epoch):
                 reason = f"epoch {credential.epoch} is out of range: the agent's journal may be damaged"
                 raise ConnectionRejectedError(403, "epoch", reason, proven_host=identity.host)
@@ -282,14 +283,16 @@ class AgentGateway:
             " keep to the limit, so look at what runs on this host, or raise CYBORG_MAX_MESSAGE_BYTES"
         )
 
-    async def _identify_agent(self, credential: credentials.Credential) -> EnrolledAgent:
+    async def _identify_agent(
+        self, credential: credentials.Credential, nonce: authentication.IssuedNonce
+    ) -> EnrolledAgent:
         """Have the writer thread look up or enrol the agent of a verified credential, and return it.
 
-        Raise ConnectionRejectedError: 403 if this key may not connect, 503 if the database cannot do it or takes longer
-        than ADMISSION_TIMEOUT_S.
+        Raise ConnectionRejectedError: 401 if the nonce is not accepted, 403 if this key may not connect, 503 if the
+        database cannot do it or takes longer than ADMISSION_TIMEOUT_S.
         """
         future: asyncio.Future[EnrolledAgent] = asyncio.get_running_loop().create_future()
-        self._writer.put(AdmitJob(future, credential))
+        self._writer.put(AdmitJob(future, credential, nonce))
         try:
             async with asyncio.timeout(ADMISSION_TIMEOUT_S):
                 return await future

@@ -26,6 +26,7 @@ from accelerators.commands.command_queue import CommandAnswer, CommandId, Comman
 from accelerators.models import Host
 from accelerators.runtime import database_outage, pubsub
 from agents import wire
+from agents.gateway.row_locks import limiting_lock_waits, suppressing_lock_timeouts
 from agents.gateway.sessions import AgentSession
 from agents.models import Agent
 
@@ -162,14 +163,15 @@ class CommandDispatcher(threading.Thread):
     def run(self) -> None:
         """Wait for queued calls, then poll the tables, until `stop`. Waits ERROR_PAUSE_S seconds after a database
         error."""
-        while not self._stopping:
-            self._run_queued_calls()
-            try:
-                self._poll_tables()
-            except (DatabaseError, InterfaceError, psycopg.Error) as error:
-                database_outage.log_outage(error)
-                connection.close()
-                time.sleep(ERROR_PAUSE_S)
+        with limiting_lock_waits():
+            while not self._stopping:
+                self._run_queued_calls()
+                try:
+                    self._poll_tables()
+                except (DatabaseError, InterfaceError, psycopg.Error) as error:
+                    database_outage.log_outage(error)
+                    connection.close()
+                    time.sleep(ERROR_PAUSE_S)
         connection.close()
 
     def _on_new_commands(self, detail: str | None) -> None:
@@ -280,9 +282,9 @@ class CommandDispatcher(threading.Thread):
                 state.sent_at |= dict.fromkeys((id for id, *_ in unsent), now)
                 outgoing.append((state.session, [_encode_command(*row) for row in unsent]))
             else:
-                command_queue.refuse_undelivered_commands(
-                    [id for id, *_ in unsent], _describe_no_commands(state.session.identity.host, state.release)
-                )
+                reason = _describe_no_commands(state.session.identity.host, state.release)
+                with suppressing_lock_timeouts():  # they are found again by the next poll
+                    command_queue.refuse_undelivered_commands([id for id, *_ in unsent], reason)
         if len(rows) == MAX_COMMANDS_PER_QUERY:
             return True
         for state in states.values():

@@ -22,7 +22,7 @@ from accelerators.models import Command
 from accelerators.models.commands import COMMAND_IS_OPEN
 from accelerators.runtime import database_outage
 from agents import authentication, credentials, key_revocation, wire
-from agents.authentication import ChallengeStore, ConnectionRejectedError
+from agents.authentication import Challenges, ConnectionRejectedError, IssuedNonce
 from agents.gateway.rejections import RefusalCounter
 from agents.gateway.upgrade_request import client_address
 
@@ -43,7 +43,7 @@ ResultT = TypeVar("ResultT")
 class ImageServer:
     """The ASGI application. `challenges` and `refusals` are those of the process's gateway."""
 
-    def __init__(self, challenges: ChallengeStore, refusals: RefusalCounter) -> None:
+    def __init__(self, challenges: Challenges, refusals: RefusalCounter) -> None:
         self._challenges, self._refusals = challenges, refusals
         self._threads = ThreadPoolExecutor(4, thread_name_prefix="imagery")
         self.transfer_count = 0
@@ -63,10 +63,10 @@ class ImageServer:
                 raise ConnectionRejectedError(503, "busy", "too many images are being fetched: try again later")
             credential = authentication.read_credential(scope)
             host = credential.host
-            authentication.verify_credential(credential, self._challenges, fingerprints)
+            _, nonce = authentication.verify_credential(credential, self._challenges, fingerprints)
             self.transfer_count += 1
             try:
-                file, size = await self._open_image(credential, scope["path"].removeprefix(wire.IMAGE_PATH))
+                file, size = await self._open_image(credential, nonce, scope["path"].removeprefix(wire.IMAGE_PATH))
                 try:
                     await self._send_file(file, size, receive, send)
                 finally:
@@ -82,14 +82,16 @@ class ImageServer:
             await send({"type": "http.response.start", "status": refused.status, "headers": headers})
             await send({"type": "http.response.body", "body": body})
 
-    async def _open_image(self, credential: credentials.Credential, image_id: str) -> tuple[BinaryIO, int]:
+    async def _open_image(
+        self, credential: credentials.Credential, nonce: IssuedNonce, image_id: str
+    ) -> tuple[BinaryIO, int]:
         """Open the image in a thread, if the credential's host may have it; return the file and its size in bytes.
 
         Raise ConnectionRejectedError, also a 503 if the database is down or slower than LOOKUP_TIMEOUT_S.
         """
         try:
             async with asyncio.timeout(LOOKUP_TIMEOUT_S):
-                return await self._run_in_thread(lambda: _open_image_for_agent(credential, image_id))
+                return await self._run_in_thread(lambda: _open_image_for_agent(credential, nonce, image_id))
         except (TimeoutError, OperationalError, InterfaceError) as error:
             database_outage.log_outage(error)
             raise ConnectionRejectedError(503, "database", "the database does not answer: try again later") from None
@@ -129,15 +131,21 @@ async def _wait_for_disconnect(receive: Any) -> None:
         pass
 
 
-def _open_image_for_agent(credential: credentials.Credential, image_id: str) -> tuple[BinaryIO, int]:
+def _open_image_for_agent(
+    credential: credentials.Credential, nonce: IssuedNonce, image_id: str
+) -> tuple[BinaryIO, int]:
     """Open an image for the host that a verified credential belongs to; return the file and its size in bytes.
 
-    Raise ConnectionRejectedError: 403 if the key is barred or not enrolled for this host, or if no unanswered command
-    of the host names the image; 404 if the id is not a uuid or the file is gone. Its `proven_host` is the host of the
-    key. Raise database errors. For a thread: it closes the thread's database connection.
+    Raise ConnectionRejectedError: 401 if the nonce is not accepted; 403 if the key is barred or not enrolled for this
+    host, or if no unanswered command of the host names the image; 404 if the id is not a uuid or the file is gone. Its
+    `proven_host` is the host of the key. Raise database errors. For a thread: it closes the thread's database
+    connection.
     """
     try:
-        identity = authentication.find_enrolled([credential.public_key]).get(credential.public_key)
+        (lookup,) = authentication.find_enrolled([(credential.public_key, nonce)])
+        if not lookup.is_accepted:
+            raise authentication.reject_nonce()
+        identity = lookup.agent
         with authentication.naming_proven_host(identity.host if identity else ""):
             if identity is None or identity.host != credential.host:
                 raise ConnectionRejectedError(

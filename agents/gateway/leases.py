@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 from django.conf import settings
@@ -15,25 +16,37 @@ from accelerators import conductor
 from accelerators.models import Host
 from accelerators.runtime import jobs
 from agents import wire
+from agents.gateway.row_locks import write_unless_locked
 from agents.gateway.sessions import AgentSession
 
 log = logging.getLogger(__name__)
+RowT = TypeVar("RowT")
 
 UPSERT_LEASES = """
-WITH here AS (
-  INSERT INTO agents_gateway AS g (name, url, seen_at) SELECT %(name)s, %(url)s, now() WHERE %(url)s::text <> ''
-  ON CONFLICT (url) DO UPDATE SET name = excluded.name, seen_at = excluded.seen_at
+WITH own AS (
+  SELECT url FROM agents_gateway WHERE url = %(url)s FOR UPDATE SKIP LOCKED
+), here AS (
+  UPDATE agents_gateway g SET name = %(name)s, seen_at = now() FROM own WHERE g.url = own.url
+), new AS (
+  INSERT INTO agents_gateway (name, url, seen_at) SELECT %(name)s, %(url)s, now()
+  WHERE %(url)s::text <> '' AND NOT EXISTS (SELECT 1 FROM agents_gateway WHERE url = %(url)s) ON CONFLICT DO NOTHING
 ), gone AS (
-  DELETE FROM agents_gateway WHERE seen_at < now() - interval '1 hour' AND url <> %(url)s
+  DELETE FROM agents_gateway WHERE url IN (SELECT url FROM agents_gateway
+    WHERE seen_at < now() - interval '1 hour' AND url <> %(url)s FOR UPDATE SKIP LOCKED)
+), expired AS (
+  DELETE FROM agents_usednonce WHERE nonce IN (SELECT nonce FROM agents_usednonce
+    WHERE used_at < now() - interval '10 minutes' FOR UPDATE SKIP LOCKED)
 )
 INSERT INTO agents_lease AS l (host_id, seen_at, epoch)
 SELECT * FROM unnest(%(hosts)s::bigint[], %(times)s::timestamptz[], %(epochs)s::bigint[])
 ON CONFLICT (host_id) DO UPDATE SET seen_at = greatest(l.seen_at, excluded.seen_at),
   epoch = greatest(l.epoch, excluded.epoch)
 """
-"""Renew leases, and register this gateway if it has an address. Gateways not seen for an hour are deleted.
+"""Renew leases, and register this gateway if it has an address. Gateways not seen for an hour are deleted, and
+so are used nonces long after their challenges have expired. Rows of gateways and nonces that another transaction has
+locked are skipped.
 
-Plain SQL, because it writes two tables in one round trip, and a lease may only move forward.
+Plain SQL, because it writes these tables in one round trip, and a lease may only move forward.
 """
 UPDATE_AGENTS_FROM_HELLO = """
 UPDATE agents_agent a SET version = x.version, ops = x.ops, writes = x.writes, wire = x.wire, boot_id = x.boot_id,
@@ -65,6 +78,8 @@ class LeaseBuffer:
         self._next_flush_at = 0.0
         self._renewals: dict[int, tuple[float, int]] = {}
         self._hello_data: dict[int, dict[str, object]] = {}
+        self._locked_hosts: set[int] = set()
+        """Hosts that the last flush left out, because another transaction had their rows locked."""
 
     def note_heartbeat(self, host_id: int, epoch: int) -> None:
         """Note that a message of this host's agent has arrived now, so that the next flush renews the lease.
@@ -97,42 +112,52 @@ class LeaseBuffer:
         """Write leases and Hello data, and return True. Return False, and write nothing, until `flush_s` has passed
         since the last time.
 
-        True also means that the job which looks for silent agents should run. Raise database errors; then everything is
-        kept for the next call.
+        True also means that the job which looks for silent agents should run. What belongs to a host whose rows are
+        locked is kept for the next call. Raise database errors; then all that was not written is kept.
         """
         if time.monotonic() < self._next_flush_at:
             return False
         renewals, self._renewals = self._renewals, {}
         hello_data, self._hello_data = self._hello_data, {}
         try:
-            self._write_to_database(renewals, hello_data)
-        except Exception:
+            renewals = self._write_unlocked(renewals, self._write_leases)
+            hello_data = self._write_unlocked(hello_data, _write_hello_data)
+            self._locked_hosts = {*renewals, *hello_data}
+        finally:
             self._renewals = renewals | self._renewals
             self._hello_data = hello_data | self._hello_data
-            raise
         self._next_flush_at = time.monotonic() + self.flush_s
         return True
 
-    def _write_to_database(
-        self, renewals: dict[int, tuple[float, int]], hello_data: dict[int, dict[str, object]]
-    ) -> None:
-        """Write leases and Hello data, one statement each, without a common transaction.
+    def _write_unlocked(self, rows: dict[int, RowT], write: Callable[[dict[int, RowT]], None]) -> dict[int, RowT]:
+        """Write the rows of all hosts, except for hosts whose rows are locked; return those that were not written.
 
-        The statement for leases also registers this gateway if it has an address; without leases it is not executed.
-        Hello data that the database rejects is logged and lost. Raise other database errors.
+        Hosts that were locked at the last flush are written separately, so that all others go into one statement.
         """
+        first = [host for host in rows if host not in self._locked_hosts]
+        again = [host for host in rows if host in self._locked_hosts]
+        unwritten: list[int] = []
+        for hosts in first, again:
+            unwritten += write_unless_locked(hosts, lambda some: write({host: rows[host] for host in some}))
+        return {host: rows[host] for host in unwritten}
+
+    def _write_leases(self, renewals: dict[int, tuple[float, int]]) -> None:
+        """Renew leases, and register this gateway if it has an address, in one statement."""
+        times = [datetime.fromtimestamp(at, UTC) for at, _ in renewals.values()]
+        name, url = self.gateway_name_and_url
+        epochs = [epoch for _, epoch in renewals.values()]
+        renewed: dict[str, Any] = {"hosts": list(renewals), "times": times, "epochs": epochs}
         with connection.cursor() as cursor:
-            if renewals:
-                times = [datetime.fromtimestamp(at, UTC) for at, _ in renewals.values()]
-                name, url = self.gateway_name_and_url
-                epochs = [epoch for _, epoch in renewals.values()]
-                renewed: dict[str, Any] = {"hosts": list(renewals), "times": times, "epochs": epochs}
-                cursor.execute(UPSERT_LEASES, {"name": name, "url": url} | renewed)
-            if hello_data:
-                try:
-                    cursor.execute(UPDATE_AGENTS_FROM_HELLO, [msgspec.json.encode(list(hello_data.values())).decode()])
-                except DataError:  # bad Hello data must not prevent leases from being renewed
-                    log.exception("Hello data cannot be stored (agents: %d)", len(hello_data))
+            cursor.execute(UPSERT_LEASES, {"name": name, "url": url} | renewed)
+
+
+def _write_hello_data(hello_data: dict[int, dict[str, object]]) -> None:
+    """Store what agents said in Hello, in one statement. Data that the database rejects is logged and lost."""
+    try:
+        with connection.cursor() as cursor:
+            cursor.execute(UPDATE_AGENTS_FROM_HELLO, [msgspec.json.encode(list(hello_data.values())).decode()])
+    except DataError:
+        log.exception("Hello data cannot be stored (agents: %d)", len(hello_data))
 
 
 def mark_stale_hosts() -> bool:

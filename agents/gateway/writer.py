@@ -4,6 +4,10 @@ The work is: reports (COPY into the spool, acknowledged after the commit), messa
 enrolling agents that connect, changes of trust, leases and refusals. The thread collects jobs for a few milliseconds
 and then serves them together. Order of service: reports that show a fault, then connecting agents, changes of trust and
 messages about commands, then the other reports.
+
+The thread never waits for a row that another transaction has locked (`agents.gateway.row_locks`). A job that needs such
+a row is held: it is tried again every HELD_RETRY_S, after the other jobs. Reports never need one: the spool refers to
+no row, and its ids are from a sequence.
 """
 
 from __future__ import annotations
@@ -14,7 +18,7 @@ import queue
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
@@ -28,10 +32,17 @@ from accelerators.domain import errors
 from accelerators.runtime import database_outage, pubsub
 from accelerators.runtime import jobs as ticks
 from agents import authentication, credentials, key_revocation
-from agents.authentication import ConnectionRejectedError
+from agents.authentication import ConnectionRejectedError, EnrolledAgent
 from agents.gateway import command_dispatch, metrics
 from agents.gateway.leases import LeaseBuffer
 from agents.gateway.rejections import RefusalCounter
+from agents.gateway.row_locks import (
+    MAX_LOCK_TIMEOUTS,
+    is_lock_timeout,
+    limiting_lock_waits,
+    suppressing_lock_timeouts,
+    write_unless_locked,
+)
 from agents.gateway.sessions import SessionClosedError
 from agents.gateway.throttling import ReportJitter
 
@@ -61,6 +72,8 @@ SPOOL_CHECK_INTERVAL_S = 10.0
 """Seconds between two checks for rows left in the spool; if there are any, a merge job is enqueued."""
 DEPTH_INTERVAL_S = 1.0
 """Seconds between two measurements of the spool's depth while it is not empty."""
+HELD_RETRY_S = 0.1
+"""Seconds until a job is tried again that needs a row which another transaction has locked."""
 NORMAL_REPORT_SHARE = 4
 """One place in NORMAL_REPORT_SHARE of each batch of reports is kept for reports without a fault."""
 CHANGES_POLL_S = 2.5
@@ -89,10 +102,14 @@ class SpoolJob:
 @dataclass(slots=True)
 class AdmitJob:
     """Look up or enrol the agent of a verified credential. The future gives an EnrolledAgent or raises
-    ConnectionRejectedError."""
+    ConnectionRejectedError.
+
+    `nonce` is that of the credential; None as soon as the database has accepted it.
+    """
 
     future: asyncio.Future[Any]
     credential: credentials.Credential
+    nonce: authentication.IssuedNonce | None
 
 
 @dataclass(slots=True)
@@ -113,7 +130,7 @@ class CommandJob:
 
 
 WriterJob = SpoolJob | AdmitJob | TrustJob | CommandJob
-BatchJobT = TypeVar("BatchJobT", SpoolJob, CommandJob)
+BatchJobT = TypeVar("BatchJobT", SpoolJob, AdmitJob, TrustJob, CommandJob)
 FutureResults = list[tuple[asyncio.Future[Any], Any]]
 
 
@@ -133,6 +150,7 @@ class DatabaseWriter(threading.Thread):
         max_rows: int,
         leases: LeaseBuffer,
         refusals: RefusalCounter,
+        challenges: authentication.Challenges,
         report_jitter: ReportJitter,
         on_agent_changes: Callable[[list[key_revocation.AgentChange]], None],
         on_reports_needed: Callable[[list[int]], None],
@@ -140,11 +158,16 @@ class DatabaseWriter(threading.Thread):
         super().__init__(daemon=True, name="spool-writer")
         self._interval_s, self._max_rows = interval_s, max_rows
         self._leases, self._refusals, self._report_jitter = leases, refusals, report_jitter
+        self._challenges = challenges
         self._on_agent_changes, self._on_reports_needed = on_agent_changes, on_reports_needed
         self._jobs: queue.SimpleQueue[WriterJob | None] = queue.SimpleQueue()
         self._other_jobs: deque[WriterJob] = deque()
         self._urgent_reports: deque[SpoolJob] = deque()
         self._normal_reports: deque[SpoolJob] = deque()
+        self._held_jobs: deque[tuple[float, WriterJob]] = deque()
+        """Jobs that need locked rows, each with the time (monotonic) when it is tried again. Never reports."""
+        self._jobs_to_wake: set[str] = set()
+        """Names of background jobs that are to be woken."""
         self._reports_by_host: Counter[int] = Counter()
         """Reports per host that are queued or in the current batch. While there is one, the applied hash may change."""
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -177,21 +200,29 @@ class DatabaseWriter(threading.Thread):
 
     def run(self) -> None:
         """Process batches and periodic work until `stop`. An unexpected error is logged, and the thread goes on."""
-        while not self._stopping:
-            try:
-                self._process_next_batch()
-                self._retry_during_outage(self._run_periodic_work)
-            except Exception:  # all agents depend on this thread, so it must not end
-                log.exception("unexpected error in the thread that stores agents' messages; it goes on")
-                time.sleep(ERROR_PAUSE_S)
+        with limiting_lock_waits(), ticks.collecting_wake_ups(self._jobs_to_wake):
+            while not self._stopping:
+                try:
+                    self._process_next_batch()
+                    self._retry_during_outage(self._run_periodic_work)
+                except Exception:  # all agents depend on this thread, so it must not end
+                    log.exception("unexpected error in the thread that stores agents' messages; it goes on")
+                    time.sleep(ERROR_PAUSE_S)
+            with suppress(DatabaseError, InterfaceError, psycopg.Error):
+                self._wake_jobs()
         connection.close()
 
     def _process_next_batch(self) -> None:
-        """Take a batch of queued jobs, serve it, and resolve the futures after the commit.
+        """Take a batch of queued jobs and serve it, then the held jobs that are due."""
+        self._serve_jobs(self._collect_batch())
+        self._serve_jobs(self._pop_due_held_jobs())
+
+    def _serve_jobs(self, batch: list[WriterJob]) -> None:
+        """Serve a batch of jobs, and resolve their futures after the commit.
 
         After an unexpected error each future gets an exception that refuses the agent, and the error is raised.
         """
-        if batch := self._collect_batch():
+        if batch:
             try:
                 self._retry_during_outage(lambda: self._process_batch(batch))
             except Exception:
@@ -203,16 +234,30 @@ class DatabaseWriter(threading.Thread):
             finally:
                 self._forget_reports_of(batch)
 
+    def _hold_jobs(self, jobs: list[Any]) -> None:
+        """Keep jobs that need locked rows, to try them again after HELD_RETRY_S."""
+        retry_at = time.monotonic() + HELD_RETRY_S
+        self._held_jobs.extend((retry_at, job) for job in jobs)
+
+    def _pop_due_held_jobs(self) -> list[WriterJob]:
+        """Remove the held jobs that are to be tried again now, and return them in order."""
+        now, due = time.monotonic(), []
+        while self._held_jobs and self._held_jobs[0][0] <= now:
+            due.append(self._held_jobs.popleft()[1])
+        return due
+
     def _collect_batch(self) -> list[WriterJob]:
         """Return the next batch: wait for a job, sleep for the flush interval, then take what has arrived.
 
         Reports with a fault come before others, and no more reports are taken than go into one commit. [] if no job
-        came within a second, or within the interval of lease flushes if that is shorter. The interval is slept through,
-        because being woken by every job costs more than serving it (measured).
+        came within a second, or within the interval of lease flushes or of held work if that is shorter. The interval
+        is slept through, because being woken by every job costs more than serving it (measured).
         """
         has_waiting_jobs = bool(self._other_jobs or self._urgent_reports or self._normal_reports)
+        has_held_work = self._held_jobs or self._jobs_to_wake
+        idle_s = min(HELD_RETRY_S if has_held_work else 1.0, self._leases.flush_s)
         try:
-            self._add_to_lane(self._jobs.get(timeout=0 if has_waiting_jobs else min(1.0, self._leases.flush_s)))
+            self._add_to_lane(self._jobs.get(timeout=0 if has_waiting_jobs else idle_s))
         except queue.Empty:
             if not has_waiting_jobs:
                 return []
@@ -242,7 +287,8 @@ class DatabaseWriter(threading.Thread):
                     del self._reports_by_host[job.host_id]
 
     def _retry_during_outage(self, work: Callable[[], None]) -> None:
-        """Do `work`, and retry it with a back-off (0.1 to 2 s) while the database is down, until `stop`.
+        """Do `work`, and retry it with a back-off (0.1 to 2 s) while the database is down or one of its tables is
+        locked, until `stop`.
 
         Until `work` succeeds, the writer acknowledges no message, so agents keep their messages and none is lost.
         Queued jobs whose connection has ended are dropped. Other errors are raised. After `stop` it returns even if
@@ -253,8 +299,9 @@ class DatabaseWriter(threading.Thread):
             try:
                 return work()
             except (OperationalError, InterfaceError, psycopg.OperationalError) as error:
-                database_outage.log_outage(error)
-                connection.close()
+                if not is_lock_timeout(error):
+                    database_outage.log_outage(error)
+                    connection.close()
                 time.sleep(pause)
                 pause = min(pause * 2, 2.0)
                 self._drop_abandoned_jobs()
@@ -274,7 +321,8 @@ class DatabaseWriter(threading.Thread):
 
         Each group has its own commits, and its futures are resolved at once, so that no group waits for a later one. A
         report whose connection has ended is dropped: it was never acknowledged, and its agent sends its current
-        inventory again. Raise if the database is down; groups that are committed already are then resolved already.
+        inventory again. Jobs that need locked rows are held. Raise if the database is down; groups that are committed
+        already are then resolved already.
         """
         assert self._loop
         reports = [job for job in batch if isinstance(job, SpoolJob) and not job.future.done()]
@@ -283,43 +331,87 @@ class DatabaseWriter(threading.Thread):
                 _resolve_futures, _process_isolating_errors(self._store_reports, urgent, _error_for_unserved)
             )
         if admissions := [job for job in batch if isinstance(job, AdmitJob) and not job.future.done()]:
-            self._loop.call_soon_threadsafe(_resolve_futures, self._identify_agents(admissions))
-        for trust_job in batch:
-            if isinstance(trust_job, TrustJob):
-                self._loop.call_soon_threadsafe(_resolve_futures, [(trust_job.future, _apply_trust_change(trust_job))])
+            self._hold_jobs(write_unless_locked(admissions, self._identify_agents))
+        self._serve_one_by_one([job for job in batch if isinstance(job, TrustJob)], _apply_trust_change)
         if command_jobs := [job for job in batch if isinstance(job, CommandJob)]:
-            self._loop.call_soon_threadsafe(
-                _resolve_futures, _process_isolating_errors(_store_command_messages, command_jobs, lambda _: False)
-            )
+            self._hold_jobs(write_unless_locked(command_jobs, self._store_command_messages))
         if normal := [job for job in reports if not job.urgent]:
             self._loop.call_soon_threadsafe(
                 _resolve_futures, _process_isolating_errors(self._store_reports, normal, _error_for_unserved)
             )
 
-    def _identify_agents(self, jobs: list[AdmitJob]) -> FutureResults:
-        """Look up all connecting agents in one statement, and enrol those with a token.
+    def _identify_agents(self, jobs: list[AdmitJob]) -> None:
+        """Look up all connecting agents in one statement; enrol those with a token, and store changed node names.
 
-        Return for each job an EnrolledAgent or a ConnectionRejectedError. The applied hash is given as '' while a
-        report of the host is queued here. Raise only if the database is down.
+        An agent whose nonce is not accepted is refused. Agents for which nothing has to be written get their answers
+        first. Raise only if the database is down, or if a gateway is recording one of the nonces at this moment.
         """
-        enrolled = authentication.find_enrolled({job.credential.public_key for job in jobs})
-        results: FutureResults = []
+        assert self._loop
+        found = authentication.find_enrolled([(job.credential.public_key, job.nonce) for job in jobs])
+        answered: FutureResults = []
+        others: list[tuple[AdmitJob, EnrolledAgent | None]] = []
+        for job, lookup in zip(jobs, found, strict=True):
+            self._challenges.note_database_time(lookup.database_time)
+            if not lookup.is_accepted:
+                answered.append((job.future, authentication.reject_nonce()))
+                continue
+            job.nonce = None
+            if authentication.needs_enrolment(job.credential, lookup.agent):
+                others.append((job, lookup.agent))
+            else:
+                answered.append((job.future, self._identify_agent(job, lookup.agent)))
+        self._loop.call_soon_threadsafe(_resolve_futures, answered)
+        enrolled = {id(job): agent for job, agent in others}
+        self._serve_one_by_one([job for job, _ in others], lambda job: self._identify_agent(job, enrolled[id(job)]))
+
+    def _identify_agent(self, job: AdmitJob, known: EnrolledAgent | None) -> object:
+        """Identify or enrol one agent; return an EnrolledAgent or a ConnectionRejectedError. `known` is the agent to
+        which the key belongs.
+
+        The applied hash is given as '' while a report of the host is queued here. Raise only if the database is down,
+        or if a row is locked.
+        """
+        try:
+            found = authentication.identify_or_enrol(job.credential, known)
+        except ConnectionRejectedError as refused:
+            return refused
+        except (OperationalError, InterfaceError):
+            raise
+        except DatabaseError as error:
+            log.exception("enrolling %s failed", job.credential.host)
+            return ConnectionRejectedError(
+                503, "database", f"the agent could not be admitted now: {type(error).__name__}"
+            )
+        return replace(found, applied_hash="") if self._reports_by_host[found.host_id] else found
+
+    def _serve_one_by_one(self, jobs: Iterable[BatchJobT], serve: Callable[[BatchJobT], object]) -> None:
+        """Serve each job in a transaction of its own, and resolve its future with what `serve` returns.
+
+        A job that needs a locked row is held. After MAX_LOCK_TIMEOUTS of them, the rest is held without having been
+        tried. Raise only if the database is down.
+        """
+        assert self._loop
+        timeout_count = 0
         for job in jobs:
-            try:
-                outcome: Any = authentication.identify_or_enrol(job.credential, enrolled.get(job.credential.public_key))
-                if self._reports_by_host[outcome.host_id]:
-                    outcome = replace(outcome, applied_hash="")
-            except ConnectionRejectedError as refused:
-                outcome = refused
-            except (OperationalError, InterfaceError):
-                raise
-            except DatabaseError as error:
-                log.exception("enrolling %s failed", job.credential.host)
-                outcome = ConnectionRejectedError(
-                    503, "database", f"the agent could not be admitted now: {type(error).__name__}"
-                )
-            results.append((job.future, outcome))
-        return results
+            if timeout_count < MAX_LOCK_TIMEOUTS:
+                with suppressing_lock_timeouts():
+                    self._loop.call_soon_threadsafe(_resolve_futures, [(job.future, serve(job))])
+                    continue
+                timeout_count += 1
+            self._hold_jobs([job])
+
+    def _store_command_messages(self, jobs: list[CommandJob]) -> None:
+        """Store messages about commands together, and resolve each future with whether its command is settled, so that
+        a Result can be acknowledged. Raise only if the database is down, or if a row is locked."""
+        assert self._loop
+
+        def store_messages(jobs: list[CommandJob]) -> FutureResults:
+            """Store the messages in one transaction; return for each whether its command is settled."""
+            settled = command_dispatch.store_messages([job.message for job in jobs])
+            return [(job.future, job.message[:2] in settled) for job in jobs]
+
+        results = _process_isolating_errors(store_messages, jobs, lambda _: False)
+        self._loop.call_soon_threadsafe(_resolve_futures, results)
 
     def _store_reports(self, jobs: list[SpoolJob]) -> FutureResults:
         """Store reports in the spool, leaving out those already applied; return for each whether it was stored.
@@ -349,21 +441,37 @@ class DatabaseWriter(threading.Thread):
         return [(job.future, id(job) in stored_ids) for job in jobs]
 
     def _run_periodic_work(self) -> None:
-        """Do what is due: flush leases, metrics and refusals, enqueue periodic jobs, read changed agent rows and the
+        """Do what is due: flush leases, metrics and refusals, wake background jobs, read changed agent rows and the
         hosts whose report is needed again, measure the spool.
 
-        Every SPOOL_CHECK_INTERVAL_S wake the job `merge` if the spool has rows, in case an earlier task was lost. Raise
-        database errors.
+        A part that needs a lock of another transaction is done at the next call. Raise other database errors.
         """
+        for do_part in (
+            self._flush_leases,
+            self._refusals.flush,
+            self._read_changes,
+            self._measure_spool,
+            self._look_for_spooled_reports,
+            self._wake_jobs,
+        ):
+            with suppressing_lock_timeouts():
+                do_part()
+
+    def _flush_leases(self) -> None:
+        """Write leases and what agents said in Hello, if it is time; then push the metrics, and wake the periodic
+        jobs."""
         if self._leases.flush():
             metrics.push_metrics()
             ticks.enqueue_periodic_jobs()
-        self._refusals.flush()
+
+    def _read_changes(self) -> None:
+        """Read changed agent rows and the hosts whose report is needed again, every CHANGES_POLL_S or when notified."""
         if self._has_notification or time.monotonic() - self._changes_read_at >= CHANGES_POLL_S:
             self._read_agent_changes()
             self._read_needed_reports()
-        if self._has_spooled_reports and time.monotonic() - self._depth_measured_at >= DEPTH_INTERVAL_S:
-            self._measure_spool()
+
+    def _look_for_spooled_reports(self) -> None:
+        """Every SPOOL_CHECK_INTERVAL_S wake the job `merge` if the spool has rows, in case an earlier task was lost."""
         if time.monotonic() - self._spool_checked_at < SPOOL_CHECK_INTERVAL_S:
             return
         self._spool_checked_at = time.monotonic()
@@ -374,12 +482,23 @@ class DatabaseWriter(threading.Thread):
         if has_rows:
             ticks.enqueue_job("merge")
 
+    def _wake_jobs(self) -> None:
+        """Wake the background jobs in `_jobs_to_wake`.
+
+        A name is kept until the next call while another process that wakes the same job has not committed: the name
+        conflicts with the row that it has inserted.
+        """
+        if names := sorted(self._jobs_to_wake):
+            self._jobs_to_wake.difference_update(set(names) - {*write_unless_locked(names, ticks.wake_jobs)})
+
     def _measure_spool(self) -> None:
         """Read the oldest and the newest id in the spool, and pass them on to `ReportJitter`, which computes how long
         the merge needs.
 
         This is repeated every DEPTH_INTERVAL_S until the spool is empty.
         """
+        if not self._has_spooled_reports or time.monotonic() - self._depth_measured_at < DEPTH_INTERVAL_S:
+            return
         self._depth_measured_at = time.monotonic()
         with connection.cursor() as cursor:
             cursor.execute(SELECT_SPOOL_RANGE)
@@ -419,7 +538,10 @@ def _pop_jobs(lane: deque[Any], count: int) -> list[Any]:
 
 
 def _apply_trust_change(job: TrustJob) -> Exception | None:
-    """Do a change of trust; return None, or the error for its future. Raise only if the database is down (retried)."""
+    """Do a change of trust; return None, or the error for its future.
+
+    Raise only if the database is down, or if a row is locked: then it is tried again.
+    """
     try:
         job.apply_change()
     except (OperationalError, InterfaceError, psycopg.OperationalError):
@@ -430,13 +552,6 @@ def _apply_trust_change(job: TrustJob) -> Exception | None:
         log.exception("a change of trust failed")
         return error
     return None
-
-
-def _store_command_messages(jobs: list[CommandJob]) -> FutureResults:
-    """Store messages about commands together; return for each whether its command is settled, so that a Result can be
-    acknowledged. Raise database errors."""
-    settled = command_dispatch.store_messages([job.message for job in jobs])
-    return [(job.future, job.message[:2] in settled) for job in jobs]
 
 
 def _process_isolating_errors(

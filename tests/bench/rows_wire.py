@@ -28,9 +28,10 @@ UNREAD = "a socket that reads nothing"
 PLAIN_COPY = "COPY spool (host_id, epoch, seq, received_at, payload, urgent) FROM STDIN"
 TIMERS = re.compile(
     r"SELECT 1(?: FROM spool LIMIT 1)?$|SELECT host_id, public_key, barred,|SELECT h\.id FROM accelerators_host h\s"
+    r"|SET lock_timeout"
 )
 """Periodic statements: the writer's checks of the spool (10 s), of barred agents and of hosts whose report is needed
-again (2.5 s), and the health check."""
+again (2.5 s), the health check, and the time limit for locks on a new connection."""
 
 
 @dataclass(frozen=True)

@@ -45,7 +45,7 @@ class WriterByHand:
     def admit_and_get_applied_hash(self, agent: WireAgent) -> str:
         """Admit the agent in the next batch; return the hash that its Welcome would name as applied."""
         credential = credentials.parse_authorization(agent.credential("nonce"))
-        future = self.enqueue(AdmitJob(self.loop.create_future(), credential))
+        future = self.enqueue(AdmitJob(self.loop.create_future(), credential, None))
         self.process_batch()
         return str(future.result().applied_hash)
 

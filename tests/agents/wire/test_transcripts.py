@@ -27,6 +27,7 @@ from accelerators.commands.command_queue import CommandOrder
 from accelerators.models import Command, Device
 from accelerators.workflows import command_endings
 from agents import credentials, jobs, key_revocation, wire
+from agents.authentication import IssuedNonce
 from agents.gateway import metrics
 from agents.gateway.asgi_app import AgentGateway
 from agents.models import Agent
@@ -74,8 +75,8 @@ def connect_as_release(head: dict[str, Any], gateway: AgentGateway, port: int) -
     else:
         header = head["authorization"]
         credential = credentials.parse_authorization(header)
-        # The gateway must know the challenge that was answered when this credential was recorded.
-        gateway.challenges._expiry_by_nonce[credential.nonce] = time.monotonic() + 60
+        # The gateway accepts the challenge that was answered when this credential was recorded.
+        gateway.challenges.open_nonce = lambda nonce: IssuedNonce(nonce, time.time())  # type: ignore[method-assign]
         Agent.objects.create(host=get_or_create_host(), public_key=credential.public_key)
     where = f"ws://127.0.0.1:{port}{wire.AGENT_PATH}"
     return connect(where, additional_headers={"Authorization": header}, subprotocols=head["speaks"], compression=None)
