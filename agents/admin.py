@@ -101,6 +101,8 @@ class AgentAdmin(ReadOnlyModelAdmin):
         "key_since",
         "rotate_asked_at",
         "shown_writes",
+        "fingerprint",
+        "announcement",
         "barred_reason",
     )
     readonly_fields = fields

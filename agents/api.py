@@ -67,6 +67,8 @@ class AgentSerializer(RowSerializer):
             "key_since",
             "barred_reason",
             "address",
+            "fingerprint",
+            "announcement",
             "connected_at",
             "enrolled_at",
         )

@@ -16,6 +16,7 @@ from datetime import UTC, datetime, timedelta
 from typing import Any, NamedTuple
 
 import msgspec
+from django.conf import settings
 from django.core.signing import BadSignature, Signer
 from django.db import connection, transaction
 
@@ -222,8 +223,8 @@ def verify_credential(
 def create_join_token(host: str, *, address: str, hours: int, created_by: str, fingerprint: str = "") -> str:
     """Create a join token for `host`, valid for `hours`, and return its join string. Record the event `agent.invited`.
 
-    Only a hash of the secret is stored, so the string cannot be shown again. `address` and `fingerprint` (of the pinned
-    certificate, '' for none) go into the string only.
+    Only a hash of the secret is stored, so the string cannot be shown again. `address`, `fingerprint` (of the pinned
+    certificate, '' for none) and, with a pinned certificate, the announcement key go into the string only.
     """
     secret = secrets.token_urlsafe(24)
     JoinToken.objects.create(
@@ -235,7 +236,8 @@ def create_join_token(host: str, *, address: str, hours: int, created_by: str, f
     source = EventSource.SYSTEM if created_by == AUTOMATIC_CREATOR else EventSource.PERSON
     changes = {"join token": [None, f"valid for {hours} hours"]}
     conductor.record_event("agent.invited", source, created_by or "join token", host_name=host, changes=changes)
-    return credentials.encode_join_string(address, fingerprint, host, secret)
+    announcement_key = settings.KEYS.agent_announcement_key if fingerprint else ""
+    return credentials.encode_join_string(address, fingerprint, host, secret, announcement_key)
 
 
 def _hash_secret(secret: str) -> str:

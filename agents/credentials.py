@@ -16,7 +16,7 @@ from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 from msgspec import Meta, Struct
 
-from agents.wire import MalformedMessageError, NonNegativeInt
+from agents.wire import MAX_ANNOUNCEMENTS, CertificateAnnouncement, MalformedMessageError, NonNegativeInt
 from drivers.inventory import Name
 
 SCHEME = "Cyborg-Agent"
@@ -24,12 +24,17 @@ SCHEME = "Cyborg-Agent"
 _encode_json = msgspec.json.Encoder().encode
 
 
-class Challenge(Struct, frozen=True):
-    """Answer of GET /ws/agent/challenge. The nonce is valid for `seconds` and for one request."""
+class Challenge(Struct, frozen=True, omit_defaults=True):
+    """Answer of GET /ws/agent/challenge. The nonce is valid for `seconds` and for one request.
+
+    `announcements` are those of certificates. An agent that does not accept the server's certificate reads only them,
+    and believes none without the signature of the announcement key.
+    """
 
     nonce: str
     seconds: float
     versions: tuple[str, ...]
+    announcements: Annotated[tuple[CertificateAnnouncement, ...], Meta(max_length=MAX_ANNOUNCEMENTS)] = ()
 
 
 class Credential(Struct, frozen=True):
@@ -109,19 +114,28 @@ def parse_authorization(value: str) -> Credential:
     return credential
 
 
-def encode_join_string(address: str, fingerprint: str, host: str, secret: str) -> str:
-    """Make the string that `manage.py join_token` prints: server address, certificate fingerprint, host and secret."""
-    return base64.urlsafe_b64encode(_encode_json([1, address, fingerprint, host, secret])).decode().rstrip("=")
+def encode_join_string(address: str, fingerprint: str, host: str, secret: str, announcement_key: str = "") -> str:
+    """Make the string that `manage.py join_token` prints.
+
+    It has the server's address, the certificate's fingerprint, the host, the secret and, if there is one, the key that
+    signs announcements of certificates.
+    """
+    fields = [1, address, fingerprint, host, secret, announcement_key]
+    return base64.urlsafe_b64encode(_encode_json(fields if announcement_key else fields[:-1])).decode().rstrip("=")
 
 
 class JoinData(Struct, frozen=True, array_like=True):
-    """The content of a join string. `address` is `http://host:port` or `https://…`; `fingerprint` is '' without TLS."""
+    """The content of a join string. `address` is `http://host:port` or `https://…`; `fingerprint` is '' without TLS.
+
+    `announcement_key` is '' if there is none. Older releases ignore it.
+    """
 
     version: int
     address: str
     fingerprint: str
     host: str
     secret: str
+    announcement_key: str = ""
 
 
 def parse_join_string(text: str) -> JoinData:

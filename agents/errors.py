@@ -4,6 +4,7 @@ All exceptions of this package, each with the module that defines it:
 
     AgentsError                         agents.errors
       MalformedMessageError             agents.wire
+      AnnouncementError                 agents.certificates
       ConnectionRejectedError           agents.authentication
       SessionClosedError                agents.gateway.sessions
       TooManyCensusesError              agents.gateway.sample_cache

@@ -53,6 +53,18 @@ class Agent(models.Model):
         blank=True,
         help_text="Why it cannot write to Placement itself; empty if it can; null if it has never reported this.",
     )
+    fingerprint = models.CharField(
+        max_length=64,
+        db_default="",
+        default="",
+        blank=True,
+        help_text="The pinned certificate of its last connection; empty if it pins none.",
+    )
+    announcement = models.BigIntegerField(
+        null=True,
+        blank=True,
+        help_text="Number of the newest announcement of a certificate that it has; 0: none yet; null: it accepts none.",
+    )
     connected_at = models.DateTimeField(null=True, blank=True)
     connection = models.BigIntegerField(
         db_default=0, default=0, help_text="Number of its last connection; later ones have higher numbers."

@@ -36,11 +36,17 @@ AGENT_PATH = "/ws/agent"
 CHALLENGE_PATH = "/ws/agent/challenge"
 IMAGE_PATH = "/ws/agent/image/"
 
+MAX_ANNOUNCEMENTS = 32
+"""Maximum number of announcements of certificates in a file, in a message and in an agent's journal."""
+FINGERPRINT_PATTERN = "^[0-9a-f]{64}$"
+
 CODE_KEY_BARRED = "key-barred"
 """Code of a 403 that tells an agent to join with a new key: its token is valid, but its key is barred for ever."""
 
 NonNegativeInt = Annotated[int, Meta(ge=0, le=2**53)]
 Nonce = Annotated[str, Meta(max_length=64)]
+Fingerprint = Annotated[str, Meta(pattern=FINGERPRINT_PATTERN)]
+"""The SHA-256 of a certificate in DER: 64 lower-case hexadecimal digits."""
 BootId = Annotated[str, Meta(max_length=64, pattern=r"^[^\x00]*$")]
 """The kernel's random id of one boot of a host (/proc/sys/kernel/random/boot_id)."""
 STATES_NOT_RUNNING = ("disabled", "absent")
@@ -64,6 +70,9 @@ class Hello(Message, frozen=True):
     """The commands that the agent supports. Empty if the agent's release knows no commands."""
     writes: Annotated[str, Meta(max_length=500)] | None = None
     """Why the agent cannot write to Placement itself; '' if it can, None if its release does not support that."""
+    announcement: NonNegativeInt | None = None
+    """Number of the newest announcement of a certificate that it has kept, 0 for none. None if it would not accept any:
+    it pins no certificate, does not know the announcement key, or its release does not support announcements."""
 
 
 class Report(Message, frozen=True, omit_defaults=True):
@@ -302,12 +311,38 @@ class Probe(Message, frozen=True):
     nonce: Nonce
 
 
+class CertificateAnnouncement(Struct, frozen=True):
+    """Says that the certificate `fingerprint` of the agents' listener replaces the certificate `replaces`.
+
+    Both are accepted until `both_until` (seconds since 1970), afterwards only the new one. `number` orders
+    announcements. `signature` is that of the announcement key, in base64url (`agents.certificates`).
+    """
+
+    number: Annotated[int, Meta(ge=1, le=2**31 - 1)]
+    replaces: Fingerprint
+    fingerprint: Fingerprint
+    both_until: Annotated[int, Meta(ge=0, le=253_402_300_799)]  # the end of the year 9999
+    signature: Annotated[str, Meta(max_length=128)]
+
+
+class Certificates(Message, frozen=True):
+    """The public half of the announcement key, and all announcements of certificates.
+
+    The gateway sends it after Welcome if such a key is configured, and again when there are further announcements. The
+    agent keeps them in its journal, and then sends Hello again, with the number of the newest one. An agent that has no
+    announcement key yet keeps this one for ever; later it ignores any other. Agents older than that drop the message.
+    """
+
+    announcement_key: Annotated[str, Meta(max_length=64)]
+    announcements: Annotated[tuple[CertificateAnnouncement, ...], Meta(max_length=MAX_ANNOUNCEMENTS)] = ()
+
+
 class Rotate(Message, frozen=True):
     """Asks the agent to make and store a new key and to send it as NewKey, because an operator has asked for one."""
 
 
 FromAgent = Hello | Report | Beat | Alive | NewKey | Taken | Progress | Result | Samples
-FromGateway = Welcome | Ack | Refuse | Probe | Rotate | Command | Writer | Watch
+FromGateway = Welcome | Ack | Refuse | Probe | Rotate | Command | Writer | Watch | Certificates
 
 _encode_json = msgspec.json.Encoder().encode
 _agent_decoder = msgspec.json.Decoder(FromAgent)

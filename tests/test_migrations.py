@@ -43,6 +43,7 @@ REVIEWED_STEPS: dict[str, str] = {
     "accelerators 0002_released_handles: RunSQL": "it sets a time limit for the migration's locks, and adds a "
     "trigger that rejects a bind of a released handle, as the unique index rejects one of a held handle: the former "
     "release retries and answers that the handles are taken",
+    "agents 0003_agent_announcement: RunSQL": "it sets a time limit for the migration's locks",
     "agents 0002_used_nonces: RunSQL": "it sets a time limit for the migration's locks",
     "accelerators 0007_sign_seals: RunSQL": "it sets a time limit for the migration's locks, and adds a trigger that "
     "rejects an unsigned seal after a signed one: the job of the former release fails, and that of this one seals",

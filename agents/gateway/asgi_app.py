@@ -11,6 +11,7 @@ import asyncio
 import logging
 import math
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any, Literal, Protocol
 
 import msgspec
@@ -22,6 +23,7 @@ from accelerators.runtime import database_outage
 from agents import authentication, credentials, key_revocation, wire
 from agents.authentication import ConnectionRejectedError, EnrolledAgent
 from agents.gateway import metrics
+from agents.gateway.announcements import AnnouncementFile
 from agents.gateway.command_dispatch import CommandDispatcher, CommandMessage
 from agents.gateway.leases import LeaseBuffer
 from agents.gateway.rejections import RefusalCounter
@@ -103,6 +105,16 @@ class GatewaySettings(Protocol):
         """Return the seconds between two writes of leases."""
         ...
 
+    @property
+    def agent_announcement_key(self) -> str:
+        """Return the public key that signs announcements of certificates, '' for none."""
+        ...
+
+    @property
+    def announcements_path(self) -> Path:
+        """Return the path of the file of announcements."""
+        ...
+
 
 class AgentGateway:
     """The ASGI application at `/ws/agent`, and the view of `/ws/agent/challenge` that agents ask for a nonce first."""
@@ -111,6 +123,7 @@ class AgentGateway:
         self.settings = settings
         self.leases = LeaseBuffer(settings.lease_flush_s)
         self.refusals = RefusalCounter()
+        self.announcements = AnnouncementFile(settings.agent_announcement_key, settings.announcements_path)
         self.challenges = authentication.Challenges()
         self.throttle = HandshakeThrottle(settings.handshakes, settings.agent_connections)
         self.report_jitter = ReportJitter()
@@ -162,7 +175,10 @@ class AgentGateway:
         except ConnectionRejectedError as refused:
             status, (headers, body) = refused.status, authentication.build_denial(refused)
         else:
-            status, body = 200, msgspec.json.encode(self.challenges.create())
+            challenge = self.challenges.create()
+            if certificates := self.announcements.read():
+                challenge = msgspec.structs.replace(challenge, announcements=certificates.announcements)
+            status, body = 200, msgspec.json.encode(challenge)
             headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
         await send({"type": "http.response.start", "status": status, "headers": headers})
         await send({"type": "http.response.body", "body": body})
@@ -296,7 +312,18 @@ class AgentGateway:
         session.report_requested_at = -math.inf if identity.applied_hash else asyncio.get_running_loop().time()
         if (is_delivered := await send_message(session, welcome)) and identity.rotation_requested:
             self.sessions.request_new_key(session)
+        await self._send_new_announcements(session)
         return is_delivered
+
+    async def _send_new_announcements(self, session: AgentSession) -> None:
+        """Send Certificates if there are announcements that were not sent on this connection.
+
+        Agents that pin no certificate ignore the message.
+        """
+        certificates = self.announcements.read()
+        if certificates and certificates is not session.certificates:
+            session.certificates = certificates
+            await send_message(session, certificates)
 
     def _build_welcome(self, session: AgentSession, applied_hash: str) -> wire.Welcome:
         """Return a Welcome that names `applied_hash` as the hash of the last applied report."""
@@ -352,6 +379,7 @@ class AgentGateway:
                 metrics.event_counts["beats"] += 1
                 self.leases.note_heartbeat(session.identity.host_id, session.epoch)
                 await send_text(session, f'{{"type":"Ack","seq":{message.seq},"of":"Beat"}}')
+                await self._send_new_announcements(session)
             elif type(message) is wire.Report:
                 epoch_seq, content_hash, urgent = (message.epoch, message.seq), message.hash, message.urgent
                 # Decoded it takes five times the memory of its text: do not keep it while waiting for the commit.

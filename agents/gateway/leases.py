@@ -50,9 +50,11 @@ Plain SQL, because it writes these tables in one round trip, and a lease may onl
 """
 UPDATE_AGENTS_FROM_HELLO = """
 UPDATE agents_agent a SET version = x.version, ops = x.ops, writes = x.writes, wire = x.wire, boot_id = x.boot_id,
-  epoch = x.epoch, address = x.address, connection = x.number, connected_at = now(), changed_at = now()
+  fingerprint = x.fingerprint, announcement = x.announcement, epoch = x.epoch, address = x.address,
+  connection = x.number, changed_at = now(),
+  connected_at = CASE WHEN a.connection = x.number THEN a.connected_at ELSE now() END
 FROM jsonb_to_recordset(%s::jsonb) AS x(host bigint, version text, ops text, writes text, wire text, boot_id text,
-  epoch bigint, address text, number bigint)
+  fingerprint text, announcement bigint, epoch bigint, address text, number bigint)
 WHERE a.host_id = x.host AND a.connection <= x.number
 """
 """Store what agents sent in Hello. The row always describes the newest connection, whichever gateway holds it.
@@ -99,6 +101,8 @@ class LeaseBuffer:
             "writes": said.writes and said.writes.replace("\0", ""),
             "wire": session.version,
             "boot_id": session.boot_id,
+            "fingerprint": session.fingerprint,
+            "announcement": said.announcement,
             "epoch": session.epoch,
             "address": session.address,
             "number": identity.connection_number,

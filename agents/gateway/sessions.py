@@ -59,6 +59,7 @@ class AgentSession:
         "applied_hash",
         "awaits_new_key",
         "boot_id",
+        "certificates",
         "close_error",
         "epoch",
         "fingerprint",
@@ -104,6 +105,8 @@ class AgentSession:
         self.highest_epoch = highest_allowed_epoch(identity.epoch)
         self.agent_version = self.boot_id = self.next_public_key = ""
         self.awaits_new_key = self.is_contested = self.has_sent_hello = self.has_sent_unknown = False
+        self.certificates: wire.Certificates | None = None
+        """The announcements of certificates that were sent on this connection."""
         self.outbox: list[str] = []
         self.pending_progress: dict[int, wire.Progress] = {}
         self.progress_flushed_at = 0.0

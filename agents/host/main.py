@@ -41,7 +41,14 @@ from agents.host.execution.images import ImageCache
 from agents.host.execution.placement_writer import DirectPlacementWriter
 from agents.host.execution.plan_runner import HostContext
 from agents.host.journal.desired_drivers import DesiredDrivers
-from agents.host.journal.journal import Journal, WrongHostError, open_journal, read_known_gateway, read_known_host
+from agents.host.journal.journal import (
+    Journal,
+    KnownGateway,
+    WrongHostError,
+    open_journal,
+    read_known_gateway,
+    read_known_host,
+)
 from agents.host.log_buffer import LogTail
 from agents.host.settings import (
     AgentSettings,
@@ -180,16 +187,14 @@ async def _check_host(settings: AgentSettings, *, as_json: bool) -> int:
     The local configuration decides which drivers count as enabled. Nothing is written. Raises ConfigurationError.
     """
     join, directory = read_join_token(settings), Path(settings.state_dir).absolute()
-    known_host, (address, fingerprint) = read_known_host(directory), read_known_gateway(directory)
+    known_host = read_known_host(directory)
     host, node = determine_host_names(settings, join, known_host)
     driver_settings = read_driver_settings(settings)
     extract_allowed_acts(driver_settings)
     drivers = dict(_build_driver_set(settings, node, driver_settings, None).running)
     for name in catalogue.list_driver_names():
         drivers.setdefault(name, _create_driver_process(settings, node, name, driver_settings.get(name, {})))
-    if join:
-        address, fingerprint = join.address, join.fingerprint
-    gateway = GatewayEndpoint(address, fingerprint) if address else None
+    gateway = _choose_gateway(join, read_known_gateway(directory))
     machine = Machine(node)
     try:
         driver_facts, conductor = await asyncio.gather(
@@ -242,7 +247,13 @@ async def _run_daemon(settings: AgentSettings) -> int:
         if journal is None:
             return 0
         try:
-            agent = _LoadedAgent(settings, driver_settings, allowed, keys, journal, _choose_gateway(join, journal))
+            gateway = _choose_gateway(join, journal.gateway)
+            if gateway is None:
+                raise ConfigurationError(
+                    f"{name} has not joined yet: set CYBORG_JOIN_TOKEN to the line that `manage.py join_token {name}` "
+                    "prints on the conductor"
+                )
+            agent = _LoadedAgent(settings, driver_settings, allowed, keys, journal, gateway)
             await _run_agent(agent, stop)
         finally:
             journal.close()
@@ -254,7 +265,10 @@ async def _run_daemon(settings: AgentSettings) -> int:
 
 @dataclass(frozen=True)
 class _LoadedAgent:
-    """The data that the daemon loads before it starts the drivers: settings, key, journal and gateway address."""
+    """The data that the daemon loads before it starts the drivers: settings, key, journal and gateway address.
+
+    `gateway` is the gateway as it was known at the start; the connection learns of further certificates.
+    """
 
     settings: AgentSettings
     driver_settings: Mapping[str, Any]
@@ -279,14 +293,13 @@ async def _run_agent(agent: _LoadedAgent, stop: asyncio.Event) -> None:
     placement_writer = DirectPlacementWriter(identity.host, os.environ, PlacementAuthority())
     hello_message = build_hello(tuple(drivers), placement_writer.find_obstacle())
     journal.boot_id = hello_message.boot_id
-    executor = _build_executor(agent, driver_set, reporter, placement_writer, hello_message.boot_id)
     sampler = HostLoadSampler(drivers, lambda: reporter.last_report)
     link = GatewayLink(
         *(journal, agent.keys, agent.gateway, hello_message, reporter.set_message_limit),
-        command_sink=executor,
         authority=placement_writer.authority,
         sampler=sampler,
     )
+    executor = link.command_sink = _build_executor(agent, link, driver_set, reporter, placement_writer)
     executor.notify_sender = sampler.notify_sender = link.wake.set
     change_watcher.start()
     try:
@@ -310,10 +323,10 @@ async def _run_agent(agent: _LoadedAgent, stop: asyncio.Event) -> None:
 
 def _build_executor(
     agent: _LoadedAgent,
+    link: GatewayLink,
     driver_set: DriverSet,
     reporter: InventoryReporter,
     placement_writer: DirectPlacementWriter,
-    boot_id: str,
 ) -> Executor:
     """Build the executor, and add a handler to the root logger that keeps the last lines for the command `logs`."""
     node = agent.keys.current_identity.node
@@ -329,10 +342,13 @@ def _build_executor(
         ),
         find_device=reporter.find_device,
         command_log=agent.journal.command_log,
-        boot_id=boot_id or "unknown",
+        boot_id=agent.journal.boot_id or "unknown",
     )
     images = ImageCache(
-        Path(agent.settings.state_dir).absolute() / "images", agent.gateway, agent.keys, lambda: agent.journal.epoch
+        Path(agent.settings.state_dir).absolute() / "images",
+        lambda: link.gateway,
+        agent.keys,
+        lambda: agent.journal.epoch,
     )
     log_tail = LogTail(LOG_FORMAT)
     logging.getLogger().addHandler(log_tail)
@@ -473,16 +489,20 @@ async def _open_journal_with_retry(directory: Path, host: str, stop: asyncio.Eve
     return None
 
 
-def _choose_gateway(join: credentials.JoinData | None, journal: Journal) -> GatewayEndpoint:
-    """Return the gateway of the join token, else the one that the journal remembers. Raises ConfigurationError."""
-    if join is not None:
-        return GatewayEndpoint(join.address, join.fingerprint, join.secret)
-    if not journal.address:
-        raise ConfigurationError(
-            f"{journal.host} has not joined yet: set CYBORG_JOIN_TOKEN to the line that "
-            f"`manage.py join_token {journal.host}` prints on the conductor"
-        )
-    return GatewayEndpoint(journal.address, journal.fingerprint)
+def _choose_gateway(join: credentials.JoinData | None, known: KnownGateway) -> GatewayEndpoint | None:
+    """Return the gateway of the join token, else the known one; None if there is neither.
+
+    Announcements of certificates are those that the journal knows, also with a join token: the token may be older than
+    they are. Their signatures are checked here.
+    """
+    if join is None and not known.address:
+        return None
+    key = (join.announcement_key if join else "") or known.announcement_key
+    if join is None:
+        gateway = GatewayEndpoint(known.address, known.fingerprint, announcement_key=key)
+    else:
+        gateway = GatewayEndpoint(join.address, join.fingerprint, join.secret, announcement_key=key)
+    return gateway.add_announcements(known.announcements)
 
 
 if __name__ == "__main__":

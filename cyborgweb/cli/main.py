@@ -10,6 +10,7 @@ from cyborgweb.cli import (
     attachments,
     backends,
     census,
+    certificates,
     device_commands,
     devices,
     drivers,
@@ -109,6 +110,8 @@ VERB_COMMANDS = (
     usage.show_usage,
     census.load_census,
     devices.agent_list,
+    certificates.announcement_key,
+    certificates.announce_certificate,
     completion,
 )
 for command in VERB_COMMANDS:

@@ -146,14 +146,21 @@ class Supervisor:
 
         If no certificate is configured or made yet, one is made. Returns None when CYBORG_AGENT_LISTEN is not set:
         agents then connect to CYBORG_LISTEN. Raises StartError if the address cannot be used, ConfigurationError if its
-        value or the certificate cannot be used.
+        value, the certificate or the file of announcements cannot be used.
         """
         if not self.settings.agent_listen:
             return None
+        from agents.errors import AgentsError
+        from agents.gateway.announcements import read_announcements
         from cyborgweb.server import tls
 
         tls.make_ssl_context(self.settings)
         tls.read_fingerprint(self.settings)
+        if self.settings.agent_announcement_key:
+            try:
+                read_announcements(self.settings.agent_announcement_key, self.settings.announcements_path)
+            except AgentsError as error:
+                raise ConfigurationError(f"announcements of certificates: {error}") from None
         return _open_listener(self.settings.agent_listen, "CYBORG_AGENT_LISTEN")
 
     def _start_database(self) -> None:

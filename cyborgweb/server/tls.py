@@ -5,7 +5,6 @@ Agents pin its fingerprint. This module does not import Django.
 
 from __future__ import annotations
 
-import hashlib
 import os
 import socket
 import ssl
@@ -17,6 +16,7 @@ from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 
+from agents import certificates
 from cyborgweb.settings.keys import Keys, get_keys, parse_listen_address
 from drivers.configuration import ConfigurationError
 
@@ -48,12 +48,27 @@ def read_fingerprint(settings: Keys) -> str:
     """
     path, _ = _get_certificate_files(settings)
     try:
-        first = x509.load_pem_x509_certificates(path.read_bytes())[0]
+        return certificates.compute_fingerprint(path.read_bytes())
     except OSError as error:
         raise ConfigurationError(f"the certificate {path} cannot be read: {error.strerror}") from None
-    except ValueError:
+    except certificates.AnnouncementError:
         raise ConfigurationError(f"{path} holds no certificate in PEM") from None
-    return hashlib.sha256(first.public_bytes(Encoding.DER)).hexdigest()
+
+
+def write_new_certificate(path: Path) -> str:
+    """Make a key and a self-signed certificate, write both to a new file with mode 0600; return the fingerprint.
+
+    Raises ConfigurationError if the file exists or cannot be written.
+    """
+    content = _make_certificate()
+    try:
+        with open(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        raise ConfigurationError(f"the certificate {path} cannot be written: {error.strerror}") from None
+    return certificates.compute_fingerprint(content)
 
 
 def choose_agent_address(requested: str, unpinned: bool) -> tuple[str, str]:

@@ -46,10 +46,24 @@ class Keys:
     agent_cert: str = declare_key(
         "CYBORG_AGENT_CERT",
         "",
-        "That listener's certificate in PEM, then its issuers'. Join tokens pin it: after a change, make new tokens.",
+        "That listener's certificate in PEM, then its issuers'. Agents pin it: announce a new one before you change it"
+        " (`docs/agent-certificate.md`), or every host needs a new join token.",
         "*(self-made, in the state directory)*",
     )
     agent_key: str = declare_key("CYBORG_AGENT_KEY", "", "The certificate's key in PEM.", "*(in `CYBORG_AGENT_CERT`)*")
+    agent_announcement_key: str = declare_key(
+        "CYBORG_AGENT_ANNOUNCEMENT_KEY",
+        "",
+        "The public half of the key that signs announcements of new certificates for agents, as `cyborg"
+        " announcement-key` prints it. The key itself is kept offline.",
+        "*(certificates cannot be announced)*",
+    )
+    agent_announcements: str = declare_key(
+        "CYBORG_AGENT_ANNOUNCEMENTS",
+        "",
+        "The file with all announcements of certificates for agents, one in each line; changes are noticed.",
+        "*(`agent-announcements` in the state directory)*",
+    )
     gateway_url: str = declare_key(
         "CYBORG_GATEWAY_URL",
         "",
@@ -275,6 +289,15 @@ class Keys:
         return Path(self.state_dir).absolute()
 
     @property
+    def announcements_path(self) -> Path:
+        """The absolute path of the file of announcements of certificates."""
+        return (
+            Path(self.agent_announcements).absolute()
+            if self.agent_announcements
+            else self.state_path / "agent-announcements"
+        )
+
+    @property
     def has_cloud(self) -> bool:
         """Whether a cloud is configured to which the service user can log in: by CYBORG_CLOUD, OS_CLOUD
         or OS_AUTH_URL.
@@ -339,6 +362,15 @@ def _check_agent_settings(loaded: Keys) -> None:
         )
     if loaded.gateway_url and not re.fullmatch(r"https?://[^/?#@\s]{1,200}", loaded.gateway_url):
         raise ConfigurationError("CYBORG_GATEWAY_URL is not usable: write http://ADDRESS:PORT, without a path")
+    _check_announcement_key(loaded.agent_announcement_key)
+
+
+def _check_announcement_key(public_key: str) -> None:
+    """Raise ConfigurationError unless this is '' or an Ed25519 public key."""
+    if public_key and not re.fullmatch(r"[A-Za-z0-9_-]{43}=", public_key):
+        raise ConfigurationError(
+            "CYBORG_AGENT_ANNOUNCEMENT_KEY is not usable: write the line that `cyborg announcement-key FILE` prints"
+        )
 
 
 def _check_public_keys(loaded: Keys) -> None:

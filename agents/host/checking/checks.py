@@ -246,7 +246,7 @@ def check_route(facts: HostFacts) -> CheckResult:
 
 def check_tls(facts: HostFacts) -> CheckResult:
     """Judge whether the connection is encrypted, and whether the conductor has the certificate that the join token
-    pins.
+    pins, or one that was announced since.
 
     `failed` for a TLS error or another certificate; `warning` if the conductor was not reached, or if the connection is
     not encrypted and its address is no loopback address.
@@ -258,7 +258,7 @@ def check_tls(facts: HostFacts) -> CheckResult:
     if not conductor.address or conductor.problem:
         return CheckResult("tls", "warning", "not checked, because the conductor was not reached", "see route")
     if conductor.fingerprint:
-        return CheckResult("tls", "ok", f"the certificate is the pinned one, {conductor.fingerprint}")
+        return CheckResult("tls", "ok", f"this host accepts the certificate, {conductor.fingerprint}")
     if conductor.address.startswith("https:"):
         return CheckResult("tls", "ok", "the certificate is valid for this host's certificate authorities")
     if urlsplit(conductor.address).hostname in LOOPBACK_HOSTS:

@@ -93,10 +93,11 @@ class ConductorFacts:
     """The result of an attempt to reach the conductor.
 
     `address` is '' if neither a join token nor the journal has an address; then nothing was tried. `fingerprint` is
-    that of the pinned certificate, '' if none is pinned. `problem` and `reason` say why the attempt failed; both are ''
-    if it did not fail. The other fields are empty or 0 unless the conductor answered: `ip_address` is the address that
-    answered, `date` the Date header of the answer ('' if there is none), and `before` and `after` are this host's time
-    before and after the request, in seconds since 1970.
+    that of the conductor's certificate, or of the pinned one if the conductor did not answer; '' if none is pinned.
+    `problem` and `reason` say why the attempt failed; both are '' if it did not fail. The other fields are empty or 0
+    unless the conductor answered: `ip_address` is the address that answered, `date` the Date header of the answer (''
+    if there is none), and `before` and `after` are this host's time before and after the request, in seconds since
+    1970.
     """
 
     address: str = ""

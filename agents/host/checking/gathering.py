@@ -123,14 +123,21 @@ async def gather_conductor(gateway: http.GatewayEndpoint | None, timeout: float 
         return ConductorFacts()
     before = time.time()
     try:
-        _, answered_by, headers = await http.request_challenge(gateway, http.create_tls_context(gateway), timeout)
+        try:
+            _, answered_by, headers = await http.request_challenge(gateway, http.create_tls_context(gateway), timeout)
+        except ssl.SSLCertVerificationError:
+            if not gateway.announcement_key:
+                raise
+            gateway = await http.fetch_announcements(gateway, timeout)
+            before = time.time()
+            _, answered_by, headers = await http.request_challenge(gateway, http.create_tls_context(gateway), timeout)
     except (http.HttpStatusError, wire.MalformedMessageError, OSError) as error:
         problem = classify_connection_error(error)
         reason = f"no answer within {timeout:g} s" if problem == "timeout" else str(error) or type(error).__name__
         return ConductorFacts(gateway.address, gateway.fingerprint, problem=problem, reason=reason)
     return ConductorFacts(
         gateway.address,
-        gateway.fingerprint,
+        answered_by.fingerprint,
         answered_by.ip_address,
         date=headers.get("Date", ""),
         before=before,

@@ -12,7 +12,8 @@ import http.client
 import io
 import re
 import ssl
-from collections.abc import AsyncIterator, Callable
+import time
+from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from email.message import Message
@@ -22,6 +23,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from agents import credentials, wire
+from agents.certificates import PinnedCertificates
 from agents.errors import AgentsError
 
 MAX_RESPONSE_BYTES = 64 * 1024
@@ -38,7 +40,8 @@ IO_TIMEOUT_S = 30.0
 class GatewayEndpoint:
     """Where to connect. The values come from a join token, or from the journal once the host has joined.
 
-    `address` is an http or https address. `fingerprint` is that of the pinned certificate, '' if none is pinned.
+    `address` is an http or https address. `fingerprint` is that of the certificate that was pinned first, '' if none is
+    pinned.
     """
 
     address: str
@@ -46,6 +49,20 @@ class GatewayEndpoint:
     secret: str = ""
     ip_address: str = ""
     """The IP address to use, of those that the gateway's name has; '' for any of them."""
+    announcement_key: str = ""
+    """The public key that signs announcements of certificates; '' if it is not known."""
+    announcements: tuple[wire.CertificateAnnouncement, ...] = ()
+    """Announcements of certificates that replace the pinned one."""
+
+    @property
+    def pins(self) -> PinnedCertificates:
+        """The certificates to accept: the pinned one, and those that were announced since."""
+        first = self.fingerprint.lower().removeprefix("sha256:").replace(":", "")
+        return PinnedCertificates(first, self.announcement_key, self.announcements)
+
+    def add_announcements(self, announcements: Iterable[wire.CertificateAnnouncement]) -> GatewayEndpoint:
+        """Return this endpoint with those further announcements that the announcement key has signed."""
+        return replace(self, announcements=self.pins.add_announcements(announcements).announcements)
 
     @property
     def websocket_url(self) -> str:
@@ -66,58 +83,82 @@ class HttpStatusError(AgentsError):
 
 
 class _PinnedSSLObject(ssl.SSLObject):
-    """A TLS connection whose handshake fails unless the server's certificate has the pinned fingerprint.
+    """A TLS connection whose handshake fails unless the server's certificate is one of the accepted ones.
 
-    The fingerprint is that of its context, which must be a _PinnedSSLContext. The error is
+    Which ones are accepted is said by its context, which must be a _PinnedSSLContext. The error is
     ssl.SSLCertVerificationError; no request has been sent to the server then. `create_tls_context` sets the context so
     that certificate authorities and the host name are not checked.
     """
 
     def do_handshake(self) -> None:
-        """Do the handshake, and compare the certificate's SHA-256 with the pin. Raises ssl.SSLCertVerificationError if
-        it differs."""
+        """Do the handshake, and look for the certificate's SHA-256 among the accepted ones. Raises
+        ssl.SSLCertVerificationError if it is not one of them."""
         super().do_handshake()
-        expected = cast(_PinnedSSLContext, self.context).fingerprint
-        actual = hashlib.sha256(self.getpeercert(binary_form=True) or b"").hexdigest()
-        if actual != expected:
+        pins, now, actual = cast(_PinnedSSLContext, self.context).pins, time.time(), read_peer_fingerprint(self)
+        if actual not in pins.list_accepted(now):
+            rule = "this host accepts only" if pins.announcements else "the join token pins"
             raise ssl.SSLCertVerificationError(
-                f"the gateway's certificate is sha256:{actual}, the join token pins sha256:{expected}"
+                f"the gateway's certificate is sha256:{actual}, {rule} {pins.describe(now)}"
             )
 
 
 class _PinnedSSLContext(ssl.SSLContext):
-    """A TLS context whose connections accept only the certificate with this fingerprint: SHA-256, lower-case
-    hexadecimal."""
+    """A TLS context whose connections accept only these certificates."""
 
-    fingerprint: str
+    pins: PinnedCertificates
     sslobject_class = _PinnedSSLObject
+
+
+def read_peer_fingerprint(connection: ssl.SSLObject) -> str:
+    """Return the SHA-256 of the server's certificate, in lower-case hexadecimal."""
+    return hashlib.sha256(connection.getpeercert(binary_form=True) or b"").hexdigest()
 
 
 def create_tls_context(gateway: GatewayEndpoint) -> ssl.SSLContext | None:
     """Return the TLS context for the gateway, None when its address is http.
 
-    With a fingerprint, only the pinned certificate is accepted; without one, the system's certificate authorities
-    decide. The pin is checked inside the handshake, so neither the request nor the credential reaches another server.
+    With a fingerprint, only the pinned certificate is accepted, and those that were announced since; without one, the
+    system's certificate authorities decide. The pin is checked inside the handshake, so neither the request nor the
+    credential reaches another server.
     """
     if not gateway.address.startswith("https:"):
         return None
     if not gateway.fingerprint:
         return ssl.create_default_context()
     context = _PinnedSSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    _skip_authorities(context)
+    context.pins = gateway.pins
+    return context
+
+
+def _skip_authorities(context: ssl.SSLContext) -> None:
+    """Let the context accept certificates of any authority and name, with TLS 1.2 or later."""
     context.check_hostname = False
     context.verify_mode = ssl.CERT_NONE
     context.minimum_version = ssl.TLSVersion.TLSv1_2
-    context.fingerprint = gateway.fingerprint.lower().removeprefix("sha256:").replace(":", "")
-    return context
+
+
+async def fetch_announcements(gateway: GatewayEndpoint, timeout: float) -> GatewayEndpoint:
+    """Return the endpoint with the announcements that a server with an unknown certificate has, as far as the
+    announcement key has signed them.
+
+    Nothing secret is sent: the request is the one for a challenge, which any client may make. Raises the errors of
+    `request_challenge`.
+    """
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    _skip_authorities(context)
+    challenge, _, _ = await request_challenge(gateway, context, timeout)
+    return gateway.add_announcements(challenge.announcements)
 
 
 async def fetch_challenge(
     gateway: GatewayEndpoint, context: ssl.SSLContext | None, timeout: float
 ) -> tuple[credentials.Challenge, GatewayEndpoint]:
-    """Fetch a challenge (a nonce to sign); return it with the gateway narrowed to the address that issued it.
+    """Fetch a challenge (a nonce to sign); return it with the gateway narrowed to the server that issued it.
 
-    A nonce is valid only at the server that issued it, so the connection must go to the same address. Raises the errors
-    of `request_challenge`.
+    A nonce is valid only at the server that issued it, so the connection must go to the same address. If a certificate
+    is pinned, the narrowed endpoint pins the certificate that this server has, and no other: the agent signs its
+    fingerprint. Raises the errors of `request_challenge`.
     """
     received, gateway, _ = await request_challenge(gateway, context, timeout)
     return received, gateway
@@ -126,14 +167,14 @@ async def fetch_challenge(
 async def request_challenge(
     gateway: GatewayEndpoint, context: ssl.SSLContext | None, timeout: float
 ) -> tuple[credentials.Challenge, GatewayEndpoint, Message]:
-    """Fetch a challenge as `fetch_challenge` does; return the headers of the answer as the third value.
+    """Fetch a challenge as `fetch_challenge` does, and return the headers of the answer as the third value.
 
     `timeout` is in seconds. Raises HttpStatusError, also when the two sides have no wire version in common, OSError
     (unreachable, TLS, time-out) or wire.MalformedMessageError.
     """
     async with (
         asyncio.timeout(timeout),
-        _open_request(gateway, context, wire.CHALLENGE_PATH, "1.1", "Connection: close\r\n") as (reader, ip_address),
+        _open_request(gateway, context, wire.CHALLENGE_PATH, "1.1", "Connection: close\r\n") as (reader, server),
     ):
         data = await _read_rest(reader)
     status, headers, body = _parse_response(data, gateway.address)
@@ -149,7 +190,7 @@ async def request_challenge(
             f"it supports the wire versions {', '.join(received.versions)}, and this agent {', '.join(wire.VERSIONS)}: "
             "upgrade one of them",
         )
-    return received, replace(gateway, ip_address=ip_address), headers
+    return received, server, headers
 
 
 def parse_refusal(status: int, headers: Any, body: bytes) -> HttpStatusError:
@@ -205,8 +246,9 @@ async def download_file(
 @asynccontextmanager
 async def _open_request(
     gateway: GatewayEndpoint, context: ssl.SSLContext | None, path: str, http_version: str, headers: str
-) -> AsyncIterator[tuple[asyncio.StreamReader, str]]:
-    """Send a GET request on a new connection; yield the stream of the answer and the IP address of the server.
+) -> AsyncIterator[tuple[asyncio.StreamReader, GatewayEndpoint]]:
+    """Send a GET request on a new connection; yield the stream of the answer, and the endpoint narrowed to the server
+    that was reached: to its IP address and, if a certificate is pinned, to its certificate.
 
     `path` is appended to the path of the gateway's address. The connection is aborted at the end.
     """
@@ -224,7 +266,10 @@ async def _open_request(
     try:
         request_line = f"GET {parts.path.rstrip('/')}{path} HTTP/{http_version}"
         writer.write(f"{request_line}\r\nHost: {parts.netloc}\r\n{headers}\r\n".encode())
-        yield reader, str(writer.get_extra_info("peername")[0])
+        server = replace(gateway, ip_address=str(writer.get_extra_info("peername")[0]))
+        if gateway.fingerprint and (connection := writer.get_extra_info("ssl_object")):
+            server = replace(server, fingerprint=read_peer_fingerprint(connection), announcements=())
+        yield reader, server
     finally:
         writer.transport.abort()
 

@@ -8,10 +8,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import sqlite3
+import ssl
+import time
 from collections.abc import Callable, Coroutine
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+import msgspec
 from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import InvalidStatus, WebSocketException
 from websockets.typing import Subprotocol
@@ -72,6 +75,9 @@ class GatewayLink:
         """Whether the next attempt authenticates with the next key instead of the current one."""
         self._use_token = bool(self.gateway.secret) and not self.journal.has_joined_with(self.gateway.secret)
         self._tls_context = http.create_tls_context(self.gateway)
+        """The context for the next challenge; it accepts the certificates that were announced so far."""
+        self.session_fingerprint = self.gateway.fingerprint
+        """Fingerprint of the certificate that the gateway has on the present connection; '' if none is pinned."""
         self.dropped_count = 0
         """How many messages were dropped because this release does not know or use their type."""
 
@@ -96,6 +102,10 @@ class GatewayLink:
         except SessionRefusedError as error:
             return self._back_off(f"the gateway closed the connection: {error}")
         except (ConnectionLostError, wire.MalformedMessageError) as error:
+            reason = str(error)
+        except ssl.SSLCertVerificationError as error:
+            if await self._learn_announcements():
+                return 0.0
             reason = str(error)
         except TimeoutError:
             reason = f"no answer in {self.timing.open_timeout_s:.0f} s"
@@ -160,7 +170,8 @@ class GatewayLink:
         secret = self.gateway.secret if self._use_token else ""
         next_identity = self.keys.next_identity if self._use_next_key else None
         identity = next_identity or self.keys.current_identity
-        credential = identity.create_credential(challenge, self.journal.epoch, self.gateway.fingerprint, secret)
+        self.session_fingerprint = gateway.fingerprint
+        credential = identity.create_credential(challenge, self.journal.epoch, gateway.fingerprint, secret)
         try:
             async with connect(
                 gateway.websocket_url,
@@ -169,7 +180,7 @@ class GatewayLink:
                 additional_headers={"Authorization": credentials.encode_authorization(credential)},
                 compression=None,
                 proxy=None,
-                ssl=self._tls_context,
+                ssl=http.create_tls_context(gateway) if gateway.fingerprint else self._tls_context,
                 open_timeout=self.timing.open_timeout_s,
                 ping_interval=self.timing.ping_interval_s,
                 ping_timeout=self.timing.ping_interval_s,
@@ -210,7 +221,7 @@ class GatewayLink:
         self.on_message_limit(welcome.max_bytes)
         self._last_failure = ("", 0)
         log.info("connected to %s as %s", self.gateway.address, self.keys.current_identity.host)
-        await socket.send(wire.encode_message(self.hello))
+        await socket.send(wire.encode_message(self.build_hello()))
         session = GatewaySession(self, socket, welcome)
         if self.sampler:
             self.sampler.on_connect()
@@ -234,6 +245,58 @@ class GatewayLink:
             if isinstance(message, wire.Refuse):
                 raise SessionRefusedError(f"{message.reason} [{message.code}]")
             self.drop_message(message)
+
+    def build_hello(self) -> wire.Hello:
+        """Return the Hello message, with the number of the newest announcement of a certificate."""
+        return msgspec.structs.replace(self.hello, announcement=self.gateway.pins.newest_number)
+
+    def accept_certificates(self, message: wire.Certificates) -> bool:
+        """Keep the announcements that the gateway sent; return whether this host knows more than before.
+
+        A host that has no announcement key yet keeps the gateway's, because its certificate is pinned on this
+        connection. Another key than the known one is logged and ignored. Nothing is kept if no certificate is pinned.
+        """
+        if not self.gateway.fingerprint:
+            return False
+        known_key = self.gateway.announcement_key
+        if known_key not in ("", message.announcement_key):
+            log.error(
+                "%s names another announcement key than the one that this host knows: its announcements of certificates"
+                " are ignored. If the key was replaced on purpose, this host needs a new join token",
+                self.gateway.address,
+            )
+            return False
+        gateway = replace(self.gateway, announcement_key=message.announcement_key)
+        return self._store_announcements(gateway.add_announcements(message.announcements))
+
+    async def _learn_announcements(self) -> bool:
+        """Ask a gateway whose certificate is not accepted for announcements; return whether there are new ones.
+
+        A host that was away while its gateway's certificate was replaced learns of the new one here.
+        """
+        if not self.gateway.announcement_key:
+            return False
+        try:
+            gateway = await http.fetch_announcements(self.gateway, self.timing.open_timeout_s)
+        except (http.HttpStatusError, wire.MalformedMessageError, OSError) as error:
+            log.debug("%s sent no announcements of certificates: %r", self.gateway.address, error)
+            return False
+        return self._store_announcements(gateway)
+
+    def _store_announcements(self, gateway: http.GatewayEndpoint) -> bool:
+        """Use this endpoint, and store its announcements in the journal; return False if there is nothing new.
+
+        If the disk takes no write, they count until the process ends, and the gateway sends them again afterwards.
+        """
+        if gateway == self.gateway:
+            return False
+        self.gateway, self._tls_context = gateway, http.create_tls_context(gateway)
+        log.info("%s: certificates that this host accepts: %s", gateway.address, gateway.pins.describe(time.time()))
+        try:
+            self.journal.store_announcements(gateway.announcement_key, gateway.announcements)
+        except sqlite3.OperationalError as error:
+            log.error("the journal cannot store announcements of certificates: %s", error)
+        return True
 
     def drop_message(self, message: wire.Message | wire.UnknownMessage) -> None:
         """Count and drop a message whose type this release does not know or use (promise C2)."""

@@ -91,21 +91,30 @@ class GatewaySession:
                 self._sent_results.discard(message.number)
                 self._received_numbers.append(message.number)
                 self._link.command_sink.accept_command(message)
-            elif isinstance(message, wire.Welcome):
-                self._note_applied_report(message)
-                self._link.wake.set()
-            elif isinstance(message, wire.Writer):
-                self._link.authority.on_writer_epoch(message.epoch)
-            elif isinstance(message, wire.Watch) and self._link.sampler is not None:
-                self._link.sampler.on_watch(message)
-            elif isinstance(message, wire.Probe):
-                await self._socket.send(wire.encode_message(wire.Alive(message.nonce)))
-            elif isinstance(message, wire.Rotate):
-                await self._send_next_key()
             elif isinstance(message, wire.Refuse):
                 raise SessionRefusedError(f"{message.reason} [{message.code}]")
             else:
-                self._link.drop_message(message)
+                await self._handle_control_message(message)
+
+    async def _handle_control_message(self, message: wire.FromGateway | wire.UnknownMessage) -> None:
+        """Handle any message other than Ack, Command and Refuse; messages that this release does not use are
+        dropped."""
+        if isinstance(message, wire.Welcome):
+            self._note_applied_report(message)
+            self._link.wake.set()
+        elif isinstance(message, wire.Writer):
+            self._link.authority.on_writer_epoch(message.epoch)
+        elif isinstance(message, wire.Watch) and self._link.sampler is not None:
+            self._link.sampler.on_watch(message)
+        elif isinstance(message, wire.Probe):
+            await self._socket.send(wire.encode_message(wire.Alive(message.nonce)))
+        elif isinstance(message, wire.Rotate):
+            await self._send_next_key()
+        elif isinstance(message, wire.Certificates):
+            if self._link.accept_certificates(message):
+                await self._socket.send(wire.encode_message(self._link.build_hello()))
+        else:
+            self._link.drop_message(message)
 
     def _note_applied_report(self, welcome: wire.Welcome) -> None:
         """Note which report the conductor has applied, and choose a time before which no report is sent.
@@ -130,7 +139,7 @@ class GatewaySession:
             return
         await self._socket.send(
             wire.encode_message(
-                keys.current_identity.build_new_key_message(next_identity, self._link.gateway.fingerprint)
+                keys.current_identity.build_new_key_message(next_identity, self._link.session_fingerprint)
             )
         )
 

@@ -37,10 +37,17 @@ class ImageCache:
     """The directory of downloaded images.
 
     Each download is authenticated like a connection: signed with the current key, in the journal's epoch (`epoch()`).
+    `get_gateway()` returns the gateway with the certificates that are accepted now.
     """
 
-    def __init__(self, directory: Path, gateway: http.GatewayEndpoint, keys: Keyring, epoch: Callable[[], int]) -> None:
-        self._directory, self._gateway, self._keys, self._epoch = directory, gateway, keys, epoch
+    def __init__(
+        self,
+        directory: Path,
+        get_gateway: Callable[[], http.GatewayEndpoint],
+        keys: Keyring,
+        epoch: Callable[[], int],
+    ) -> None:
+        self._directory, self._get_gateway, self._keys, self._epoch = directory, get_gateway, keys, epoch
         self._download_lock = asyncio.Lock()
         self._user_counts: Counter[str] = Counter()
 
@@ -122,11 +129,10 @@ class ImageCache:
         short, http.HttpStatusError if the gateway refuses (503: it is busy, try again later), OSError if the network or
         the disk fails, and wire.MalformedMessageError if the gateway's answer cannot be read.
         """
-        context = http.create_tls_context(self._gateway)
-        challenge, gateway = await http.fetch_challenge(self._gateway, context, CHALLENGE_TIMEOUT_S)
-        credential = self._keys.current_identity.create_credential(
-            challenge, self._epoch(), self._gateway.fingerprint, ""
-        )
+        known = self._get_gateway()
+        challenge, gateway = await http.fetch_challenge(known, http.create_tls_context(known), CHALLENGE_TIMEOUT_S)
+        context = http.create_tls_context(gateway)
+        credential = self._keys.current_identity.create_credential(challenge, self._epoch(), gateway.fingerprint, "")
         unfinished = path.with_suffix(f".{ref.id}.new")
         digest, size = hashlib.sha256(), 0
         try:

@@ -1,10 +1,10 @@
 """The agent's durable state, in an SQLite file on the host.
 
 One row holds the epoch, the last report and the gateway; other tables hold the commands (`command_log`), the drivers
-that the conductor wants (`desired_drivers`) and the identities of PCI devices (`drivers.pci.identity`). Every change is
-one transaction in WAL mode with synchronous=FULL, so after a restart, kill -9 or power cut at any write the row is as
-some commit left it. Each write blocks for one fsync; writes are rare (a changed inventory, its acknowledgement, a new
-gateway, a command's steps).
+that the conductor wants (`desired_drivers`), the identities of PCI devices (`drivers.pci.identity`) and announcements
+of certificates (`agents.certificates`). Every change is one transaction in WAL mode with synchronous=FULL, so after a
+restart, kill -9 or power cut at any write the row is as some commit left it. Each write blocks for one fsync; writes
+are rare (a changed inventory, its acknowledgement, a new gateway, a command's steps).
 
 One pair (`epoch`, `seq`) never names two contents: the epoch rises at every start, the seq at every change.
 """
@@ -17,8 +17,9 @@ import os
 import sqlite3
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -28,6 +29,8 @@ from agents.host.journal import command_log, desired_drivers
 from drivers.files import sync_directory
 from drivers.inventory import DriverReport
 from drivers.pci.identity import Identities, RememberedIdentity
+
+T = TypeVar("T")
 
 log = logging.getLogger("cyborg.journal")
 
@@ -65,6 +68,14 @@ CREATE TABLE IF NOT EXISTS identity (
     hardware TEXT NOT NULL
 ) STRICT
 """
+_CREATE_CERTIFICATES_TABLE = """
+CREATE TABLE IF NOT EXISTS certificates (
+    id INTEGER PRIMARY KEY CHECK (id = 1),
+    announcement_key TEXT NOT NULL,
+    announcements TEXT NOT NULL
+) STRICT
+"""
+_announcements_decoder = msgspec.json.Decoder(tuple[wire.CertificateAnnouncement, ...])
 _content_decoder = msgspec.json.Decoder(tuple[DriverReport, ...])
 
 
@@ -74,6 +85,20 @@ class JournalCorruptError(AgentsError):
 
 class WrongHostError(AgentsError):
     """The journal belongs to another host. The text is a sentence for the operator."""
+
+
+@dataclass(frozen=True)
+class KnownGateway:
+    """The gateway that the host has joined, as the journal has it; each field is empty if it is not known.
+
+    `fingerprint` is that of the certificate that was pinned first. The signatures of the `announcements` were checked
+    before they were stored; whoever reads them checks them again.
+    """
+
+    address: str = ""
+    fingerprint: str = ""
+    announcement_key: str = ""
+    announcements: tuple[wire.CertificateAnnouncement, ...] = ()
 
 
 class Journal:
@@ -92,8 +117,7 @@ class Journal:
         self.host: str = row["host"]
         self.epoch: int = row["epoch"]
         self.seq: int = row["seq"]
-        self.address: str = row["address"]
-        self.fingerprint: str = row["fingerprint"]
+        self.gateway = _fetch_known_gateway(connection)
         self.boot_id = ""
         self._token_digest: str = row["joined_with"]
         self.identities: Identities = {
@@ -168,9 +192,27 @@ class Journal:
         `secret` is '' when no token was needed; the former digest then stays. Writes only when something differs.
         """
         digest = _hash_secret(secret) if secret else self._token_digest
-        if (address, fingerprint, digest) != (self.address, self.fingerprint, self._token_digest):
+        if (address, fingerprint, digest) != (self.gateway.address, self.gateway.fingerprint, self._token_digest):
             self._update_row(address=address, fingerprint=fingerprint, joined_with=digest)
-            self.address, self.fingerprint, self._token_digest = address, fingerprint, digest
+            self.gateway = replace(self.gateway, address=address, fingerprint=fingerprint)
+            self._token_digest = digest
+
+    def store_announcements(
+        self, announcement_key: str, announcements: tuple[wire.CertificateAnnouncement, ...]
+    ) -> None:
+        """Store the announcement key and the announcements of certificates, in place of the former ones.
+
+        Writes only when something differs. Their signatures must have been checked.
+        """
+        known = replace(self.gateway, announcement_key=announcement_key, announcements=announcements)
+        if known == self.gateway:
+            return
+        with self._connection:
+            self._connection.execute(
+                "INSERT OR REPLACE INTO certificates VALUES (1, ?, ?)",
+                (announcement_key, msgspec.json.encode(announcements).decode()),
+            )
+        self.gateway = known
 
     def has_joined_with(self, secret: str) -> bool:
         """Return whether this join token is the one that was used last, so that it need not be sent again."""
@@ -217,31 +259,51 @@ def open_journal(directory: Path, host: str, clock: Callable[[], float] = time.t
 
 def read_known_host(directory: Path) -> str:
     """Return the host that the journal in `directory` belongs to, '' when there is no readable journal."""
-    return _read_columns(directory, "host")[0]
+    return _read_file(directory, lambda connection: str(_fetch_journal_column(connection, "host")), "")
 
 
-def read_known_gateway(directory: Path) -> tuple[str, str]:
-    """Return the address and the certificate's fingerprint of the gateway that the host has joined; '' for each that is
-    not known."""
-    address, fingerprint = _read_columns(directory, "address", "fingerprint")
-    return address, fingerprint
+def read_known_gateway(directory: Path) -> KnownGateway:
+    """Return the gateway that the host has joined, from the journal in `directory`."""
+    return _read_file(directory, _fetch_known_gateway, KnownGateway())
 
 
-def _read_columns(directory: Path, *columns: str) -> list[str]:
-    """Return texts of the row of the journal in `directory`, each '' when there is no readable journal."""
-    path, nothing = directory / JOURNAL_FILE, [""] * len(columns)
+def _read_file(directory: Path, fetch: Callable[[sqlite3.Connection], T], default: T) -> T:
+    """Return what `fetch` reads from the journal in `directory`; `default` when there is no readable journal."""
+    path = directory / JOURNAL_FILE
     if not path.exists():
-        return nothing
+        return default
     try:
         connection = sqlite3.connect(path)
         try:
-            row = connection.execute(f"SELECT {', '.join(columns)} FROM journal").fetchone()
+            return fetch(connection)
         finally:
             connection.close()
     except sqlite3.Error as error:
         log.debug("%s cannot be read: %s", path, error)
-        return nothing
-    return [str(value) for value in row] if row else nothing
+        return default
+
+
+def _fetch_journal_column(connection: sqlite3.Connection, column: str) -> Any:
+    """Return a column of the journal's only row; '' when it has none."""
+    row = connection.execute(f"SELECT {column} FROM journal").fetchone()
+    return row[0] if row else ""
+
+
+def _fetch_known_gateway(connection: sqlite3.Connection) -> KnownGateway:
+    """Return the gateway that the journal remembers. Announcements that this release cannot read are left out."""
+    address, fingerprint = (str(_fetch_journal_column(connection, column)) for column in ("address", "fingerprint"))
+    has_table = connection.execute("SELECT 1 FROM sqlite_master WHERE name = 'certificates'").fetchone()
+    row = (
+        connection.execute("SELECT announcement_key, announcements FROM certificates").fetchone() if has_table else None
+    )
+    if row is None:
+        return KnownGateway(address, fingerprint)
+    try:
+        announcements = _announcements_decoder.decode(row[1])
+    except msgspec.DecodeError as error:
+        log.warning("the announcements of certificates in the journal cannot be read (%s)", error)
+        announcements = ()
+    return KnownGateway(address, fingerprint, str(row[0]), announcements)
 
 
 def _open_file(path: Path, host: str, clock: Callable[[], float]) -> Journal:
@@ -304,6 +366,7 @@ def _prepare_schema(connection: sqlite3.Connection) -> None:
         connection.execute(_ADD_BOOT_COLUMN)
     connection.execute(desired_drivers.CREATE_DESIRED_STATE_TABLE)
     connection.execute(_CREATE_IDENTITY_TABLE)
+    connection.execute(_CREATE_CERTIFICATES_TABLE)
 
 
 def _fetch_journal_row(connection: sqlite3.Connection) -> dict[str, Any] | None:

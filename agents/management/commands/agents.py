@@ -102,6 +102,8 @@ def _describe_agent(agent: Agent) -> dict[str, object]:
         "boot_id": agent.boot_id,
         "epoch": agent.epoch,
         "address": agent.address,
+        "fingerprint": agent.fingerprint,
+        "announcement": agent.announcement,
         "public_key": agent.public_key,
         "key_since": _format_time(agent.key_since),
         "rotate_asked_at": _format_time(agent.rotate_asked_at),

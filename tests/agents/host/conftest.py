@@ -6,6 +6,7 @@ import datetime
 import hashlib
 import ipaddress
 import ssl
+from pathlib import Path
 
 import pytest
 from cryptography import x509
@@ -21,6 +22,11 @@ def _single_writer() -> None:
 @pytest.fixture(scope="module")
 def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[ssl.SSLContext, str]:
     """A self-signed server certificate and its SHA-256 fingerprint."""
+    return make_server_certificate(tmp_path_factory.mktemp("tls") / "server.pem")
+
+
+def make_server_certificate(file: Path) -> tuple[ssl.SSLContext, str]:
+    """Make a self-signed certificate for 127.0.0.1; return the server's TLS context and the SHA-256 fingerprint."""
     key = ec.generate_private_key(ec.SECP256R1())
     name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "gateway")])
     now = datetime.datetime.now(datetime.UTC)
@@ -32,7 +38,6 @@ def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[ssl.SSLContex
         .add_extension(x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address("127.0.0.1"))]), False)
         .sign(key, hashes.SHA256())
     )
-    file = tmp_path_factory.mktemp("tls") / "server.pem"
     file.write_bytes(
         built.public_bytes(serialization.Encoding.PEM)
         + key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())

@@ -59,6 +59,8 @@ class FakeGateway:
     acknowledge: bool = True
     acknowledge_beats: bool = True
     fingerprint: str = ""
+    announcements: tuple[wire.CertificateAnnouncement, ...] = ()
+    """The announcements of certificates in its challenges."""
     refusals: list[tuple[int, str, Mapping[str, str]]] = field(default_factory=list)
     after_welcome: list[str] = field(default_factory=list)
     credentials: list[credentials.Credential] = field(default_factory=list)
@@ -130,8 +132,8 @@ class FakeGateway:
                 return connection.respond(http.HTTPStatus.SERVICE_UNAVAILABLE, "{}")
             nonce = secrets.token_urlsafe(18)
             self._nonces.add(nonce)
-            body = msgspec.json.encode(credentials.Challenge(nonce=nonce, seconds=30, versions=wire.VERSIONS))
-            return connection.respond(http.HTTPStatus.OK, body.decode())
+            challenge = credentials.Challenge(nonce, 30, wire.VERSIONS, self.announcements)
+            return connection.respond(http.HTTPStatus.OK, msgspec.json.encode(challenge).decode())
         if request.path.startswith(wire.IMAGE_PATH):
             self._verify_credential(request)
             image = self.images.get(request.path.removeprefix(wire.IMAGE_PATH))

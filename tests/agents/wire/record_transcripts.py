@@ -30,7 +30,9 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
+from agents import certificates, credentials
 from tests.support.environment import without_settings
 
 TRANSCRIPTS = Path(__file__).parent / "transcripts"
@@ -144,9 +146,18 @@ class Recorder:
         until(lambda: sum(line["message"]["type"] == kind for line in self.lines) >= count)
 
 
+def write_announcement(file: Path) -> str:
+    """Write a file with one announcement of a certificate, always the same; return the announcement key."""
+    key = Ed25519PrivateKey.from_private_bytes(bytes(32))
+    announcement = certificates.sign_announcement(key, 1, "7" * 64, "8" * 64, 1_895_260_445)
+    file.write_text(certificates.encode_announcement(announcement))
+    return credentials.encode_public_key(key.public_key())
+
+
 def record_story(directory: Path, story: Callable[[Recorder], None]) -> list[Line]:
     """Run a story between the gateway and an agent that joins it; return the frames."""
     os.environ |= {"CYBORG_STATE_DIR": str(directory), "CYBORG_LEASE_FLUSH_S": "0.1", "CYBORG_BEAT_S": "0.2"}
+    os.environ["CYBORG_AGENT_ANNOUNCEMENT_KEY"] = write_announcement(directory / "agent-announcements")
     os.environ.setdefault("DJANGO_SETTINGS_MODULE", "cyborgweb.settings.base")
     from cyborgweb.database.postgres import Postgres
 

@@ -37,7 +37,7 @@ from cyborgweb.settings.keys import Keys
 from tests.agents.conftest import GatewaySlot
 from tests.agents.host.fake_gateway import FakeGateway, wait_until
 from tests.agents.wire.playback import encode, every_recording, read_recording, take_answer
-from tests.agents.wire.record_transcripts import PLACEHOLDERS, STORIES, Line, Recorder
+from tests.agents.wire.record_transcripts import PLACEHOLDERS, STORIES, Line, Recorder, write_announcement
 from tests.support.wireagent import WireAgent
 
 IMAGE = b"bits"
@@ -109,9 +109,14 @@ class RecordedAgent:
 
 
 @pytest.fixture
-def gateway(gateway_slot: GatewaySlot, monkeypatch: pytest.MonkeyPatch) -> Iterator[AgentGateway]:
+def gateway(gateway_slot: GatewaySlot, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[AgentGateway]:
     monkeypatch.setattr("agents.gateway.writer.CHANGES_POLL_S", 0.05)
-    made = AgentGateway(Keys(lease_flush_s=0.05, beat_s=0.2))
+    announcements = tmp_path / "announcements"
+    certificates = {
+        "agent_announcement_key": write_announcement(announcements),
+        "agent_announcements": str(announcements),
+    }
+    made = AgentGateway(Keys(lease_flush_s=0.05, beat_s=0.2, **certificates))
     yield made
     made.stop()
 

@@ -155,7 +155,7 @@ def test_a_download_that_trickles_ends_at_the_time_limit_of_its_command(tmp_path
     async def story() -> None:
         async with asyncio.timeout(10 * PATIENCE), run_server(answer) as gateway:
             keys = load_or_create_keys(tmp_path, "cmp1.example", "cmp1")
-            images = ImageCache(tmp_path / "images", gateway, keys, lambda: 7)
+            images = ImageCache(tmp_path / "images", lambda: gateway, keys, lambda: 7)
             ref = wire.ImageRef("i", 1_000_000, hashlib.sha256(b"").hexdigest(), "bits")
             end_by = asyncio.get_running_loop().time() + 0.3
             with pytest.raises(Failed, match="bits was not downloaded within the time limit of the command"):

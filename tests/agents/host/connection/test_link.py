@@ -89,7 +89,7 @@ def test_the_join_token_is_sent_only_until_the_agent_has_joined(tmp_path: Path) 
                     await wait_until(lambda count=count: len(server.hellos) > count)
             async with run_agent_link(tmp_path, GatewayEndpoint(server.address, "")) as host:
                 await wait_until(lambda: len(server.hellos) == 3)
-                assert host.journal.address == server.address
+                assert host.journal.gateway.address == server.address
             assert [credential.token for credential in server.credentials] == ["s3cret", "", ""]
             assert len({credential.public_key for credential in server.credentials}) == 1
 
@@ -359,7 +359,7 @@ def test_an_image_is_downloaded_once_from_the_pinned_server_and_deleted_after_us
         async with server.open(context):
             keys = load_or_create_keys(tmp_path, "cmp1.example", "cmp1")
             ref = wire.ImageRef("i", 4, hashlib.sha256(b"bits").hexdigest())
-            images = ImageCache(tmp_path / "images", server.gateway(), keys, lambda: 7)
+            images = ImageCache(tmp_path / "images", server.gateway, keys, lambda: 7)
             async with images.provide_image(ref, lambda _: None, float("inf")) as image:
                 assert (Path(image.path).read_bytes(), Path(image.path).stat().st_mode & 0o777) == (b"bits", 0o600)
                 async with images.provide_image(ref, lambda _: None, float("inf")):
@@ -378,7 +378,7 @@ def test_an_image_is_downloaded_once_from_the_pinned_server_and_deleted_after_us
                     raise AssertionError("never")
             other = replace(server.gateway(), fingerprint="ab" * 32)
             with pytest.raises(DriverError, match="the join token pins"):
-                async with ImageCache(tmp_path / "other", other, keys, lambda: 7).provide_image(
+                async with ImageCache(tmp_path / "other", lambda: other, keys, lambda: 7).provide_image(
                     ref, lambda _: None, float("inf")
                 ):
                     raise AssertionError("never")

@@ -195,7 +195,7 @@ async def run_host(
     )
     gateway = gateway or GatewayEndpoint("http://127.0.0.1:1", "")
     keys = load_or_create_keys(root, HOST, "cmp1")
-    images = ImageCache(root / "images", gateway, keys, lambda: journal.epoch)
+    images = ImageCache(root / "images", lambda: gateway, keys, lambda: journal.epoch)
     executor = Executor(
         site,
         reporter,

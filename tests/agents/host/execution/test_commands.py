@@ -181,13 +181,13 @@ def test_a_journal_of_format_1_is_migrated_and_one_of_an_unknown_format_is_moved
     connection.close()
     for _ in range(2):
         journal = open_journal(tmp_path, "h", clock=lambda: 1.0)
-        assert (journal.address, journal.command_log.unacknowledged) == ("http://gw:1", {})
+        assert (journal.gateway.address, journal.command_log.unacknowledged) == ("http://gw:1", {})
         journal.close()
     assert journal.epoch == 9
     with sqlite3.connect(tmp_path / JOURNAL_FILE) as connection:
         connection.execute("PRAGMA user_version = 3")
     connection.close()
-    assert open_journal(tmp_path, "h").address == ""
+    assert open_journal(tmp_path, "h").gateway.address == ""
     assert [path for path in tmp_path.iterdir() if "corrupt" in path.name]
     assert "its format is version 3, and this release supports up to 2" in caplog.text
 

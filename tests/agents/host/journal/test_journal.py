@@ -108,7 +108,7 @@ def test_the_address_of_the_gateway_is_stored_and_the_secret_of_the_token_is_not
     journal.store_gateway("https://gw:1", "ab", "")
     journal.close()
     again = open_journal(tmp_path, "h")
-    assert (again.address, again.fingerprint) == ("https://gw:1", "ab")
+    assert (again.gateway.address, again.gateway.fingerprint) == ("https://gw:1", "ab")
     assert again.has_joined_with("the-secret")
     assert not again.has_joined_with("another")
     assert b"the-secret" not in b"".join(path.read_bytes() for path in tmp_path.iterdir())
