@@ -50,7 +50,7 @@ check: $(VENV)/dev  ## while you work: style, types, and the tests of the packag
 	$(BIN)/python -m pytest $(FAST) -n $(TEST_PROCESSES) $$($(BIN)/python -m tests.changed)
 
 test-system: $(VENV)/dev  ## start the whole product, kill its parts, see that nothing is lost
-	$(BIN)/python -m pytest -m "system or exhaustive" -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder
+	$(BIN)/python -m pytest -m "system or exhaustive or hypothesis" -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder
 
 OUTAGES := tests/system/test_slow_services.py
 LONGER := tests/accelerators/requests/test_binding_machine.py tests/system/test_race.py tests/system/test_fleet.py

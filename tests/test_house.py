@@ -10,6 +10,7 @@ import builtins
 import re
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import click
@@ -29,6 +30,7 @@ ERROR_MODULES = ("accelerators/domain", "agents", "cyborgweb", "drivers", "place
 """The folder of each package; the docstring of `errors.py` in it documents all exceptions of the package as a tree."""
 
 
+@cache
 def find_exceptions() -> dict[str, tuple[str, str]]:
     """Return every exception class of the product: its name → the name of its first base class, and its module."""
     libraries = (builtins, django_exceptions, rest_exceptions, click)
@@ -37,8 +39,9 @@ def find_exceptions() -> dict[str, tuple[str, str]]:
     unknown = [
         (node.name, [ast.unparse(base).rpartition(".")[2] for base in node.bases], ".".join(path.with_suffix("").parts))
         for path in (source.relative_to(ROOT) for source in SOURCES)
+        if path.parts[0] != "tests"
         for node in ast.walk(ast.parse((ROOT / path).read_text()))
-        if isinstance(node, ast.ClassDef) and path.parts[0] != "tests"
+        if isinstance(node, ast.ClassDef)
     ]
     found: dict[str, tuple[str, str]] = {}
     while new := {n: (bases[0], module) for n, bases, module in unknown if n not in found and known & {*bases}}:
