@@ -10,6 +10,7 @@ import builtins
 import re
 import subprocess
 import sys
+import tempfile
 from functools import cache
 from pathlib import Path
 
@@ -20,7 +21,7 @@ from rest_framework import exceptions as rest_exceptions
 
 from drivers.errors import KINDS
 from tests import changed
-from tests.support import sharing
+from tests.support import sharing, temporary
 from tests.system.conftest import LONGEST_FIRST
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -165,6 +166,17 @@ def test_tests_that_share_a_product_run_in_one_process() -> None:
 def test_the_system_tests_that_begin_first_exist() -> None:
     groups = {sharing.group_of(f"{p.relative_to(ROOT)}") for p in (ROOT / "tests" / "system").rglob("test_*.py")}
     assert {*LONGEST_FIRST} <= {group.rpartition("/")[2] for group in groups}
+
+
+def test_temporary_files_are_in_memory_only_if_it_has_space_and_nobody_chose_a_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usual = tempfile.gettempdir()
+    monkeypatch.delenv("TMPDIR", raising=False)
+    assert temporary.choose_folder(tmp_path, 1) == str(tmp_path)
+    assert temporary.choose_folder(tmp_path, 10**18) == temporary.choose_folder(tmp_path / "missing", 1) == usual
+    monkeypatch.setenv("TMPDIR", usual)
+    assert temporary.choose_folder(tmp_path, 1) == usual
 
 
 def test_a_changed_file_selects_the_tests_of_its_package() -> None:
