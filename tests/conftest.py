@@ -15,8 +15,13 @@ import pytest
 from hypothesis import settings
 
 # No deadline: the test machine's cores are shared, so a slow example is not a fault.
-settings.register_profile("default", max_examples=50, deadline=None)
-settings.load_profile("default")
+settings.register_profile("few", max_examples=15, deadline=None)
+settings.register_profile("many", max_examples=60, deadline=None)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Let a test of hypothesis try few examples in the fast lane, and many in the lane of exhaustive tests."""
+    settings.load_profile("few" if "not exhaustive" in config.getoption("markexpr") else "many")
 
 
 @pytest.fixture(scope="session")
@@ -63,6 +68,14 @@ def _look_up_static_files_on_demand() -> None:
     from django.conf import settings
 
     settings.WHITENOISE_AUTOREFRESH = True
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _hash_passwords_cheaply() -> None:
+    """Make hashing a password cheap; the product's hash takes a fifth of a second on purpose."""
+    from django.conf import settings
+
+    settings.PASSWORD_HASHERS = ["django.contrib.auth.hashers.MD5PasswordHasher"]
 
 
 @pytest.fixture(scope="session", autouse=True)

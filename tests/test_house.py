@@ -10,6 +10,8 @@ import builtins
 import re
 import subprocess
 import sys
+import tempfile
+from functools import cache
 from pathlib import Path
 
 import click
@@ -19,7 +21,7 @@ from rest_framework import exceptions as rest_exceptions
 
 from drivers.errors import KINDS
 from tests import changed
-from tests.support import sharing
+from tests.support import sharing, temporary
 from tests.system.conftest import LONGEST_FIRST
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -29,6 +31,7 @@ ERROR_MODULES = ("accelerators/domain", "agents", "cyborgweb", "drivers", "place
 """The folder of each package; the docstring of `errors.py` in it documents all exceptions of the package as a tree."""
 
 
+@cache
 def find_exceptions() -> dict[str, tuple[str, str]]:
     """Return every exception class of the product: its name → the name of its first base class, and its module."""
     libraries = (builtins, django_exceptions, rest_exceptions, click)
@@ -37,8 +40,9 @@ def find_exceptions() -> dict[str, tuple[str, str]]:
     unknown = [
         (node.name, [ast.unparse(base).rpartition(".")[2] for base in node.bases], ".".join(path.with_suffix("").parts))
         for path in (source.relative_to(ROOT) for source in SOURCES)
+        if path.parts[0] != "tests"
         for node in ast.walk(ast.parse((ROOT / path).read_text()))
-        if isinstance(node, ast.ClassDef) and path.parts[0] != "tests"
+        if isinstance(node, ast.ClassDef)
     ]
     found: dict[str, tuple[str, str]] = {}
     while new := {n: (bases[0], module) for n, bases, module in unknown if n not in found and known & {*bases}}:
@@ -162,6 +166,17 @@ def test_tests_that_share_a_product_run_in_one_process() -> None:
 def test_the_system_tests_that_begin_first_exist() -> None:
     groups = {sharing.group_of(f"{p.relative_to(ROOT)}") for p in (ROOT / "tests" / "system").rglob("test_*.py")}
     assert {*LONGEST_FIRST} <= {group.rpartition("/")[2] for group in groups}
+
+
+def test_temporary_files_are_in_memory_only_if_it_has_space_and_nobody_chose_a_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usual = tempfile.gettempdir()
+    monkeypatch.delenv("TMPDIR", raising=False)
+    assert temporary.choose_folder(tmp_path, 1) == str(tmp_path)
+    assert temporary.choose_folder(tmp_path, 10**18) == temporary.choose_folder(tmp_path / "missing", 1) == usual
+    monkeypatch.setenv("TMPDIR", usual)
+    assert temporary.choose_folder(tmp_path, 1) == usual
 
 
 def test_a_changed_file_selects_the_tests_of_its_package() -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.system
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("accelerators", "agents", "cyborgweb", "drivers", "placement_sync")
 BUILD = "import sys, setuptools.build_meta as backend; print(backend.build_wheel(sys.argv[1]))"

@@ -202,6 +202,7 @@ def raise_notices(nova: FakeNova) -> dict[str, str]:
     return wanted
 
 
+@pytest.mark.exhaustive
 def test_nova_is_notified_of_each_request_at_least_once_whatever_call_fails(nova: FakeNova) -> None:
     wanted = raise_notices(nova)
     for where in at_every_call(notices_job.run, keystone):
@@ -222,6 +223,7 @@ def keystone() -> KeystoneSession:
     return KeystoneSession(Token("http://unused", "token"))
 
 
+@pytest.mark.exhaustive
 def test_requests_of_a_deleted_instance_are_freed_once_whatever_call_fails(nova: FakeNova) -> None:
     gone, *alive = bind_instances(3)
     nova.servers, nova.page = alive, 1

@@ -118,15 +118,13 @@ def test_a_user_without_permission_can_neither_see_nor_compare_nor_retry(client:
     assert placement_session.seen_calls == []
 
 
-@pytest.mark.parametrize(
-    "crafted", ["0", "-1", "9" * 40, "nobody", "%00", "11111111-1111-1111-1111-111111111111", "1e3"]
-)
-def test_crafted_ids_are_redirected_or_refused(operator: Client, crafted: str) -> None:
+def test_crafted_ids_are_redirected_or_refused(operator: Client) -> None:
     make_ready_host()
-    for name in ("tree_change", "tree_ask", "discrepancy_change"):
-        url = reverse(f"admin:placement_sync_{name}", args=[crafted])
-        assert operator.get(url).status_code in (302, 403, 404), name
-        assert operator.post(url).status_code in (302, 403, 404), name
+    for crafted in ("0", "-1", "9" * 40, "nobody", "%00", "11111111-1111-1111-1111-111111111111", "1e3"):
+        for name in ("tree_change", "tree_ask", "discrepancy_change"):
+            url = reverse(f"admin:placement_sync_{name}", args=[crafted])
+            assert operator.get(url).status_code in (302, 403, 404), url
+            assert operator.post(url).status_code in (302, 403, 404), url
 
 
 def test_the_host_page_costs_the_same_statements_at_any_number_of_devices(operator: Client) -> None:
@@ -136,7 +134,7 @@ def test_the_host_page_costs_the_same_statements_at_any_number_of_devices(operat
     few = count_statements(operator, page)
     make_ready_host(12)
     providers.step()
-    assert count_statements(operator, page) == few <= 12
+    assert count_statements(operator, page, enough=few) == few <= 12
 
 
 def make_discrepancy(host: Host) -> Discrepancy:

@@ -19,7 +19,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 UNUSED_S = 30 * 24 * 3600.0
 """Seconds that an entry is kept after its last use."""
-KEPT_ENTRIES = 3
+KEPT_ENTRIES = 10
 """The number of entries kept of a large kind, such as databases, of which every edit of a model makes another one."""
 
 

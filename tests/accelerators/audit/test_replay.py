@@ -282,7 +282,7 @@ class EventReplayMachine(RuleBasedStateMachine):
         self.cloud.placement.away = False
 
 
-@few_or_many(4, 12)
+@few_or_many(2, 12)
 @pytest.mark.django_db
 def test_X6_replayed_events_equal_the_stored_state(cloud: FakeCloud, examples: int) -> None:
     EventReplayMachine.cloud = cloud

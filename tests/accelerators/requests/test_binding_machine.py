@@ -403,7 +403,7 @@ STEPS_PER_EXAMPLE = scaled(22, 50)
 """A step costs about 6 ms of CPU, most of it in the product."""
 
 
-@few_or_many(8, scaled(20, 1000))
+@few_or_many(4, scaled(20, 1000))
 @pytest.mark.django_db
 def test_no_sequence_of_calls_stores_an_illegal_state(examples: int) -> None:
     RequestsMachine.providers = make_cards()

@@ -182,7 +182,7 @@ class FunctionMachine(RuleBasedStateMachine):
             transaction.savepoint_rollback(self.before)
 
 
-@few_or_many(15, scaled(30, 1000))
+@few_or_many(6, scaled(30, 1000))
 @pytest.mark.django_db
 def test_S1_no_sequence_of_reports_and_binds_gives_one_function_twice(examples: int) -> None:
     with conductor.writing():

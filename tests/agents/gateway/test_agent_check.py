@@ -40,6 +40,7 @@ def test_the_gateway_answers_a_check_with_a_date_that_bounds_the_difference_of_t
     assert offset is not None and offset[0] <= 0 <= offset[1]
 
 
+@pytest.mark.system
 def test_a_check_uses_up_no_join_token_and_joins_nothing(address: str, tmp_path: Path) -> None:
     token = authentication.create_join_token("cmp1.example", address=address, hours=1, created_by="olga")
     keys = {"CYBORG_JOIN_TOKEN": token, "CYBORG_AGENT_STATE_DIR": str(tmp_path / "state"), "CYBORG_HOST_NODE": "cmp1"}

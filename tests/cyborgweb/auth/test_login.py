@@ -77,9 +77,8 @@ def test_the_login_page_with_keystone_asks_for_name_password_project_and_domains
 
 
 @pytest.fixture(autouse=True)
-def _cheap_hashes_and_no_failed_logins(settings: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def _no_failed_logins(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(login_throttle, "throttle", login_throttle.LoginThrottle())
-    settings.PASSWORD_HASHERS = ["django.contrib.auth.hashers.MD5PasswordHasher"]
 
 
 def test_the_login_page_without_keystone_asks_for_name_and_password(client: Client) -> None:

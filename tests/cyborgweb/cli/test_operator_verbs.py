@@ -181,16 +181,20 @@ def test_help_lists_the_verbs_and_every_verb_has_an_example(noun: str) -> None:
         assert not re.search(r"device-(show|program)", told)
 
 
-@pytest.mark.parametrize("word", ["install", "update"])
-def test_no_option_is_one_that_django_takes_from_the_command_line(word: str, tmp_path: Path) -> None:
-    def run(*words: str) -> subprocess.CompletedProcess[str]:
-        arguments = [sys.executable, "manage.py", "driver", word, "pci_driver", *words]
-        return subprocess.run(arguments, capture_output=True, text=True, check=False, cwd=settings.BASE_DIR)
-
+def test_no_option_is_one_that_django_takes_from_the_command_line() -> None:
     spellings = {
         spelling for verbs in VERBS.values() for verb in verbs.values() for p in verb.params for spelling in p.opts
     }
     assert spellings.isdisjoint({"--settings", "--pythonpath"}) and "--settings-file" in spellings
+
+
+@pytest.mark.system
+@pytest.mark.parametrize("word", ["install", "update"])
+def test_django_leaves_the_settings_file_on_the_command_line_to_the_verb(word: str, tmp_path: Path) -> None:
+    def run(*words: str) -> subprocess.CompletedProcess[str]:
+        arguments = [sys.executable, "manage.py", "driver", word, "pci_driver", *words]
+        return subprocess.run(arguments, capture_output=True, text=True, check=False, cwd=settings.BASE_DIR)
+
     assert "--settings-file FILE" in (told := run("--help").stdout) and "--settings " not in told.replace(",", " ")
     file = tmp_path / "wrong.toml"
     file.write_text("[")

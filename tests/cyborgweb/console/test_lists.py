@@ -29,21 +29,21 @@ def admin_url(model: type, page: str, *args: object) -> str:
     return reverse(f"admin:{model._meta.app_label}_{model._meta.model_name}_{page}", args=args)
 
 
-@pytest.mark.parametrize("model", SHOWN_MODELS, ids=lambda model: model.__name__)
-def test_every_list_has_rows_and_each_row_has_a_page(model: type, operator: Client, fill: Fill) -> None:
-    fill(3)
-    answered = operator.get(admin_url(model, "changelist"))
-    assert answered.status_code == 200
-    assert answered.context["cl"].result_list
-    for row in answered.context["cl"].result_list:
-        assert operator.get(admin_url(model, "change", row.pk)).status_code == 200
+def test_every_list_has_rows_and_each_row_has_a_page(operator: Client, fill: Fill) -> None:
+    fill(2)
+    for model in SHOWN_MODELS:
+        answered = operator.get(admin_url(model, "changelist"))
+        assert answered.status_code == 200, model
+        assert answered.context["cl"].result_list, model
+        for row in answered.context["cl"].result_list:
+            assert operator.get(admin_url(model, "change", row.pk)).status_code == 200, model
 
 
 def test_P3_lists_take_the_same_statements_at_any_size(operator: Client, fill: Fill) -> None:
     fill(3)
     small = {model: count_statements(operator, admin_url(model, "changelist")) for model in SHOWN_MODELS}
     fill(57, first=1)  # two pages
-    large = {model: count_statements(operator, admin_url(model, "changelist")) for model in SHOWN_MODELS}
+    large = {model: count_statements(operator, admin_url(model, "changelist"), small[model]) for model in SHOWN_MODELS}
     assert large == small
     assert max(large.values()) <= LIST_BUDGET
 
@@ -54,7 +54,7 @@ def test_P3_pages_of_devices_and_hosts_take_at_most_twelve_statements_at_any_siz
     apply_report(wide, make_driver_report(*(make_card(n, handles=8) for n in range(200))))
     for model, pages in ((Host, (small, wide)), (Device, (small.devices.first(), wide.devices.first()))):
         for row in pages:
-            assert count_statements(operator, admin_url(model, "change", row.pk)) <= LIST_BUDGET
+            assert count_statements(operator, admin_url(model, "change", row.pk), LIST_BUDGET) <= LIST_BUDGET
 
 
 @pytest.mark.parametrize(
@@ -134,17 +134,17 @@ def test_texts_from_agents_are_escaped_on_every_page(operator: Client) -> None:
         assert evil not in operator.get(path).content.decode()
 
 
-@pytest.mark.parametrize("model", INVENTORY_MODELS, ids=lambda model: model.__name__)
-def test_nothing_of_the_inventory_can_be_written(model: type, operator: Client, fill: Fill) -> None:
+def test_nothing_of_the_inventory_can_be_written(operator: Client, fill: Fill) -> None:
     fill(3)
-    row = model.objects.first()
-    assert operator.post(admin_url(model, "add"), {}).status_code == 403
-    assert operator.post(admin_url(model, "change", row.pk), {"state": "ready"}).status_code == 403
-    assert operator.post(admin_url(model, "delete", row.pk), {"post": "yes"}).status_code == 403
-    operator.post(
-        admin_url(model, "changelist"), {"action": "delete_selected", "_selected_action": [row.pk], "post": "yes"}
-    )
-    assert model.objects.filter(pk=row.pk).exists()
+    for model in INVENTORY_MODELS:
+        row = model.objects.first()
+        assert operator.post(admin_url(model, "add"), {}).status_code == 403, model
+        assert operator.post(admin_url(model, "change", row.pk), {"state": "ready"}).status_code == 403, model
+        assert operator.post(admin_url(model, "delete", row.pk), {"post": "yes"}).status_code == 403, model
+        operator.post(
+            admin_url(model, "changelist"), {"action": "delete_selected", "_selected_action": [row.pk], "post": "yes"}
+        )
+        assert model.objects.filter(pk=row.pk).exists(), model
 
 
 @pytest.mark.parametrize("model", [JoinToken, ApiToken], ids=lambda model: model.__name__)

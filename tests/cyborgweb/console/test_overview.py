@@ -25,7 +25,7 @@ INDEX_URL = "/admin/"
 
 
 def test_P3_the_overview_takes_at_most_ten_statements_at_any_size(operator: Client, fill: Fill) -> None:
-    fill(300)
+    fill(60)
     # The list of gateways is cached for a while; the number of statements must not depend on earlier tests.
     telemetry.forget_gateways()
     with CaptureQueriesContext(connection) as captured:

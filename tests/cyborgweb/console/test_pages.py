@@ -145,7 +145,7 @@ def test_the_page_of_a_host_names_a_driver_that_is_no_longer_asked(operator: Cli
 def test_P3_the_host_page_costs_at_most_twelve_statements(operator: Client, devices: int) -> None:
     host = create_ready_host(handles=80 if devices > 1 else 1, devices=devices)
     create_discrepancy(host.devices.all()[0], uuid4())
-    assert count_statements(operator, row_page(host)) <= 12
+    assert count_statements(operator, row_page(host), enough=12) <= 12
 
 
 def test_a_host_without_devices_and_agent_has_a_page(operator: Client) -> None:
@@ -201,7 +201,7 @@ def test_P3_the_device_page_costs_at_most_twelve_statements(operator: Client, ha
     create_discrepancy(device, uuid4())
     with conductor.writing():
         Device.objects.update(acts="health program")
-    assert count_statements(operator, row_page(device)) <= 12
+    assert count_statements(operator, row_page(device), enough=12) <= 12
     page = operator.get(row_page(device)).context
     assert (page["held"], page["total"], page["hidden"]) == (1, handles, max(0, handles - 256))
 
@@ -278,16 +278,17 @@ def test_P3_the_request_page_costs_at_most_ten_statements(operator: Client) -> N
         AcceleratorRequest.objects.update(instance_uuid=request.instance_uuid)
     record_request_events(request, *["notified"] * 150)
     create_discrepancy(Device.objects.get(), request.instance_uuid)
-    assert count_statements(operator, row_page(request)) <= 10
+    assert count_statements(operator, row_page(request), enough=10) <= 10
     page = operator.get(row_page(request))
     assert len(page.context["siblings"]) == 9
     assert "lacks its device" in page.content.decode()
 
 
-@pytest.mark.parametrize("model", ["host", "device", "acceleratorrequest"])
-@pytest.mark.parametrize("key", ["0", "999999999999999999999", "x'y", "00000000-0000-4000-8000-000000000000", "%00"])
-def test_pages_of_unknown_rows_cause_no_server_error(operator: Client, model: str, key: str) -> None:
-    assert operator.get(f"/admin/accelerators/{model}/{key}/change/").status_code in (302, 400, 404)
+def test_pages_of_unknown_rows_cause_no_server_error(operator: Client) -> None:
+    for model in ("host", "device", "acceleratorrequest"):
+        for key in ("0", "999999999999999999999", "x'y", "00000000-0000-4000-8000-000000000000", "%00"):
+            answered = operator.get(f"/admin/accelerators/{model}/{key}/change/")
+            assert answered.status_code in (302, 400, 404), (model, key)
 
 
 def test_a_handle_that_waits_for_its_host_is_shown_as_released_with_the_reason(operator: Client) -> None:

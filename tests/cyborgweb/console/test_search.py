@@ -77,9 +77,9 @@ def test_several_hits_are_listed_by_kind(operator: Client, known: dict[str, obje
     assert "Nothing is called" in operator.get(reverse("find"), {"q": "<script>"}).content.decode()
 
 
-@pytest.mark.parametrize("term", ["", "\0", "%", "a" * 999, "'; --", "0000:zz", "_", "f" * 33], ids=ascii)
-def test_any_search_term_is_answered_without_an_error(term: str, operator: Client, known: dict[str, object]) -> None:
-    assert operator.get(reverse("find"), {"q": term}).status_code == 200
+def test_any_search_term_is_answered_without_an_error(operator: Client, known: dict[str, object]) -> None:
+    for term in ("", "\0", "%", "a" * 999, "'; --", "0000:zz", "_", "f" * 33):
+        assert operator.get(reverse("find"), {"q": term}).status_code == 200, term
 
 
 def test_search_finds_only_rows_that_the_user_may_view(

@@ -437,6 +437,7 @@ def test_with_an_unusable_metrics_folder_counters_stay_in_the_process(tmp_path: 
     assert said.stdout == "True\n" and metric_files.FOLDER_VARIABLE in said.stderr
 
 
+@pytest.mark.system
 def test_agents_cli_and_supervisor_do_not_import_prometheus_client() -> None:
     modules = "agents.host.main, cyborgweb.cli.main, cyborgweb.server.supervisor, placement_sync.agent_writer, sys"
     code = f"import {modules}; print('prometheus_client' in sys.modules)"

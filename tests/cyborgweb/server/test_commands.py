@@ -68,6 +68,7 @@ def test_invalid_arguments_are_refused(args: tuple[str, ...]) -> None:
         run_manage_command(*args)
 
 
+@pytest.mark.system
 def test_an_unusable_setting_is_reported_in_one_line_without_a_traceback() -> None:
     done = subprocess.run(
         [sys.executable, "manage.py", "check"],

@@ -14,6 +14,8 @@ from drivers.errors import Failed
 from drivers.isolation.runner import MAX_FAILURES, DriverProcess
 from drivers.plan import Ask
 
+pytestmark = pytest.mark.system
+
 
 @asynccontextmanager
 async def run_remote_backends(state: Path, **files: str) -> AsyncIterator[DriverProcess]:

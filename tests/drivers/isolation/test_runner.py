@@ -33,7 +33,7 @@ for line in sys.stdin:
 def scripted_process(body: str) -> DriverProcess:
     """A driver process that runs `body` for each question."""
     code = SCRIPT_HEAD + "".join(f"    {line}\n" for line in body.splitlines())
-    return DriverProcess("x", "n", {}, deadline_s=3.0, max_answer=65536, command=[sys.executable, "-c", code])
+    return DriverProcess("x", "n", {}, deadline_s=3.0, max_answer=65536, command=[sys.executable, "-S", "-c", code])
 
 
 def discover_reports(driver: Callable[[], DriverProcess], times: int = 1) -> list[DriverReport]:

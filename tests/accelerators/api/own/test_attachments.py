@@ -89,22 +89,23 @@ def test_attachments_are_filtered_and_a_page_takes_three_statements(ask: Ask, dj
         ask("/api/attachments/")
 
 
-@pytest.mark.parametrize(
-    ("said", "status", "says"),
-    [
-        ({}, 400, "instance: This field is required."),
-        ({"instance": INSTANCE}, 400, "Give either a device profile or a device to attach."),
-        ({"instance": INSTANCE, "profile": "one", "device": UNKNOWN_UUID}, 400, "Give either a device profile"),
-        ({"instance": INSTANCE, "profile": "none"}, 404, "There is no device profile 'none'."),
-        ({"instance": UNKNOWN_UUID, "profile": "one"}, 404, f"Nova has no instance {UNKNOWN_UUID}."),
-        ({"instance": INSTANCE, "device": UNKNOWN_UUID}, 409, "has no free unit: it must be ready"),
-        ({"instance": INSTANCE, "profile": "one", "reason": "x" * 501}, 400, "no more than 500 characters"),
-        ({"instance": INSTANCE, "profile": "one", "state": "attached"}, 400, "state: cannot be written"),
-    ],
-)
-def test_invalid_attachments_are_refused(ask: Ask, said: dict[str, Any], status: int, says: str) -> None:
-    assert says in get_error_message(ask("/api/attachments/", method="POST", data=said), status)
-    assert not Attachment.objects.exists()
+REFUSED: list[tuple[dict[str, Any], int, str]] = [
+    ({}, 400, "instance: This field is required."),
+    ({"instance": INSTANCE}, 400, "Give either a device profile or a device to attach."),
+    ({"instance": INSTANCE, "profile": "one", "device": UNKNOWN_UUID}, 400, "Give either a device profile"),
+    ({"instance": INSTANCE, "profile": "none"}, 404, "There is no device profile 'none'."),
+    ({"instance": UNKNOWN_UUID, "profile": "one"}, 404, f"Nova has no instance {UNKNOWN_UUID}."),
+    ({"instance": INSTANCE, "device": UNKNOWN_UUID}, 409, "has no free unit: it must be ready"),
+    ({"instance": INSTANCE, "profile": "one", "reason": "x" * 501}, 400, "no more than 500 characters"),
+    ({"instance": INSTANCE, "profile": "one", "state": "attached"}, 400, "state: cannot be written"),
+]
+"""Attachments that are refused, each with the status and a part of the message."""
+
+
+def test_invalid_attachments_are_refused(ask: Ask) -> None:
+    for said, status, says in REFUSED:
+        assert says in get_error_message(ask("/api/attachments/", method="POST", data=said), status)
+        assert not Attachment.objects.exists(), said
 
 
 def test_a_request_of_an_attachment_cannot_be_detached_by_itself(ask: Ask) -> None:

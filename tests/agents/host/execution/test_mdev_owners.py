@@ -309,7 +309,7 @@ class TwoOwners(RuleBasedStateMachine):
             shutil.rmtree(self.folder)
 
 
-@few_or_many(25, 400)
+@few_or_many(8, 400)
 def test_a_host_has_as_many_mediated_devices_and_definitions_as_handles_are_held(examples: int) -> None:
     checked = settings(
         max_examples=examples,
