@@ -19,7 +19,7 @@ from accelerators.domain import driver_status, offer, traits
 from accelerators.domain.admission import AdmissionFacts, EnabledRule, first_matching_rule
 from accelerators.domain.identity import SERIAL_PREFIX, IdentifiedDevice, identify_devices, may_be_same_card
 from accelerators.domain.provider_ids import compute_provider_uuid
-from accelerators.domain.states import AttributeOrigin
+from accelerators.domain.states import AttributeOrigin, Health
 from drivers.inventory import Backend, Deployable, Device, DriverReport, Fault
 
 RowValues = dict[str, Any]
@@ -263,6 +263,25 @@ def combine_reports(
             ).updated_by(driver_report)
     reported_drivers = driver_status.select_reported_drivers(new_reports[-1].drivers)
     return new_reports[-1], {name: answer for name, answer in combined.items() if name in reported_drivers}
+
+
+def find_open_drivers(drivers: Iterable[DriverReport], candidates: Collection[str] | None = None) -> set[str]:
+    """Return the drivers for which a report earlier than this one can matter in `combine_reports`.
+
+    `drivers` is the content of the report. Without `candidates`, all its drivers whose devices it may change are
+    considered; otherwise those, also if the report does not name them. Left out is a driver that gave its complete list
+    here, without an error of a backend and without a device of unknown health: a later answer replaces the earlier one
+    but for the devices of a failed backend, and for a failure that `unknown` does not end.
+    """
+    reports = list(drivers)
+    considered = driver_status.select_reported_drivers(reports) if candidates is None else set(candidates)
+    return considered - {report.driver for report in reports if _replaces_earlier_answers(report)}
+
+
+def _replaces_earlier_answers(report: DriverReport) -> bool:
+    """Return whether nothing of the driver's earlier answers is left when this one follows (`updated_by`)."""
+    has_error = report.error or any(backend.error for backend in report.backends)
+    return not has_error and all(device.status != Health.UNKNOWN for device in report.devices)
 
 
 def list_provider_ids(reports: Iterable[HostReport]) -> set[str]:
