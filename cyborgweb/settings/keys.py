@@ -87,6 +87,12 @@ class Keys:
         20_000,
         "How many agents can be connected to one web process, each with one open file and 30 KB; further ones get 503.",
     )
+    max_devices_per_host: int = declare_key(
+        "CYBORG_MAX_DEVICES_PER_HOST",
+        4096,
+        "How many devices of one host are stored, missing ones included, and 16 times as many deployables and attach"
+        " handles; a fault of the host says how many devices exceed it.",
+    )
     pending_report_bytes: int = declare_key(
         "CYBORG_PENDING_REPORT_BYTES",
         268_435_456,
@@ -313,7 +319,11 @@ def _check_agent_settings(loaded: Keys) -> None:
     """Check the limits on agents' connections and messages, and the gateway's URL. Raise ConfigurationError for the
     first unusable value.
     """
-    for name, value in (("HANDSHAKES", loaded.handshakes), ("AGENT_CONNECTIONS", loaded.agent_connections)):
+    for name, value in (
+        ("HANDSHAKES", loaded.handshakes),
+        ("AGENT_CONNECTIONS", loaded.agent_connections),
+        ("MAX_DEVICES_PER_HOST", loaded.max_devices_per_host),
+    ):
         if value < 1:
             raise ConfigurationError(f"CYBORG_{name}={value} is not usable: write a number above 0")
     if loaded.pending_report_bytes < loaded.max_message_bytes:
