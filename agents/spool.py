@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from operator import attrgetter
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 from django.db import connection
@@ -32,11 +32,13 @@ WITH front AS (
        FROM hosts h CROSS JOIN LATERAL (
          SELECT s.id, octet_length(s.payload) AS size FROM spool s WHERE s.host_id = h.host_id
          ORDER BY s.epoch DESC, s.seq DESC, s.id DESC LIMIT 1) n)
-SELECT s.host_id, s.epoch, s.seq, s.payload, EXISTS (SELECT FROM spool o WHERE o.host_id = s.host_id AND o.id <> s.id)
+SELECT s.host_id, s.epoch, s.seq, s.payload, EXISTS (SELECT FROM spool o WHERE o.host_id = s.host_id AND o.id <> s.id),
+  (SELECT set_config('statement_timeout', %(statement_ms)s, true) || set_config('lock_timeout', %(lock_ms)s, true))
 FROM newest n JOIN spool s ON s.id = n.id WHERE n.before < %(bytes)s ORDER BY n.oldest
 """
 """The newest report of each of the hosts that have waited longest, up to a number of hosts and of bytes, and whether
-the host has others. Plain SQL, because only PostgreSQL can measure payloads without reading them."""
+the host has others. It also limits the time of the transaction's later statements. Plain SQL, because only PostgreSQL
+can measure payloads without reading them."""
 SELECT_NEWEST_OF_ALL = SELECT_NEWEST_REPORTS.format(and_urgent="")
 SELECT_NEWEST_OF_URGENT = SELECT_NEWEST_REPORTS.format(
     and_urgent="AND host_id IN (SELECT host_id FROM spool WHERE urgent)"
@@ -88,20 +90,32 @@ class Turn:
     is_complete: bool = True
 
 
-def take_turns(*, max_hosts: int, max_bytes: int, urgent_only: bool, excluded: Collection[int] = ()) -> list[Turn]:
+def take_turns(
+    *,
+    max_hosts: int,
+    max_bytes: int,
+    urgent_only: bool,
+    excluded: Collection[int] = (),
+    statement_timeout_s: float = 0.0,
+) -> list[Turn]:
     """Return the turns of the hosts whose oldest report has waited longest, up to these numbers of hosts and of bytes.
 
     `urgent_only` restricts this to hosts with an urgent report. Hosts in `excluded` are left out. At least one report
     is read if there is one. It costs one statement, and a second one if an older report of a host can matter; nothing
     is deleted. The caller must be the only one that reads the spool.
+
+    A later statement of the transaction fails if it takes longer than `statement_timeout_s` (0: never), or waits for a
+    lock for more than a third of it: a wait says nothing about the reports.
     """
     statement = SELECT_NEWEST_OF_URGENT if urgent_only else SELECT_NEWEST_OF_ALL
-    limits = {"hosts": max_hosts, "front": max_hosts * FRONT_REPORTS_PER_HOST, "bytes": max_bytes}
+    limits: dict[str, Any] = {"hosts": max_hosts, "front": max_hosts * FRONT_REPORTS_PER_HOST, "bytes": max_bytes}
+    statement_ms = int(statement_timeout_s * 1000)
+    limits |= {"statement_ms": str(statement_ms), "lock_ms": str(statement_ms // 3), "excluded": list(excluded)}
     turns: list[Turn] = []
     newest: dict[int, tuple[int, int]] = {}
     with connection.cursor() as cursor:
-        cursor.execute(statement, limits | {"excluded": list(excluded)})
-        for *columns, has_older in cursor.fetchall():
+        cursor.execute(statement, limits)
+        for *columns, has_older, _ in cursor.fetchall():
             row = SpooledReport(*columns)
             turn = build_turn([row])
             if has_older and (turn.error or find_open_drivers(turn.reports[0].drivers)):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from msgspec.structs import replace
 from accelerators.domain.diff import HostReport, combine_reports
 from accelerators.models import Device, Event, Host
 from agents import jobs, spool, wire
+from agents.jobs import BATCH_BYTES, BATCH_HOSTS, FIRST_SHARE, MergePace
 from agents.models import Spooled
 from drivers.inventory import Backend, DriverReport
 from tests.support.reports import get_or_create_host, make_card, make_driver_report, name_providers
@@ -26,6 +28,8 @@ pytestmark = pytest.mark.django_db
 def fresh_state(monkeypatch: pytest.MonkeyPatch) -> None:
     """Begin each test as a process that has not merged yet."""
     monkeypatch.setattr(jobs, "_batches", itertools.count(1))
+    monkeypatch.setattr(jobs, "_pace", MergePace())
+    jobs._pace.share = 1.0
     jobs._unfinished_hosts.clear()
 
 
@@ -153,6 +157,66 @@ def test_the_number_of_statements_of_a_batch_does_not_depend_on_hosts_and_report
     assert Device.objects.count() == hosts and not Spooled.objects.exists()
     sent = [str(one["sql"]) for one in captured]
     assert len([text for text in sent if "spool" in text]) == 4, "three read, one deletes"
+
+
+@pytest.fixture
+def slow_cards() -> Iterator[None]:
+    """Make the database need 20 s to store a card of the vendor `slow`."""
+    with connection.cursor() as cursor:
+        cursor.execute(
+            "CREATE FUNCTION be_slow() RETURNS trigger LANGUAGE plpgsql AS"
+            " 'BEGIN PERFORM pg_sleep(20); RETURN NEW; END'"
+        )
+        cursor.execute(
+            "CREATE TRIGGER be_slow BEFORE INSERT ON accelerators_device FOR EACH ROW WHEN (NEW.vendor = 'slow')"
+            " EXECUTE FUNCTION be_slow()"
+        )
+    yield
+    with connection.cursor() as cursor:
+        cursor.execute("DROP FUNCTION be_slow CASCADE")
+
+
+@pytest.mark.django_db(transaction=True)
+def test_X5_a_report_that_takes_too_long_alone_is_put_aside_and_the_other_hosts_are_merged(
+    slow_cards: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(jobs, "BATCH_HOSTS", 4)
+    monkeypatch.setattr(jobs, "STATEMENT_TIMEOUT_S", 0.6)
+    slow, *others = (get_or_create_host(f"cmp{n}") for n in (1, 2, 3))
+    for host in (slow, *others):
+        spool_reports(host, (make_driver_report(make_card(1, vendor="slow" if host is slow else "1af4")),))
+    jobs.merge()
+    assert set(Device.objects.values_list("host__name", flat=True)) == {"cmp2", "cmp3"}
+    assert Spooled.objects.get().host == slow, "an acknowledged report is not lost"
+    event = Event.objects.get(action="report.delayed")
+    assert event.host == "cmp1" and "tried again in 60 s" in event.reason
+    monkeypatch.setattr(jobs, "_pace", MergePace())  # The time is over, or the process is another one.
+    monkeypatch.setattr(jobs, "STATEMENT_TIMEOUT_S", 60.0)
+    with connection.cursor() as cursor:
+        cursor.execute("DROP TRIGGER be_slow ON accelerators_device")
+    jobs.merge()
+    assert Device.objects.count() == 3 and not Spooled.objects.exists()
+
+
+def test_batches_become_smaller_after_slow_ones_and_larger_after_quick_ones() -> None:
+    turn = [spool.Turn(1, [HostReport(1, 1, "", ())], (1, 1))]
+    pace = MergePace()
+    assert pace.share == FIRST_SHARE, "the process before may have been killed"
+    for _ in range(10):
+        pace.note_merged(turn, 0.1)
+    assert (pace.max_hosts, pace.max_bytes) == (BATCH_HOSTS, BATCH_BYTES)
+    pace.note_merged(turn, 2.0)
+    assert pace.max_hosts == BATCH_HOSTS
+    pace.note_merged(turn, 5.0)
+    assert pace.max_hosts == BATCH_HOSTS // 2
+    several = [spool.Turn(1, [*turn[0].reports] * 2, (1, 1))]
+    assert pace.note_timeout(several) == 0.0 and pace.max_hosts == BATCH_HOSTS // 16
+    assert pace.note_timeout(turn * 2) == pace.note_timeout(turn * 2) == 0.0 and pace.max_hosts == 1
+    assert pace.note_timeout(several) == 60.0, "the batch cannot become smaller"
+    assert [pace.note_timeout(turn) for _ in range(8)] == [60.0 * 2**n for n in range(1, 6)] + [3600.0] * 3
+    assert pace.max_hosts == 1 and pace.list_delayed_hosts() == {1}
+    pace.note_merged(turn, 0.1)
+    assert pace.list_delayed_hosts() == set()
 
 
 cards = st.lists(
