@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import itertools
 import logging
+import time
+from collections.abc import Sequence
 
-import msgspec
-from django.db import DataError, IntegrityError, connection, transaction
+from django.db import DataError, IntegrityError, OperationalError, transaction
+from psycopg.errors import QueryCanceled
 
 from accelerators import conductor
 from accelerators.commands import command_queue
@@ -16,35 +18,87 @@ from accelerators.inventory.merge import merge_reports
 from accelerators.models import Host
 from accelerators.runtime import jobs
 from accelerators.runtime.after_commit import call_after_commit
-from agents import wire
+from agents import spool
 from agents.gateway import leases
 
 log = logging.getLogger(__name__)
 
 BATCH_BYTES = 8 * 1024 * 1024
-"""A batch takes no further report once its payloads have reached this size."""
-BATCH_ROWS = 500
-"""Maximum number of reports in a batch."""
+"""A batch takes no further report once their payloads have reached this size."""
+BATCH_HOSTS = 500
+"""Maximum number of hosts in a batch."""
 OLDEST_FIRST_EVERY = 4
-"""Every OLDEST_FIRST_EVERY-th batch takes the oldest reports without regard to faults, so that hosts with faults cannot
-block the others for ever."""
-TAKE_BATCH = """
-WITH oldest AS (
-       SELECT id, octet_length(payload) AS size FROM spool {which} ORDER BY id LIMIT %s FOR UPDATE SKIP LOCKED),
-     batch AS (SELECT id, sum(size) OVER (ORDER BY id) - size AS before FROM oldest)
-DELETE FROM spool s USING batch b WHERE s.id = b.id AND b.before < %s
-RETURNING s.host_id, s.epoch, s.seq, s.payload
-"""
-"""Remove the oldest reports from the spool and return them, up to a number of reports and of bytes. Rows that another
-process has locked are skipped. Plain SQL, because it locks, measures and deletes in one statement."""
-TAKE_OLDEST = TAKE_BATCH.format(which="")
-TAKE_URGENT = TAKE_BATCH.format(which="WHERE host_id IN (SELECT host_id FROM spool WHERE urgent)")
-"""The same for hosts with a report that shows a fault. It takes all their reports: a driver's good answer in an earlier
-report must not be lost because of the error in the later one."""
+"""Every OLDEST_FIRST_EVERY-th batch takes the hosts that have waited longest without regard to faults, so that hosts
+with faults cannot block the others for ever."""
+
+STATEMENT_TIMEOUT_S = 15.0
+"""A batch is rolled back, and the next one is smaller, if one of its statements takes longer. A killed task would begin
+with the same reports again; the cluster kills it after a minute."""
+SLOW_BATCH_S, QUICK_BATCH_S = 4.0, 1.0
+"""After a batch that took longer than SLOW_BATCH_S the next one is half as large, and after one that took less than
+QUICK_BATCH_S twice as large."""
+FIRST_SHARE = 1 / 16
+"""The share of BATCH_HOSTS and BATCH_BYTES with which a process begins: the one before it may have been killed because
+its batches took too long."""
+FIRST_DELAY_S, MAX_DELAY_S = 60.0, 3600.0
+"""Seconds for which the reports of a host are put aside if one of them alone takes too long; doubled each time."""
 
 _batches = itertools.count(1)
-_decode_report = msgspec.json.Decoder(wire.Report).decode
-ReportBatch = dict[int, list[HostReport]]
+_unfinished_hosts: set[int] = set()
+"""Hosts of the last batch of which later reports wait. The next batch takes others first."""
+ReportBatch = dict[int, Sequence[HostReport]]
+
+
+class MergePace:
+    """How large the batches of this process are, and the hosts whose reports it has put aside."""
+
+    def __init__(self) -> None:
+        self.share = FIRST_SHARE
+        """The part of BATCH_HOSTS and BATCH_BYTES that the next batch takes, at most 1."""
+        self._delays: dict[int, tuple[float, float]] = {}
+        """Host id → until when its reports are put aside (monotonic clock), and for how many seconds."""
+
+    @property
+    def max_hosts(self) -> int:
+        """The maximum number of hosts in the next batch."""
+        return max(1, int(BATCH_HOSTS * self.share))
+
+    @property
+    def max_bytes(self) -> int:
+        """The number of bytes above which the next batch takes no further report."""
+        return max(1, int(BATCH_BYTES * self.share))
+
+    def list_delayed_hosts(self) -> set[int]:
+        """Return the hosts whose reports are put aside now."""
+        now = time.monotonic()
+        return {host_id for host_id, (until, _) in self._delays.items() if until > now}
+
+    def note_merged(self, turns: Sequence[spool.Turn], seconds: float) -> None:
+        """Note that a batch was merged within this time: adapt the share, and forget the delays of its hosts."""
+        if seconds > SLOW_BATCH_S:
+            self.share = max(self.share / 2, 1 / BATCH_HOSTS)
+        elif seconds < QUICK_BATCH_S:
+            self.share = min(self.share * 2, 1.0)
+        for turn in turns:
+            self._delays.pop(turn.host_id, None)
+
+    def note_timeout(self, turns: Sequence[spool.Turn]) -> float:
+        """Note that a batch took too long: make the next one much smaller, and return 0.
+
+        If it was a single report, or reports of one host in the smallest batch, put the reports of the host aside, and
+        return for how many seconds.
+        """
+        is_smallest = self.share <= 1 / BATCH_HOSTS
+        self.share = max(self.share / 8, 1 / BATCH_HOSTS)
+        if len(turns) > 1 or (len(turns[0].reports) > 1 and not is_smallest):
+            return 0.0
+        _, delay_s = self._delays.get(turns[0].host_id, (0.0, FIRST_DELAY_S / 2))
+        delay_s = min(2 * delay_s, MAX_DELAY_S)
+        self._delays[turns[0].host_id] = time.monotonic() + delay_s, delay_s
+        return delay_s
+
+
+_pace = MergePace()
 
 
 def merge() -> None:
@@ -58,25 +112,67 @@ def watch_leases() -> None:
 
 
 def merge_batch() -> bool:
-    """Merge one batch of spooled reports; return False if no report could be taken, True if there may be more.
+    """Merge one batch of spooled reports; return False if there was none, True if there may be more.
 
-    Hosts with faults come first, except in every OLDEST_FIRST_EVERY-th batch. It must run inside a transaction of the
-    caller. If the database rejects the batch, it is applied host by host. The reports of a host that the database
-    rejects even then are dropped, and so is a report that this release cannot decode; each time an event is recorded.
+    Each host has one turn in a batch (`spool.take_turns`). Hosts with faults come first, except in every
+    OLDEST_FIRST_EVERY-th batch. It must run inside a transaction of the caller, under the lock of the job. If the
+    database rejects the batch, it is applied host by host. The reports of a host that the database rejects even then
+    are dropped, and so is a report that this release cannot decode; each time an event is recorded.
+
+    If a statement takes longer than STATEMENT_TIMEOUT_S, the reports stay in the spool, and the next batch is smaller.
+    A host of which a single report takes so long is left out for some time, and an event is recorded.
     """
-    rows = [] if next(_batches) % OLDEST_FIRST_EVERY == 0 else _take_batch(TAKE_URGENT)
-    if not (rows := rows or _take_batch(TAKE_OLDEST)):
+    began = time.monotonic()
+    turns = _take_turns(ignore_urgency=next(_batches) % OLDEST_FIRST_EVERY == 0)
+    if not turns:
         return False
-    batch: ReportBatch = {}
-    for host_id, epoch, seq, payload in rows:
-        try:
-            report = _decode_report(payload)
-        except msgspec.DecodeError as error:  # it was spooled by another release
-            _record_dropped_report(host_id, error)
-        else:
-            batch.setdefault(host_id, []).append(
-                HostReport(epoch, seq, report.hash, report.all_drivers, report.boot_id)
-            )
+    try:
+        with transaction.atomic():
+            _merge_turns(turns)
+    except OperationalError as error:
+        if not isinstance(error.__cause__, QueryCanceled):
+            raise
+        if delay_s := _pace.note_timeout(turns):
+            _record_delay(turns[0].host_id, delay_s)
+    else:
+        _pace.note_merged(turns, time.monotonic() - began)
+    call_after_commit(command_queue.wake_job_for_answers)
+    return True
+
+
+def _take_turns(*, ignore_urgency: bool) -> list[spool.Turn]:
+    """Return the turns of the next batch: of hosts with an urgent report, if there are any, otherwise of all.
+
+    A host of which the last batch has left reports is taken only if no other host waits. Hosts whose reports are put
+    aside are left out.
+    """
+    delayed = _pace.list_delayed_hosts()
+    excluded = delayed | _unfinished_hosts
+    _unfinished_hosts.clear()
+    attempts = [(False, excluded)] if ignore_urgency else [(True, excluded), (False, excluded)]
+    if excluded != delayed:
+        attempts.append((False, delayed))
+    for urgent_only, left_out in attempts:
+        turns = spool.take_turns(
+            max_hosts=_pace.max_hosts,
+            max_bytes=_pace.max_bytes,
+            urgent_only=urgent_only,
+            excluded=left_out,
+            statement_timeout_s=STATEMENT_TIMEOUT_S,
+        )
+        if turns:
+            _unfinished_hosts.update(turn.host_id for turn in turns if not turn.is_complete)
+            return turns
+    return []
+
+
+def _merge_turns(turns: Sequence[spool.Turn]) -> None:
+    """Delete the reports of these turns from the spool, and merge those that matter, in the caller's transaction."""
+    spool.delete_reports(turns)
+    for turn in turns:
+        if turn.error:
+            _record_dropped_report(turn.host_id, turn.error)
+    batch: ReportBatch = {turn.host_id: turn.reports for turn in turns if turn.reports}
     try:
         with transaction.atomic():
             merge_reports(batch)
@@ -85,20 +181,6 @@ def merge_batch() -> bool:
             "the database rejected a batch of reports (hosts: %d); applying it host by host: %s", len(batch), error
         )
         _apply_host_by_host(batch)
-    call_after_commit(command_queue.wake_job_for_answers)
-    return True
-
-
-def _take_batch(statement: str) -> list[tuple[int, int, int, str]]:
-    """Delete a batch from the spool with TAKE_URGENT or TAKE_OLDEST, and return its rows: host id, epoch, seq, payload.
-
-    Rows that another process has locked are skipped; [] if there are no others. The caller must merge the rows in the
-    same transaction: with its commit they are gone from the spool.
-    """
-    with connection.cursor() as cursor:
-        cursor.execute(statement, [BATCH_ROWS, BATCH_BYTES])
-        rows: list[tuple[int, int, int, str]] = cursor.fetchall()
-    return rows
 
 
 def _apply_host_by_host(batch: ReportBatch) -> None:
@@ -108,12 +190,22 @@ def _apply_host_by_host(batch: ReportBatch) -> None:
             with transaction.atomic():
                 merge_reports({host_id: reports})
         except (DataError, IntegrityError) as error:
-            _record_dropped_report(host_id, error)
+            _record_dropped_report(host_id, str(error))
 
 
-def _record_dropped_report(host_id: int, error: Exception) -> None:
+def _record_dropped_report(host_id: int, error: str) -> None:
     """Record the event `report.refused` for reports of a host that cannot be stored, with the first line of the
     error."""
     host = Host.objects.filter(id=host_id).first()
-    reason = f"the host's report cannot be stored: {str(error).splitlines()[0]}"
+    reason = f"the host's report cannot be stored: {error.splitlines()[0]}"
     conductor.record_event("report.refused", EventSource.SYSTEM, "merge", host=host, reason=reason)
+
+
+def _record_delay(host_id: int, delay_s: float) -> None:
+    """Record the event `report.delayed` for a host whose reports are put aside."""
+    reason = (
+        f"merging one report of the host takes longer than {STATEMENT_TIMEOUT_S:g} s: its reports are tried again in"
+        f" {delay_s:g} s, and those of other hosts go on. Look at what this host reports, and at the database's load"
+    )
+    host = Host.objects.filter(id=host_id).first()
+    conductor.record_event("report.delayed", EventSource.SYSTEM, "merge", host=host, reason=reason)

@@ -18,9 +18,10 @@ import msgspec
 from accelerators.domain import driver_status, offer, traits
 from accelerators.domain.admission import AdmissionFacts, EnabledRule, first_matching_rule
 from accelerators.domain.identity import SERIAL_PREFIX, IdentifiedDevice, identify_devices, may_be_same_card
+from accelerators.domain.limits import DEFAULT_MAX_DEVICES, LimitedDevices, limit_devices
 from accelerators.domain.provider_ids import compute_provider_uuid
 from accelerators.domain.states import AttributeOrigin
-from drivers.inventory import Backend, Deployable, Device, DriverReport, Fault
+from drivers.inventory import MAX_FAULTS, Backend, Deployable, Device, DriverReport, Fault
 
 RowValues = dict[str, Any]
 
@@ -49,6 +50,9 @@ RESTORED_BOOT = "restored"
 """The boot id that is stored for a host after a restore of the database. No kernel has this boot id.
 
 What was programmed after the backup, also into flash memory, is not in the restored database."""
+INCOMPLETE_HASH = "incomplete"
+"""The hash that is stored for a host if its last report was not stored completely. It is the hash of no report, so the
+agent sends its report again with its next connection."""
 FOUND_EVENT_FIELDS = ("key", "driver", "type", "vendor", "model", "address", "status")
 """The columns that the event `device.found` contains. The other columns are in events only when they change later."""
 _get_reported_values = attrgetter(*REPORTED_DEVICE_FIELDS[1:])
@@ -265,6 +269,25 @@ def combine_reports(
     return new_reports[-1], {name: answer for name, answer in combined.items() if name in reported_drivers}
 
 
+def find_open_drivers(drivers: Iterable[DriverReport], candidates: Collection[str] | None = None) -> set[str]:
+    """Return the drivers for which a report earlier than this one can matter in `combine_reports`.
+
+    `drivers` is the content of the report. Without `candidates`, all its drivers whose devices it may change are
+    considered; otherwise those, also if the report does not name them. Left out is a driver that gave its complete list
+    here, without an error of a backend and without a device of unknown health: a later answer replaces the earlier one
+    but for the devices of a failed backend, and for a failure that `unknown` does not end.
+    """
+    reports = list(drivers)
+    considered = driver_status.select_reported_drivers(reports) if candidates is None else set(candidates)
+    return considered - {report.driver for report in reports if _replaces_earlier_answers(report)}
+
+
+def _replaces_earlier_answers(report: DriverReport) -> bool:
+    """Return whether nothing of the driver's earlier answers is left when this one follows (`updated_by`)."""
+    has_error = report.error or any(backend.error for backend in report.backends)
+    return not has_error and all(device.status != "unknown" for device in report.devices)
+
+
 def list_provider_ids(reports: Iterable[HostReport]) -> set[str]:
     """Return the ids of the providers that the names of all deployables in these reports stand for."""
     names = {
@@ -284,6 +307,7 @@ def collect_changes(
     now: str,
     collected: InventoryChanges,
     owners: dict[str, str] | None = None,
+    max_devices: int = DEFAULT_MAX_DEVICES,
 ) -> None:
     """Compare a stored host with the result of `combine_reports`, and append all changes to `collected`.
 
@@ -295,6 +319,7 @@ def collect_changes(
 
     `owners` maps the ids of providers to the names of the hosts to which they belong; the host's new providers are
     added. If a driver names a provider of another host, its part of the report is replaced by an error and a fault.
+    What exceeds `max_devices` is not stored (`limits.limit_devices`); the stored hash then is INCOMPLETE_HASH.
     """
     provider_relevant: tuple[list[Any], ...] = (
         collected.deployables,
@@ -313,10 +338,11 @@ def collect_changes(
         for driver, answer in driver_reports.items()
     }
     identified = identify_devices(host.devices, own_reports)
-    driver_reports = identified.driver_reports
-    for one in identified.accepted:
+    limited = limit_devices(host, identified.accepted, max_devices)
+    driver_reports = _leave_out_excess(identified.driver_reports, limited)
+    for one in limited.accepted:
         _collect_device_changes(host, one, now, collected)
-    reported = {one.stored.uuid for one in identified.accepted if one.stored}
+    reported = {one.stored.uuid for one in limited.accepted if one.stored}
     for stored_device in host.devices:
         owner_report = driver_reports.get(stored_device.driver)
         if owner_report and owner_report.is_complete_for(stored_device) and stored_device.uuid not in reported:
@@ -333,8 +359,26 @@ def collect_changes(
     drivers = driver_status.build_driver_entries(
         host.drivers, _build_driver_entries(host, driver_reports, now, collected), report.drivers, now
     )
-    position: RowValues = {"epoch": report.epoch, "seq": report.seq, "hash": report.hash}
+    applied_hash = INCOMPLETE_HASH if limited.fault else report.hash
+    position: RowValues = {"epoch": report.epoch, "seq": report.seq, "hash": applied_hash}
     collected.hosts.append({"id": host.id, "drivers": drivers, "boot_id": report.boot_id or host.boot_id} | position)
+
+
+def _leave_out_excess(
+    driver_reports: dict[str, CombinedDriverReport], limited: LimitedDevices
+) -> dict[str, CombinedDriverReport]:
+    """Return the reports with only the devices in `limited`, and with its fault; unchanged if it has none."""
+    if limited.fault is None:
+        return driver_reports
+    devices: dict[str, list[Device]] = {}
+    for one in limited.accepted:
+        devices.setdefault(one.driver, []).append(one.device)
+    result = {
+        driver: answer if answer.devices is None else replace(answer, devices=tuple(devices.get(driver, ())))
+        for driver, answer in driver_reports.items()
+    }
+    first = result[limited.driver]
+    return result | {limited.driver: replace(first, faults=(limited.fault, *first.faults)[:MAX_FAULTS])}
 
 
 def _refuse_foreign_providers(

@@ -8,6 +8,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 import msgspec
+from django.conf import settings
 
 from accelerators import conductor, conductor_sql
 from accelerators.commands import command_queue
@@ -51,7 +52,7 @@ def merge_reports(reports: Mapping[int, Sequence[HostReport]]) -> int:
         for (text,) in cursor.execute(sql.SELECT_STORED_HOSTS, [list(reports)]).fetchall():
             host = _stored_host_decoder.decode(text)
             if newest_report := combine_reports(reports[host.id], (host.epoch, host.seq)):
-                collect_changes(host, *newest_report, now, changes, owners)
+                collect_changes(host, *newest_report, now, changes, owners, settings.KEYS.max_devices_per_host)
         apply_admission_rules(changes, admission.decode_rules(rules))
         if changes.doubts_if_held:
             # Two statements, because a statement does not see requests that were committed while it waited for a lock.

@@ -29,7 +29,14 @@ from agents.gateway.leases import LeaseBuffer
 from agents.gateway.rejections import RefusalCounter
 from agents.gateway.sample_cache import SAMPLES_PREFIX, SampleCache
 from agents.gateway.sessions import AgentSession, SessionClosedError, SessionRegistry, send_message, send_text
-from agents.gateway.throttling import HandshakeThrottle, ReportJitter
+from agents.gateway.throttling import (
+    BURST_S,
+    MAX_URGENT,
+    URGENT_PER_S,
+    HandshakeThrottle,
+    ReportJitter,
+    TokenBuckets,
+)
 from agents.gateway.upgrade_request import choose_version, client_address, deny_upgrade
 from agents.gateway.writer import AdmitJob, CommandJob, DatabaseWriter, SpoolJob, TrustJob
 
@@ -91,6 +98,16 @@ class GatewaySettings(Protocol):
         ...
 
     @property
+    def host_reports_per_s(self) -> float:
+        """Return how many reports of one host are stored a second if it sends without end."""
+        ...
+
+    @property
+    def host_report_bytes_per_s(self) -> int:
+        """Return how many bytes of reports of one host are stored a second if it sends without end."""
+        ...
+
+    @property
     def flush_interval_ms(self) -> float:
         """Return the milliseconds that the writer thread waits before each batch, so that jobs collect."""
         ...
@@ -127,6 +144,9 @@ class AgentGateway:
         self.challenges = authentication.Challenges()
         self.throttle = HandshakeThrottle(settings.handshakes, settings.agent_connections)
         self.report_jitter = ReportJitter()
+        self._report_buckets = TokenBuckets(settings.host_reports_per_s, settings.host_reports_per_s * BURST_S)
+        self._byte_buckets = TokenBuckets(settings.host_report_bytes_per_s, settings.host_report_bytes_per_s * BURST_S)
+        self._urgency_buckets = TokenBuckets(URGENT_PER_S, MAX_URGENT)
         self.open_connections = 0
         self._pending_bytes = 0
         self.sessions = SessionRegistry(self._bar_clone)
@@ -555,9 +575,10 @@ class AgentGateway:
         """Acknowledge a report when it is durable, when its content is applied already, or when it is old.
 
         A report is old if this connection has acknowledged the same or a later (epoch, seq). The socket is not read
-        while this waits, so that a host never has more than one message in memory. Raise SessionClosedError if the
-        epoch is out of range, the report has a NUL character, too many reports wait for a commit, or the database
-        cannot store it.
+        while this waits, so that a host never has more than one message in memory. A host that sends more than its
+        share waits before its report is stored. An urgent report is treated as such only as often as TokenBuckets
+        permit, because an agent may call every report urgent. Raise SessionClosedError if the epoch is out of range,
+        the report has a NUL character, too many reports wait for a commit, or the database cannot store it.
         """
         self.report_jitter.count_report()
         host_id = session.identity.host_id
@@ -573,10 +594,34 @@ class AgentGateway:
                 raise SessionClosedError("malformed", "a text with a NUL character cannot be stored")
             if self._pending_bytes > self.settings.pending_report_bytes:
                 raise SessionClosedError("busy", "too many reports wait to be stored: connect again later")
+            await self._wait_for_share(session, len(text))
+            urgent = urgent and self._urgency_buckets.try_take(host_id)
             job = SpoolJob(asyncio.get_running_loop().create_future(), host_id, epoch_seq, content_hash, text, urgent)
             session.applied_hash = "" if await self._wait_until_spooled(job) else content_hash
         session.last_acknowledged = max(session.last_acknowledged, epoch_seq)
         await send_text(session, f'{{"type":"Ack","seq":{epoch_seq[1]},"of":"Report"}}')
+
+    async def _wait_for_share(self, session: AgentSession, size: int) -> None:
+        """Wait until the host may store a report of this size; count and record it if this takes time.
+
+        The pending report counts in `_pending_bytes` meanwhile.
+        """
+        host_id = session.identity.host_id
+        wait_s = max(self._report_buckets.take(host_id, 1), self._byte_buckets.take(host_id, size))
+        if not wait_s:
+            return
+        metrics.event_counts["postponed"] += 1
+        sentence = (
+            "not refused: the agent stays connected, but it sends more reports than CYBORG_HOST_REPORTS_PER_S or"
+            " CYBORG_HOST_REPORT_BYTES_PER_S allows, so they are stored later. Look at what runs on this host, and"
+            " which of its drivers reports something new each time"
+        )
+        self.refusals.add(session.identity.host, "throttled", sentence, is_disconnected=False)
+        self._pending_bytes += size
+        try:
+            await asyncio.sleep(wait_s)
+        finally:
+            self._pending_bytes -= size
 
     async def _wait_until_spooled(self, job: SpoolJob) -> bool:
         """Wait until the report is committed to the spool, and return True.

@@ -13,7 +13,7 @@ from collections import Counter
 from accelerators.runtime import metrics
 
 event_counts = dict.fromkeys(
-    ("beats", "reports", "opened", "closed", "taken", "shed", "unknown_fields", "unknown_types"), 0
+    ("beats", "reports", "postponed", "opened", "closed", "taken", "shed", "unknown_fields", "unknown_types"), 0
 )
 """Counts of all gateways of this process since it started. Only the event loop writes them."""
 refusals_by_code: Counter[str] = Counter()
@@ -33,6 +33,9 @@ _counters = {
     "beats": metrics.create_counter("cyborg_agent_beats_total", "Heartbeats that were acknowledged."),
     "reports": metrics.create_counter(
         "cyborg_agent_reports_total", "Reports received, including those that changed nothing."
+    ),
+    "postponed": metrics.create_counter(
+        "cyborg_agent_reports_postponed_total", "Reports that waited because their host sent more than its share."
     ),
     "taken": _samples_counter.labels("taken"),
     "shed": _samples_counter.labels("shed"),

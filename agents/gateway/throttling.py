@@ -1,8 +1,9 @@
-"""Throttle agents that connect, and spread the reports of agents that have connected.
+"""Throttle agents that connect or send a lot, and spread the reports of agents that have connected.
 
-`HandshakeThrottle` decides whether a handshake may begin now, and when a refused agent should come back. The gateway
-asks it on the event loop before it verifies or looks up anything. `ReportJitter` computes the time over which new
-agents spread their reports, from what `writer.DatabaseWriter` measures. Both are pure: no input or output, no database.
+`TokenBuckets` gives each host its share. `HandshakeThrottle` decides whether a handshake may begin now, and when a
+refused agent should come back. The gateway asks it on the event loop before it verifies or looks up anything.
+`ReportJitter` computes the time over which new agents spread their reports, from what `writer.DatabaseWriter` measures.
+All are pure: no input or output, no database.
 """
 
 from __future__ import annotations
@@ -23,6 +24,12 @@ challenges, but always MIN_ADDRESS_PLACES. Asking for challenges costs a client 
 all places; but many hosts may share an address."""
 MIN_RATE, INITIAL_RATE = 50.0, 400.0
 """Handshakes per second: the lowest rate that is assumed, and the rate before the first measurement."""
+BURST_S = 120.0
+"""A host may at once send the reports, and the bytes of reports, of this many seconds at the highest lasting rate. A
+host that boots, or whose devices are plugged in and out, then does not wait."""
+URGENT_PER_S, MAX_URGENT = 1 / 60, 3
+"""Of one host, this many urgent reports a second, and this many at once, are treated as urgent; others come when it is
+their host's turn."""
 OVERBOOKING_FACTOR = 2.0
 """Factor by which more agents are asked to come back per second than were admitted. To refuse an agent again costs
 little, and an empty place costs much; agents add a back-off of their own, and some never come back."""
@@ -32,7 +39,41 @@ MAX_DISK_DELAY_S, MAX_MERGE_DELAY_S, MAX_JITTER_S = 1.0, 20.0, 30.0
 """Seconds. Reports are not spread if the disk can store them within MAX_DISK_DELAY_S and the merge needs at most
 MAX_MERGE_DELAY_S; they are never spread over more than MAX_JITTER_S."""
 
+MAX_DEBT = 2
+"""A bucket is never emptier than MAX_DEBT times what was last taken from it, so that a host waits a bounded time."""
+
 Clock = Callable[[], float]
+
+
+class TokenBuckets:
+    """A token bucket for each host. A bucket holds at most `capacity` tokens, and gains `rate` of them a second.
+
+    The buckets of a gateway outlive connections, so that a host gains nothing by connecting again.
+    """
+
+    def __init__(self, rate: float, capacity: float, clock: Clock = time.monotonic) -> None:
+        self.rate, self.capacity = rate, capacity
+        self._clock = clock
+        self._levels: dict[int, tuple[float, float]] = {}
+        """Host id → number of tokens, and when it was computed. A number below 0 is a debt."""
+
+    def take(self, host_id: int, amount: float) -> float:
+        """Take tokens, more than there are if need be; return the seconds to wait until earlier debts are paid."""
+        level = self._compute_level(host_id)
+        self._levels[host_id] = max(level - amount, -MAX_DEBT * amount), self._clock()
+        return max(0.0, -level / self.rate)
+
+    def try_take(self, host_id: int) -> bool:
+        """Take one token and return True; return False, and take nothing, if there is none."""
+        if (level := self._compute_level(host_id)) < 1:
+            return False
+        self._levels[host_id] = level - 1, self._clock()
+        return True
+
+    def _compute_level(self, host_id: int) -> float:
+        """Return how many tokens the bucket of a host has now."""
+        level, computed_at = self._levels.get(host_id, (self.capacity, 0.0))
+        return min(self.capacity, level + (self._clock() - computed_at) * self.rate)
 
 
 class HandshakeThrottle:

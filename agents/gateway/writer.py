@@ -63,9 +63,10 @@ COPY_TO_SPOOL = "COPY spool (host_id, epoch, seq, received_at, payload, urgent) 
 COPY_TYPES = ("int8", "int8", "int8", "timestamptz", "text", "bool")
 """The binary format costs a third of the text format on our side (measured), because nothing has to be escaped."""
 SELECT_SPOOL_RANGE = """
-SELECT (SELECT id FROM spool ORDER BY id LIMIT 1), (SELECT id FROM spool ORDER BY id DESC LIMIT 1)
+SELECT (SELECT id FROM spool WHERE received_at > now() - interval '5 minutes' ORDER BY id LIMIT 1),
+  (SELECT id FROM spool ORDER BY id DESC LIMIT 1)
 """
-"""The ids of the oldest and the newest spooled report."""
+"""The ids of the oldest and the newest spooled report. Reports that the merge has put aside do not count."""
 ERROR_PAUSE_S = 1.0
 """Seconds to wait after an unexpected error."""
 SPOOL_CHECK_INTERVAL_S = 10.0

@@ -104,6 +104,21 @@ class Keys:
         20_000,
         "How many agents can be connected to one web process, each with one open file and 30 KB; further ones get 503.",
     )
+    host_reports_per_s: float = declare_key(
+        "CYBORG_HOST_REPORTS_PER_S",
+        10.0,
+        "How many reports of one host each web process stores a second; the reports of two minutes may come at once,"
+        " further ones wait.",
+    )
+    host_report_bytes_per_s: int = declare_key(
+        "CYBORG_HOST_REPORT_BYTES_PER_S", 524_288, "The same for the size of its reports, in bytes."
+    )
+    max_devices_per_host: int = declare_key(
+        "CYBORG_MAX_DEVICES_PER_HOST",
+        4096,
+        "How many devices of one host are stored, missing ones included, and 16 times as many deployables and attach"
+        " handles; a fault of the host says how many devices exceed it.",
+    )
     pending_report_bytes: int = declare_key(
         "CYBORG_PENDING_REPORT_BYTES",
         268_435_456,
@@ -352,7 +367,11 @@ def _check_agent_settings(loaded: Keys) -> None:
     """Check the limits on agents' connections and messages, and the gateway's URL. Raise ConfigurationError for the
     first unusable value.
     """
-    for name, value in (("HANDSHAKES", loaded.handshakes), ("AGENT_CONNECTIONS", loaded.agent_connections)):
+    for name, value in (
+        ("HANDSHAKES", loaded.handshakes),
+        ("AGENT_CONNECTIONS", loaded.agent_connections),
+        ("MAX_DEVICES_PER_HOST", loaded.max_devices_per_host),
+    ):
         if value < 1:
             raise ConfigurationError(f"CYBORG_{name}={value} is not usable: write a number above 0")
     if loaded.pending_report_bytes < loaded.max_message_bytes:
@@ -360,6 +379,12 @@ def _check_agent_settings(loaded: Keys) -> None:
             f"CYBORG_PENDING_REPORT_BYTES={loaded.pending_report_bytes} is not usable: write at least"
             f" CYBORG_MAX_MESSAGE_BYTES ({loaded.max_message_bytes}), so that every report fits"
         )
+    for name, rate, lowest in (
+        ("REPORTS", loaded.host_reports_per_s, 0.25),
+        ("REPORT_BYTES", loaded.host_report_bytes_per_s, 65_536),
+    ):
+        if rate < lowest:
+            raise ConfigurationError(f"CYBORG_HOST_{name}_PER_S={rate} is not usable: write at least {lowest}")
     if loaded.gateway_url and not re.fullmatch(r"https?://[^/?#@\s]{1,200}", loaded.gateway_url):
         raise ConfigurationError("CYBORG_GATEWAY_URL is not usable: write http://ADDRESS:PORT, without a path")
     _check_announcement_key(loaded.agent_announcement_key)

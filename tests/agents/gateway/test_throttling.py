@@ -6,18 +6,21 @@ import asyncio
 import json
 import random
 import threading
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from msgspec import structs
 from websockets.exceptions import InvalidStatus
 
 from accelerators.models import Device, Event, Host
 from agents import jobs, wire
+from agents.gateway import metrics
 from agents.gateway.asgi_app import AgentGateway
-from agents.gateway.throttling import MAX_JITTER_S, MAX_RETRY_AFTER_S, HandshakeThrottle, ReportJitter
+from agents.gateway.throttling import MAX_JITTER_S, MAX_RETRY_AFTER_S, HandshakeThrottle, ReportJitter, TokenBuckets
 from agents.gateway.writer import SpoolJob
 from agents.models import Spooled
 from cyborgweb.settings.keys import Keys
@@ -142,6 +145,29 @@ def test_a_slow_disk_is_detected_only_by_batches_of_at_least_ten_reports() -> No
     assert 0.0 < spread.choose_jitter() < MAX_JITTER_S
 
 
+def test_a_host_may_send_a_burst_and_then_waits_until_its_debt_is_paid() -> None:
+    clock = FakeClock()
+    buckets = TokenBuckets(rate=10.0, capacity=100.0, clock=clock)
+    assert [buckets.take(1, 60) for _ in range(2)] == [0.0, 0.0], "the second one makes a debt of 20"
+    assert buckets.take(1, 60) == 2.0, "it waits for the debt of the one before"
+    assert buckets.take(2, 60) == 0.0, "another host has a bucket of its own"
+    assert [buckets.take(1, 60) for _ in range(50)][-1] == 12.0, "however often it connects again"
+    clock.now += 60.0
+    assert buckets.take(1, 60) == 0.0
+    clock.now += 3600.0
+    assert [buckets.take(1, 50) for _ in range(4)] == [0.0, 0.0, 0.0, 5.0], "never more than the capacity"
+
+
+def test_a_host_with_the_most_devices_may_boot_and_have_its_devices_plugged_in_and_out_without_waiting() -> None:
+    keys, clock = Keys(), FakeClock()
+    made = AgentGateway(keys)
+    for buckets in (made._report_buckets, made._byte_buckets):
+        buckets._clock = clock
+    for _ in range(50):  # The agent collects changes for two seconds before it makes a report.
+        assert made._report_buckets.take(1, 1) == made._byte_buckets.take(1, keys.max_message_bytes) == 0.0
+        clock.now += 2.0
+
+
 @pytest.fixture
 def gateway(gateway_slot: GatewaySlot) -> Iterator[AgentGateway]:
     made = gateway_slot.gateway = AgentGateway(Keys(lease_flush_s=0.05, handshakes=1, agent_connections=2))
@@ -210,6 +236,37 @@ def test_a_report_is_refused_while_too_many_bytes_of_reports_wait_to_be_stored(
         refused.set()
         assert wire.decode_from_gateway(one.recv(timeout=10)) == wire.Ack(1, "Report")
         assert ask(one, make_report(make_card(2), seq=2)) == wire.Ack(2, "Report"), "none waits any more"
+
+
+@pytest.mark.django_db(transaction=True)
+def test_X5_reports_above_a_hosts_share_are_stored_later_and_none_is_lost(
+    gateway_slot: GatewaySlot, gateway: AgentGateway
+) -> None:
+    gateway._byte_buckets = TokenBuckets(rate=5_000.0, capacity=1.0)
+    postponed, agent = metrics.event_counts["postponed"], WireAgent(gateway_slot.port, token=make_join_secret())
+    with agent.connect() as socket:
+        began = time.monotonic()
+        for seq in range(1, 5):
+            report = make_report(make_card(seq), seq=seq)
+            assert ask(socket, report) == wire.Ack(seq, "Report")
+        least = 3 * len(wire.encode_message(report)) / 5_000.0
+        assert time.monotonic() - began >= least * 0.9, "the time that three reports take at this rate"
+    assert Spooled.objects.count() == 4
+    assert metrics.event_counts["postponed"] > postponed
+    until(lambda: Event.objects.filter(action="agent.refused", host="cmp1", changes__code=[None, "throttled"]).exists())
+
+
+@pytest.mark.django_db(transaction=True)
+def test_X5_an_agent_that_calls_every_report_urgent_is_served_first_only_a_few_times(
+    gateway_slot: GatewaySlot, gateway: AgentGateway
+) -> None:
+    agent = WireAgent(gateway_slot.port, token=make_join_secret())
+    for start in (1, 3, 5):  # It gains nothing by connecting again.
+        with agent.connect() as socket:
+            for seq in (start, start + 1):
+                report = structs.replace(make_report(make_card(seq), seq=seq), urgent=True)
+                assert ask(socket, report) == wire.Ack(seq, "Report")
+    assert list(Spooled.objects.order_by("seq").values_list("urgent", flat=True)) == [True] * 3 + [False] * 3
 
 
 def test_a_report_with_a_failed_device_or_driver_is_urgent() -> None:

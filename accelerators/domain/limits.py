@@ -1,0 +1,87 @@
+"""Limit how many devices, and parts of devices, are stored of one host. Pure: it reads and writes nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from accelerators.domain.identity import IdentifiedDevice
+from drivers.inventory import Deployable, Device, Fault
+
+if TYPE_CHECKING:
+    from accelerators.domain.diff import StoredDevice, StoredHost
+
+SETTING = "CYBORG_MAX_DEVICES_PER_HOST"
+DEFAULT_MAX_DEVICES = 4096
+"""Default of `CYBORG_MAX_DEVICES_PER_HOST`: as many devices as one driver can report."""
+PARTS_PER_DEVICE = 16
+"""A host may have PARTS_PER_DEVICE times as many parts (deployables and attach handles) as it may have devices. Parts
+that are not reported any more stay stored with their device, so the limits of a report do not bound them."""
+
+
+@dataclass(frozen=True)
+class LimitedDevices:
+    """The reported devices that are stored, and the fault of the host about the others, None if there are none.
+
+    `driver` is the driver that gets the fault, '' if there is none.
+    """
+
+    accepted: list[IdentifiedDevice]
+    driver: str = ""
+    fault: Fault | None = None
+
+
+def limit_devices(host: StoredHost, accepted: Iterable[IdentifiedDevice], max_devices: int) -> LimitedDevices:
+    """Leave out new devices, and new parts of stored devices, above the limits of one host.
+
+    What is stored already stays, whether it is reported or missing. The devices that are reported first are taken. The
+    fault names the number of devices that were left out or lack parts, the limit and the setting.
+    """
+    all_devices = list(accepted)
+    devices_left = max_devices - len(host.devices)
+    parts_left = PARTS_PER_DEVICE * max_devices - sum(
+        1 + len(part.handles) for device in host.devices for part in device.deployables
+    )
+    new_devices = sum(one.stored is None for one in all_devices)
+    if new_devices <= max(0, devices_left) and sum(_count_parts(one.device) for one in all_devices) <= parts_left:
+        return LimitedDevices(all_devices)
+    taken: list[IdentifiedDevice] = []
+    exceeding: list[str] = []
+    for one in all_devices:
+        known = _keep_known_parts(one.device, one.stored)
+        new_parts = _count_parts(one.device) - _count_parts(known)
+        if new_parts <= parts_left and (one.stored is not None or devices_left > 0):
+            taken.append(one)
+            devices_left -= one.stored is None
+            parts_left -= new_parts
+            continue
+        exceeding.append(one.driver)
+        if one.stored is not None:
+            taken.append(replace(one, device=known))
+    if not exceeding:
+        return LimitedDevices(taken)
+    reason = (
+        f"devices that are not stored, or not with all their parts: {len(exceeding)}. {SETTING} allows {max_devices}"
+        f" devices of one host, and {PARTS_PER_DEVICE} times as many deployables and attach handles; missing ones count"
+        " until they are removed. Raise it if the host really has so many, then restart the host's agent"
+    )
+    return LimitedDevices(taken, exceeding[0], Fault(host.name, reason))
+
+
+def _count_parts(device: Device) -> int:
+    """Return the number of the device's deployables and attach handles."""
+    return sum(1 + len(part.handles) for part in device.deployables)
+
+
+def _keep_known_parts(device: Device, stored: StoredDevice | None) -> Device:
+    """Return the reported device with only those deployables and attach handles that are stored already."""
+    known = {part.name: {handle.info for handle in part.handles} for part in (stored.deployables if stored else ())}
+    parts: list[Deployable] = []
+    for part in device.deployables:
+        if part.name in known:
+            handles = tuple(handle for handle in part.handles if handle.info in known[part.name])
+            parts.append(msgspec.structs.replace(part, handles=handles))
+    return msgspec.structs.replace(device, deployables=tuple(parts))

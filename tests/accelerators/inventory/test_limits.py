@@ -1,0 +1,79 @@
+"""Test the limits on what is stored of one host."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from msgspec.structs import replace as change
+
+from accelerators.domain.diff import INCOMPLETE_HASH
+from accelerators.models import AttachHandle, Device, Host
+from drivers.inventory import MAX_FAULTS, Fault
+from tests.support.reports import apply_report, get_or_create_host, make_card, make_driver_report, name_providers
+
+pytestmark = pytest.mark.django_db
+
+
+@pytest.fixture(autouse=True)
+def four_devices(settings: Any) -> None:
+    """Allow four devices, and 64 parts, of a host."""
+    settings.KEYS = replace(settings.KEYS, max_devices_per_host=4)
+
+
+def list_addresses(**conditions: object) -> list[str]:
+    return sorted(f"{device.host.name} {str(device.address)[5:7]}" for device in Device.objects.filter(**conditions))
+
+
+def test_X5_devices_above_the_limit_are_not_stored_and_one_fault_names_their_number_and_the_setting() -> None:
+    host, other = get_or_create_host(), get_or_create_host("cmp2")
+    faults = tuple(Fault(f"subject {n}", "reason") for n in range(MAX_FAULTS))
+    first = change(make_driver_report(*(make_card(n) for n in range(3)), driver="first"), faults=faults)
+    second = make_driver_report(*(make_card(n) for n in range(3, 9)), driver="second")
+    apply_report(host, first, second)
+    apply_report(other, *name_providers(other, make_driver_report(make_card(1))))
+    assert list_addresses() == ["cmp1 00", "cmp1 01", "cmp1 02", "cmp1 03", "cmp2 01"]
+    host.refresh_from_db()
+    ((subject, reason),) = host.drivers["second"]["faults"]
+    assert subject == "cmp1" and "parts: 5. CYBORG_MAX_DEVICES_PER_HOST allows 4 devices" in reason
+    assert (host.drivers["first"]["devices"], host.drivers["second"]["devices"]) == (3, 1)
+    assert host.applied_hash == INCOMPLETE_HASH, "the agent sends it again with its next connection"
+
+
+def test_X5_stored_devices_keep_their_places_and_missing_ones_count() -> None:
+    host = get_or_create_host()
+    apply_report(host, make_driver_report(*(make_card(n) for n in range(4))))
+    kept = set(Device.objects.values_list("uuid", flat=True))
+    for seq in range(2, 6):  # Each report has only new devices, as of a host that invents them.
+        apply_report(host, make_driver_report(*(make_card(10 * seq + n) for n in range(9))), seq=seq)
+    assert set(Device.objects.values_list("uuid", flat=True)) == kept
+    assert set(Device.objects.values_list("state", flat=True)) == {"missing"}
+    apply_report(host, make_driver_report(*(make_card(n) for n in (9, 8, 1, 2))), seq=6)
+    assert list_addresses(state="inactive") == ["cmp1 01", "cmp1 02"]
+    apply_report(host, make_driver_report(*(make_card(n) for n in range(4))), seq=7)
+    assert list_addresses(state="inactive") == ["cmp1 00", "cmp1 01", "cmp1 02", "cmp1 03"]
+    assert Host.objects.get().drivers["test_driver"]["faults"] == []
+    assert Host.objects.get().applied_hash != INCOMPLETE_HASH
+
+
+def test_X5_parts_that_a_device_no_longer_has_count_and_stored_parts_stay() -> None:
+    host = get_or_create_host()
+
+    def report(number: int, handles: int, seq: int) -> None:
+        card = make_card(1, handles)
+        part = card.deployables[0]
+        renamed = change(
+            part, handles=tuple(change(h, info=h.info.replace('"01"', f'"{number}"')) for h in part.handles)
+        )
+        apply_report(host, make_driver_report(change(card, deployables=(renamed,))), seq=seq)
+
+    report(10, 40, 1)
+    report(11, 40, 2)
+    assert AttachHandle.objects.count() == 40, "1 + 40 + 40 are more than 64 parts"
+    assert not AttachHandle.objects.filter(missing_since__isnull=True).exists(), "the driver no longer reports them"
+    (fault,) = Host.objects.get().drivers["test_driver"]["faults"]
+    assert "CYBORG_MAX_DEVICES_PER_HOST" in fault[1]
+    report(10, 40, 3)
+    assert AttachHandle.objects.filter(missing_since__isnull=True).count() == 40
+    assert Host.objects.get().drivers["test_driver"]["faults"] == []
