@@ -6,6 +6,7 @@ import json
 
 from accelerators.api.own.errors import MESSAGE_BY_STATUS, build_error_body
 from accelerators.api.v2.faults import wrap_fault
+from cyborgweb.errors import CyborgwebError
 
 V2_PREFIXES = ("/v2", "/accelerator/")
 MESSAGES = {
@@ -16,7 +17,7 @@ MESSAGES = {
 }
 
 
-class RefusedRequestError(Exception):
+class RefusedRequestError(CyborgwebError):
     """Raised when a request is refused; `status` is the HTTP status of the answer, a key of MESSAGES.
 
     `is_body_complete`: the whole body was read before, so the connection can be used for the next request.
@@ -27,7 +28,7 @@ class RefusedRequestError(Exception):
         self.status, self.is_body_complete = status, is_body_complete
 
 
-class ClientDisconnectedError(Exception):
+class ClientDisconnectedError(CyborgwebError):
     """Raised when the client has disconnected, or has not accepted a part of its answer in time."""
 
 
