@@ -5,9 +5,7 @@ The event loop must never wait for the database (measured: an ORM call in a cons
 
 from __future__ import annotations
 
-import json
 import os
-import re
 from typing import Any
 
 import django
@@ -15,73 +13,33 @@ import django
 os.environ.setdefault("DJANGO_SETTINGS_MODULE", "cyborgweb.settings.base")
 django.setup()
 
-from a2wsgi import WSGIMiddleware  # noqa: E402  (these imports need Django's registry)
 from channels.routing import ProtocolTypeRouter, URLRouter  # type: ignore[import-untyped]  # noqa: E402  (untyped)
 from django.urls import re_path  # noqa: E402
 
-from accelerators.api.own.errors import build_error_body  # noqa: E402
 from agents.gateway.asgi_app import AgentGateway  # noqa: E402
 from agents.gateway.image_server import ImageServer  # noqa: E402
 from agents.gateway.sample_rpc import PATH as LOAD_PATH  # noqa: E402
 from agents.gateway.sample_rpc import SampleEndpoint  # noqa: E402
 from agents.wire import AGENT_PATH, CHALLENGE_PATH, IMAGE_PATH  # noqa: E402
+from cyborgweb.http.django_threads import DjangoThreads  # noqa: E402
 from cyborgweb.live.socket import ConsoleSocket  # noqa: E402
 from cyborgweb.live.usage import UsageStream  # noqa: E402
-from cyborgweb.monitoring.served import busy_refusals  # noqa: E402
 from cyborgweb.settings.keys import get_keys  # noqa: E402
 from cyborgweb.wsgi import application as wsgi  # noqa: E402
 
-BUSY_MESSAGE = "The service is busy: try again in a second."
-BUSY_BODY = json.dumps({"error_message": BUSY_MESSAGE}).encode()
-OWN_API_BUSY_BODY = json.dumps({"error_message": BUSY_MESSAGE} | build_error_body(503, BUSY_MESSAGE)).encode()
-"""The body of the same answer below `/api/`, with the field `error` that every error answer has there."""
-LONG_PATHS = re.compile(r"/deployables/[^/]+/program(?:[/.]|\Z)|\A/api/images/?\Z|\A/(?:api|admin)/census/?\Z")
-"""Paths of requests that may take long: they wait for work on a host, for answers of agents, or for an upload over a
-slow connection. They have their own threads, so that other requests are not delayed."""
-EXPORT_PATHS = re.compile(r"\A/admin/.*/export\.[a-z]+\Z")
-"""Paths of exports, which take as long as the client needs to read them."""
-LONG_THREADS = 12
-"""More threads than the separate limits of `PATCH …/program`, uploads, exports and censuses allow together, so that a
-request beyond its limit is refused at once and does not wait for a thread."""
 WRONG_LISTENER_BODY = (
     b'{"error": "This address is for agents only: the console and the APIs are served at another address."}'
 )
 
 
-class BoundedThreads:
-    """Runs a WSGI application on `threads` threads. At most `queue` further requests wait for a thread; all others get
-    503 at once.
-    """
-
-    def __init__(self, application: Any, threads: int, queue: int) -> None:
-        self._app = WSGIMiddleware(application, workers=threads)
-        self._limit = threads + queue
-        self.active_requests = 0
-
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        """Run the request on a thread, or answer 503 with Retry-After if `threads` + `queue` requests are under way."""
-        if self.active_requests >= self._limit:
-            busy_refusals.inc()
-            headers = [(b"content-type", b"application/json"), (b"retry-after", b"1")]
-            await send({"type": "http.response.start", "status": 503, "headers": headers})
-            body = OWN_API_BUSY_BODY if scope["path"].startswith("/api/") else BUSY_BODY
-            await send({"type": "http.response.body", "body": body})
-            return
-        self.active_requests += 1
-        try:
-            await self._app(scope, receive, send)
-        finally:
-            self.active_requests -= 1
-
-
 class HttpApplication:
     """The HTTP application. Answers agents, load queries of our other processes, and usage streams on the event loop.
 
-    All other requests go to Django: on the threads of `long` if they may take long, otherwise on those of `django`.
+    All other requests go to Django, whose threads `django` has.
     """
 
-    def __init__(self, gateway: AgentGateway, django: BoundedThreads, long: BoundedThreads) -> None:
-        self._gateway, self._django, self._long_requests = gateway, django, long
+    def __init__(self, gateway: AgentGateway, django: DjangoThreads) -> None:
+        self._gateway, self._django = gateway, django
         self._image_server, self._sample_queries = make_image_server(gateway), SampleEndpoint(gateway.sample_cache)
         self.usage = UsageStream(django)
 
@@ -95,10 +53,6 @@ class HttpApplication:
             await self.usage(scope, receive, send)
         elif scope["path"].startswith(IMAGE_PATH):
             await self._image_server(scope, receive, send)
-        elif EXPORT_PATHS.search(scope["path"]) or (
-            scope["method"] in ("PATCH", "POST") and LONG_PATHS.search(scope["path"])
-        ):
-            await self._long_requests(scope, receive, send)
         else:
             await self._django(scope, receive, send)
 
@@ -149,11 +103,7 @@ def end_usage_streams() -> None:
 
 
 gateway = AgentGateway(get_keys())
-http = HttpApplication(
-    gateway,
-    BoundedThreads(wsgi, get_keys().request_threads, get_keys().request_queue),
-    BoundedThreads(wsgi, LONG_THREADS, get_keys().request_queue),
-)
+http = HttpApplication(gateway, DjangoThreads(wsgi, get_keys()))
 sockets: dict[str, Any] = {r"^ws/agent$": gateway, r"^ws/console$": ConsoleSocket()}
 """ASGI applications, which Channels routes with Django's `re_path`, although that is typed for views only."""
 application = ProtocolTypeRouter(

@@ -11,6 +11,8 @@ All exceptions of this package, each with the module that defines it:
       ReadOnlyError                     cyborgweb.auth.read_only
       TokenCheckUnavailableError        cyborgweb.auth.token_cache
       CensusBusyError                   cyborgweb.telemetry.census
+      ClientDisconnectedError           cyborgweb.http.refusals
+      RefusedRequestError               cyborgweb.http.refusals
       DecryptionError                   cyborgweb.notify.keyring
       WebhookUrlError                   cyborgweb.notify.webhook
       BackupError                       cyborgweb.server.backup

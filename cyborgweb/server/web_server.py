@@ -21,7 +21,7 @@ from urllib.parse import urlsplit
 
 import uvicorn
 
-from cyborgweb.settings.keys import get_keys
+from cyborgweb.settings.keys import Keys, get_keys
 from drivers.isolation.process import die_with_parent
 
 HANDSHAKE_S = 10.0
@@ -48,11 +48,13 @@ def main() -> None:
     from cyborgweb import asgi
 
     listener = socket.socket(fileno=arguments.fd)
-    server = TwoListenerServer(make_config(asgi.application), asgi.end_usage_streams)
+    connections = make_connection_settings(get_keys())
+    server = TwoListenerServer(make_config(asgi.application, connections), asgi.end_usage_streams)
     if arguments.agent_fd is not None:
         from cyborgweb.server import tls
 
-        agent_config = make_config(asgi.AgentApplication(asgi.gateway, tls.read_fingerprint(get_keys())))
+        agents_only = asgi.AgentApplication(asgi.gateway, tls.read_fingerprint(get_keys()))
+        agent_config = make_config(agents_only, connections)
         server.add_tls_listener(
             socket.socket(fileno=arguments.agent_fd), agent_config, tls.make_ssl_context(get_keys())
         )
@@ -98,31 +100,38 @@ def _find_address_towards(database: str) -> str:
         return ""
 
 
-def make_websocket_settings(max_message_bytes: int) -> dict[str, Any]:
-    """Return uvicorn's settings for WebSockets: our protocol class, messages of at most `max_message_bytes` plus a
-    margin, no compression, and a ping every 30 s. The tests' server uses them, too.
+def make_connection_settings(keys: Keys) -> dict[str, Any]:
+    """Return uvicorn's settings for connections: our protocol classes with the limits for HTTP clients; for WebSockets
+    messages of at most `max_message_bytes` plus a margin, no compression, and a ping every 30 s. The tests' server uses
+    them, too.
 
     The library's limit is above `max_message_bytes`, so that the application refuses a larger message with its reason.
     """
     from agents.wire import MESSAGE_MARGIN_BYTES
+    from cyborgweb.http.deadlines import make_client_limits
+    from cyborgweb.http.protocol import make_http_protocol
     from cyborgweb.server.websocket_protocol import WebSocketProtocol
 
     return {
+        "http": make_http_protocol(make_client_limits(keys)),
+        "timeout_keep_alive": keys.keep_alive_s,
         "ws": WebSocketProtocol,
         "ws_per_message_deflate": False,
-        "ws_max_size": max_message_bytes + MESSAGE_MARGIN_BYTES,
+        "ws_max_size": keys.max_message_bytes + MESSAGE_MARGIN_BYTES,
         "ws_ping_interval": 30.0,
         "ws_ping_timeout": 30.0,
     }
 
 
-def make_config(application: Any) -> uvicorn.Config:
-    """Return the uvicorn settings that both listeners share, for this ASGI application."""
+def make_config(application: Any, connection_settings: dict[str, Any]) -> uvicorn.Config:
+    """Return the uvicorn settings of a listener for this ASGI application.
+
+    Listeners with the same `connection_settings` (`make_connection_settings`) count their HTTP connections together.
+    """
     return uvicorn.Config(
         application,
-        **make_websocket_settings(get_keys().max_message_bytes),
+        **connection_settings,
         loop="uvloop",
-        http="httptools",
         lifespan="off",
         access_log=False,
         log_config=None,

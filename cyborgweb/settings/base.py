@@ -12,7 +12,7 @@ from urllib.parse import unquote, urlsplit
 from accelerators.domain import states
 from cyborgweb.database.postgres import Postgres, PostgresError
 from cyborgweb.settings import over_tls
-from cyborgweb.settings.keys import Keys, get_keys
+from cyborgweb.settings.keys import MAX_BODY_BYTES, Keys, get_keys
 from drivers.configuration import ConfigurationError
 
 KEYS = get_keys()
@@ -179,7 +179,7 @@ AUTH_PASSWORD_VALIDATORS = [
 SECURE_REFERRER_POLICY = "same-origin"
 X_FRAME_OPTIONS = "DENY"
 globals().update(over_tls.make_tls_settings(KEYS.public_url))
-DATA_UPLOAD_MAX_MEMORY_SIZE = 1_048_576
+DATA_UPLOAD_MAX_MEMORY_SIZE = MAX_BODY_BYTES
 EMAIL_HOST, EMAIL_PORT, DEFAULT_FROM_EMAIL = KEYS.mail_host, KEYS.mail_port, KEYS.mail_from
 EMAIL_USE_TLS, EMAIL_USE_SSL = KEYS.mail_tls == "starttls", KEYS.mail_tls == "tls"
 EMAIL_HOST_USER, EMAIL_TIMEOUT = KEYS.mail_user, 10

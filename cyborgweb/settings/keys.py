@@ -14,6 +14,8 @@ from pathlib import Path
 
 from drivers.configuration import ConfigurationError, declare_key, load_configuration
 
+MAX_BODY_BYTES = 1_048_576
+"""The size of a request's body, except of an uploaded image."""
 AUDIT_KEY_FILE = "audit-key.pem"
 """The file in the state directory with the key that signs seals, unless CYBORG_AUDIT_KEY_FILE names another."""
 
@@ -80,6 +82,38 @@ class Keys:
         "CYBORG_REQUEST_QUEUE",
         64,
         "How many HTTP requests may wait for a thread; further ones are answered 503 with Retry-After.",
+    )
+    header_timeout_s: float = declare_key(
+        "CYBORG_HEADER_TIMEOUT_S",
+        10.0,
+        "How long an HTTP client may take from the first byte of a request to the end of its headers, and from"
+        " connecting to the first byte.",
+    )
+    body_timeout_s: float = declare_key(
+        "CYBORG_BODY_TIMEOUT_S",
+        30.0,
+        "How long an HTTP client may take to send a request's body; it is answered 408 otherwise. An uploaded image may"
+        " take as much longer as 16 KiB/s need.",
+    )
+    write_timeout_s: float = declare_key(
+        "CYBORG_WRITE_TIMEOUT_S",
+        60.0,
+        "How long an HTTP client may take to accept the next 256 KiB of an answer; it is disconnected otherwise.",
+    )
+    keep_alive_s: float = declare_key(
+        "CYBORG_KEEP_ALIVE_S", 5.0, "How long a connection is kept open for the next HTTP request."
+    )
+    body_buffer_bytes: int = declare_key(
+        "CYBORG_BODY_BUFFER_BYTES",
+        67_108_864,
+        "The size of all request bodies in one web process, without the first 16 KiB of each; beyond it, requests get"
+        " 503 with Retry-After.",
+    )
+    http_connections: int = declare_key(
+        "CYBORG_HTTP_CONNECTIONS",
+        5_000,
+        "How many HTTP connections one web process keeps; a further one ends the oldest that waits for its client."
+        " WebSockets are not counted.",
     )
     flush_interval_ms: float = declare_key(
         "CYBORG_FLUSH_INTERVAL_MS", 5.0, "How long a gateway collects reports before one commit."
@@ -356,11 +390,31 @@ def get_keys() -> Keys:
         raise ConfigurationError(
             f"CYBORG_CONSOLE_SESSION_H={loaded.console_session_h} is not usable: write a number of hours above 0"
         )
+    _check_client_limits(loaded)
     _check_agent_settings(loaded)
     _check_public_keys(loaded)
     if len(loaded.environment) > 40 or not loaded.environment.isprintable():
         raise ConfigurationError("CYBORG_ENVIRONMENT is not usable: write at most 40 printable characters")
     return loaded
+
+
+def _check_client_limits(loaded: Keys) -> None:
+    """Check the deadlines and limits of HTTP clients. Raise ConfigurationError for the first unusable value."""
+    for name, value in (
+        ("REQUEST_THREADS", loaded.request_threads),
+        ("HEADER_TIMEOUT_S", loaded.header_timeout_s),
+        ("BODY_TIMEOUT_S", loaded.body_timeout_s),
+        ("WRITE_TIMEOUT_S", loaded.write_timeout_s),
+        ("KEEP_ALIVE_S", loaded.keep_alive_s),
+        ("HTTP_CONNECTIONS", loaded.http_connections),
+    ):
+        if not 0 < value < float("inf"):
+            raise ConfigurationError(f"CYBORG_{name}={value} is not usable: write a number above 0")
+    if loaded.body_buffer_bytes < MAX_BODY_BYTES:
+        raise ConfigurationError(
+            f"CYBORG_BODY_BUFFER_BYTES={loaded.body_buffer_bytes} is not usable: write at least {MAX_BODY_BYTES}, so"
+            " that every body fits"
+        )
 
 
 def _check_agent_settings(loaded: Keys) -> None:

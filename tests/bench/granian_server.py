@@ -1,4 +1,4 @@
-"""The product's HTTP server as it runs at scale: granian with several WSGI workers, on all cores."""
+"""The product's HTTP server as it runs at scale: granian with several workers, on all cores."""
 
 from __future__ import annotations
 
@@ -21,9 +21,10 @@ def run_granian(lab: Lab, workers: int) -> Iterator[Server]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    options = ["--interface", "wsgi", "--workers", str(workers), "--host", "127.0.0.1", "--port", str(port)]
+    options = ["--interface", "asginl", "--http", "1", "--no-ws", "--workers", str(workers)]
+    options += ["--host", "127.0.0.1", "--port", str(port)]
     environment = os.environ | {"DJANGO_SETTINGS_MODULE": "tests.bench.settings"}
-    command = [sys.executable, "-m", "tests.bench.server", "granian", *options, "--no-ws", "cyborgweb.wsgi:application"]
+    command = [sys.executable, "-m", "tests.bench.server", "granian", *options, "cyborgweb.rest:application"]
     with lab.open_log("granian") as log:
         process = subprocess.Popen(command, stdout=log, stderr=log, cwd=ROOT, env=environment)
     try:

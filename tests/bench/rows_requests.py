@@ -1,6 +1,6 @@
 """Rows of the life cycle of requests: eight clients create, bind, read, unbind and delete, at three levels.
 
-The levels are the one-command server, granian with two WSGI workers, and `accelerators.requests.binding` without HTTP.
+The levels are the one-command server, granian with two workers, and `accelerators.requests.binding` without HTTP.
 The last is also measured with many requests of other projects in the tables.
 """
 
@@ -55,9 +55,7 @@ def measure_granian(
     progress(f"{CYCLE}, through granian")
     with run_granian(lab, 2) as server:
         everyone = [server.pid, *list_children(server.pid)]
-        return _measure_through(
-            generator, server.port, everyone, tokens, offers, seconds, 60.0, "granian WSGI, 2 workers"
-        )
+        return _measure_through(generator, server.port, everyone, tokens, offers, seconds, 60.0, "granian, 2 workers")
 
 
 def _measure_through(

@@ -12,19 +12,21 @@ from typing import Any
 
 import uvicorn
 
+from cyborgweb.settings.keys import Keys
+
 
 @contextmanager
-def serving(application: Any, **options: Any) -> Iterator[int]:
+def serving(application: Any, keys: Keys | None = None, **options: Any) -> Iterator[int]:
     """Run `application` on a free port for the block and yield the port.
 
-    WebSockets have the product's settings, with the default message size limit. `options` are passed to uvicorn.
+    Connections have the product's default settings, without those that `keys` replaces. `options` are passed to
+    uvicorn.
     """
-    from cyborgweb.server.web_server import make_websocket_settings
-    from cyborgweb.settings.keys import Keys
+    from cyborgweb.server.web_server import make_connection_settings
 
     listener = socket.socket()
     listener.bind(("127.0.0.1", 0))
-    values = make_websocket_settings(Keys().max_message_bytes) | {"log_config": None, "lifespan": "off"} | options
+    values = make_connection_settings(keys or Keys()) | {"log_config": None, "lifespan": "off"} | options
     server = uvicorn.Server(uvicorn.Config(application, **values))
     thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[listener])), daemon=True)
     thread.start()

@@ -45,6 +45,7 @@ REASON_BY_STATUS: Mapping[int, str] = {
     404: RefusalReason.NOT_FOUND.value,
     405: "method_not_allowed",
     406: "not_acceptable",
+    408: "request_timeout",
     409: RefusalReason.CONFLICT.value,
     411: "length_required",
     413: "too_large",

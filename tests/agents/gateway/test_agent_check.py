@@ -28,7 +28,7 @@ ROOT = Path(__file__).parents[3]
 def address() -> Iterator[str]:
     """Return the address of a web server with a gateway."""
     gateway = AgentGateway(Keys())
-    with serving(asgi.HttpApplication(gateway, None, None)) as port:  # type: ignore[arg-type]
+    with serving(asgi.HttpApplication(gateway, None)) as port:  # type: ignore[arg-type]
         yield f"http://127.0.0.1:{port}"
     gateway.stop()
 

@@ -50,7 +50,7 @@ def gateway(keys: Keys) -> Iterator[AgentGateway]:
 
 @pytest.fixture
 def port(gateway: AgentGateway) -> Iterator[int]:
-    with serving(asgi.HttpApplication(gateway, None, None)) as port:  # type: ignore[arg-type]
+    with serving(asgi.HttpApplication(gateway, None)) as port:  # type: ignore[arg-type]
         yield port
 
 

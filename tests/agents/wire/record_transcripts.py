@@ -123,7 +123,7 @@ class Recorder:
         if scope["type"] == "http":
             from cyborgweb import asgi
 
-            await asgi.HttpApplication(self.gateway, None, None)(scope, receive, send)  # type: ignore[arg-type]
+            await asgi.HttpApplication(self.gateway, None)(scope, receive, send)  # type: ignore[arg-type]
             return
 
         async def heard() -> Any:

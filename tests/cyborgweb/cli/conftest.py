@@ -9,8 +9,8 @@ import pytest
 from click.testing import CliRunner, Result
 from django.contrib.auth.models import User
 
-from cyborgweb.asgi import BoundedThreads
 from cyborgweb.cli.main import cli
+from cyborgweb.http.request_threads import RequestThreads
 from cyborgweb.models import ApiToken
 from cyborgweb.wsgi import application
 from tests.support.webserver import serving
@@ -21,7 +21,7 @@ Cyborg = Callable[..., Result]
 @pytest.fixture(scope="module")
 def url() -> Iterator[str]:
     """Where the real service answers."""
-    with serving(BoundedThreads(application, 2, 20)) as port:
+    with serving(RequestThreads(application, 2, 20)) as port:
         yield f"http://127.0.0.1:{port}"
 
 

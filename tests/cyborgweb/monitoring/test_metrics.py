@@ -46,7 +46,8 @@ from accelerators.runtime import metric_files
 from agents import authentication, credentials, jobs, telemetry, wire
 from agents.gateway import metrics
 from agents.gateway.asgi_app import AgentGateway
-from cyborgweb.asgi import BoundedThreads, HttpApplication
+from cyborgweb.asgi import HttpApplication
+from cyborgweb.http.django_threads import DjangoThreads
 from cyborgweb.monitoring import calls, page, served, snapshot
 from cyborgweb.settings.keys import Keys, get_keys
 from cyborgweb.wsgi import application
@@ -74,8 +75,7 @@ def _reset_metrics() -> None:
 def port() -> Iterator[int]:
     """Serve the product in one process, with a gateway that stores its counts after 0.05 s, and yield the port."""
     gateway = AgentGateway(Keys(lease_flush_s=0.05))
-    threads = BoundedThreads(application, 2, 20)
-    http = HttpApplication(gateway, threads, threads)
+    http = HttpApplication(gateway, DjangoThreads(application, Keys(request_threads=2, request_queue=20)))
 
     async def product(scope: Any, receive: Any, send: Any) -> None:
         await (http if scope["type"] == "http" else gateway)(scope, receive, send)

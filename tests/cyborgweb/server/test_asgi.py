@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from cyborgweb.asgi import BoundedThreads
+from cyborgweb.http.request_threads import RequestThreads
 from cyborgweb.server.web_server import find_own_url
 from tests.support.webserver import serving, until
 
@@ -70,7 +70,7 @@ def get_status_and_retry_after(port: int) -> tuple[int, str | None]:
 
 def test_requests_beyond_threads_and_queue_are_answered_503_and_accepted_ones_complete(slow: SlowApplication) -> None:
     statuses: list[int] = []
-    bounded = BoundedThreads(slow, threads=2, queue=1)
+    bounded = RequestThreads(slow, threads=2, queue=1)
     with serving(bounded) as port:
         clients = [
             threading.Thread(target=lambda: statuses.append(get_status_and_retry_after(port)[0])) for _ in range(3)

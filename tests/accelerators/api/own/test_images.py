@@ -19,6 +19,7 @@ from accelerators.images import store
 from accelerators.models import Event, Image
 from agents.gateway.asgi_app import AgentGateway
 from cyborgweb import asgi
+from cyborgweb.http.django_threads import DjangoThreads
 from cyborgweb.models import ApiToken
 from cyborgweb.settings.keys import Keys
 from cyborgweb.wsgi import application as wsgi
@@ -50,8 +51,7 @@ def upload_image(
 
 @pytest.mark.django_db(transaction=True)
 def test_an_image_larger_than_other_bodies_is_streamed_to_disk() -> None:
-    threads = asgi.BoundedThreads(wsgi, 1, 1)
-    with serving(asgi.HttpApplication(AgentGateway(Keys()), threads, threads)) as port:
+    with serving(asgi.HttpApplication(AgentGateway(Keys()), DjangoThreads(wsgi, Keys()))) as port:
         connection = http.client.HTTPConnection("127.0.0.1", port, timeout=20)
         sent = {"X-Auth-Token": make_token("admin"), "Content-Type": "application/octet-stream"}
         query = "name=shell&property=accel:function_id=AFU-1&property=vendor=a=b"

@@ -23,6 +23,7 @@ from agents.gateway.asgi_app import AgentGateway
 from agents.models import Agent, Lease
 from agents.telemetry import HostLoad, LoadSnapshot
 from cyborgweb.asgi import HttpApplication
+from cyborgweb.http.django_threads import DjangoThreads
 from cyborgweb.settings.keys import Keys
 from tests.accelerators.api.own.conftest import Ask, Fill, get_error_message, get_results
 from tests.support.reports import create_heard_host, get_or_create_host
@@ -394,7 +395,9 @@ def test_a_census_runs_in_the_threads_for_long_requests(method: str, path: str, 
     async def long(*_: Any) -> None:
         taken.append("long")
 
-    http = HttpApplication(AgentGateway(Keys()), short, long)  # type: ignore[arg-type]
+    threads = DjangoThreads(None, Keys())
+    threads.short, threads.long = short, long  # type: ignore[assignment]
+    http = HttpApplication(AgentGateway(Keys()), threads)
     asyncio.run(http({"type": "http", "method": method, "path": path, "headers": []}, None, None))
     assert taken == [where]
 

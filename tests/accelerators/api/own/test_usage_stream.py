@@ -16,7 +16,8 @@ from accelerators.models import Device
 from agents import authentication, credentials, telemetry, wire
 from agents.gateway.asgi_app import AgentGateway
 from agents.wire import DeviceLoad, Samples, Watch
-from cyborgweb.asgi import BoundedThreads, HttpApplication
+from cyborgweb.asgi import HttpApplication
+from cyborgweb.http.django_threads import DjangoThreads
 from cyborgweb.live import usage
 from cyborgweb.live.usage import StreamIntervals, UsageStream
 from cyborgweb.models import ApiToken
@@ -37,7 +38,7 @@ class SwitchableApplication:
     """Passes requests to its present HTTP application and its present gateway, which each test replaces."""
 
     port = 0
-    threads: BoundedThreads
+    threads: DjangoThreads
     gateway: AgentGateway
     http: HttpApplication
 
@@ -48,7 +49,7 @@ class SwitchableApplication:
 @pytest.fixture(scope="module")
 def server() -> Iterator[SwitchableApplication]:
     made = SwitchableApplication()
-    made.threads = BoundedThreads(wsgi, 2, 20)
+    made.threads = DjangoThreads(wsgi, Keys(request_threads=2, request_queue=20))
     with serving(made) as made.port:
         yield made
 
@@ -56,7 +57,7 @@ def server() -> Iterator[SwitchableApplication]:
 @pytest.fixture
 def device(server: SwitchableApplication) -> Iterator[Device]:
     server.gateway = AgentGateway(Keys(lease_flush_s=0.05))
-    server.http = HttpApplication(server.gateway, server.threads, server.threads)
+    server.http = HttpApplication(server.gateway, server.threads)
     server.http.usage = UsageStream(server.threads, StreamIntervals(event_s=0.05, permission_check_s=0.1))
     telemetry.forget_gateways()
     yield create_heard_host("cmp1", 2).devices.get(key=KEY)

@@ -31,6 +31,7 @@ from accelerators.workflows import command_endings
 from agents.gateway.asgi_app import AgentGateway
 from agents.models import Agent
 from cyborgweb import asgi
+from cyborgweb.http.django_threads import DjangoThreads
 from cyborgweb.settings.keys import Keys
 from cyborgweb.wsgi import application as wsgi
 from drivers.inventory import Attribute as Fact
@@ -170,9 +171,8 @@ def test_while_the_maximum_of_program_calls_wait_lists_answer_and_no_connection_
 
     gc.collect()  # closes the database connections of ended threads of earlier tests
     before = count_database_connections()
-    short, long = asgi.BoundedThreads(wsgi, 1, 1), asgi.BoundedThreads(wsgi, asgi.LONG_THREADS, 1)
-    gateway = AgentGateway(Keys())
-    with serving(asgi.HttpApplication(gateway, short, long)) as port:
+    threads = DjangoThreads(wsgi, Keys(request_threads=1, request_queue=1))
+    with serving(asgi.HttpApplication(AgentGateway(Keys()), threads)) as port:
         clients = [threading.Thread(target=wait, args=[one.uuid], daemon=True) for one in parts]
         for client in clients:
             client.start()

@@ -1,0 +1,193 @@
+"""uvicorn's HTTP protocol with deadlines for slow and silent clients, and limits for what they can occupy."""
+
+from __future__ import annotations
+
+import json
+from asyncio import TimerHandle
+from typing import Any, ClassVar
+
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+
+from cyborgweb.http.deadlines import ClientLimits
+
+MAX_HEADER_BYTES = 65_536
+"""The size of a request's line and headers; what arrives together with the first byte is not counted."""
+MIN_WRITE_BYTES = 262_144
+"""What a client must accept in `write_s` seconds of an answer that waits for it; otherwise it is disconnected. If less
+than this waits, it must accept so much that the application can go on writing."""
+
+
+class HttpProtocol(HttpToolsProtocol):
+    """A connection of an HTTP client. Subclasses, which `make_http_protocol` makes, have `limits`.
+
+    The deadlines are: `header_s` from the first byte of a request (of the first request: from the connection) to the
+    end of its headers; `keep_alive_s` between two requests; `body_s` for the rest of a body whose request is already
+    answered; and MIN_WRITE_BYTES of an answer in each `write_s`. The body of a request that is not yet answered is the
+    application's concern. After an upgrade none of this applies, because WebSockets have their own deadlines.
+    """
+
+    limits: ClassVar[ClientLimits]
+    open_connections: ClassVar[dict[HttpProtocol, None]]
+    """All connections except WebSockets, the oldest first."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._read_deadline: TimerHandle | None = None
+        self._write_check: TimerHandle | None = None
+        self._is_in_headers = False
+        self._header_bytes = 0
+
+    def connection_made(self, transport: Any) -> None:
+        """Start the deadline of the headers. If there are too many connections, end the oldest that waits for its
+        client: while others are served, the silent ones have to give way.
+        """
+        super().connection_made(transport)
+        self.open_connections[self] = None
+        if len(self.open_connections) > self.limits.connections:
+            oldest = next(filter(HttpProtocol.waits_for_client, self.open_connections))
+            oldest._stop_deadlines()
+            oldest.transport.abort()
+        if not self.transport.is_closing():
+            self._start_read_deadline(self.limits.header_s)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Stop all deadlines."""
+        self._stop_deadlines()
+        self._unset_keepalive_if_required()
+        super().connection_lost(exc)
+
+    def handle_websocket_upgrade(self) -> None:
+        """Stop all deadlines, and hand the connection over to the WebSocket protocol."""
+        self._stop_deadlines()
+        super().handle_websocket_upgrade()
+
+    def waits_for_client(self) -> bool:
+        """Return whether the next step is the client's: there is no complete request without an answer."""
+        return self.cycle is None or self.cycle.response_complete or self.cycle.more_body
+
+    def data_received(self, data: bytes) -> None:
+        """Parse the data. Start the deadline of the headers with the first bytes of a further request. Refuse headers
+        that are too large.
+        """
+        if self.timeout_keep_alive_task is not None:
+            self._start_read_deadline(self.limits.header_s)
+        was_in_headers = self._is_in_headers
+        super().data_received(data)
+        if was_in_headers and self._is_in_headers:
+            self._header_bytes += len(data)
+            if self._header_bytes > MAX_HEADER_BYTES and not self.transport.is_closing():
+                self._refuse(431, "The headers of the request are too large.")
+
+    def on_message_begin(self) -> None:
+        """Begin a request."""
+        super().on_message_begin()
+        self._is_in_headers, self._header_bytes = True, 0
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """Store a header. Drop a trailer, which comes after the body: it would be taken for a header."""
+        if self._is_in_headers:
+            super().on_header(name, value)
+
+    def on_headers_complete(self) -> None:
+        """Stop the deadline of the headers, and start the request."""
+        self._is_in_headers = False
+        self._stop_read_deadline()
+        super().on_headers_complete()
+
+    def on_message_complete(self) -> None:
+        """End the body. If the request was answered before, wait for the next one."""
+        super().on_message_complete()
+        if self.cycle is not None and self.cycle.response_complete and self.cycle.more_body:
+            self.cycle.more_body = False
+            self._stop_read_deadline()
+            self.timeout_keep_alive_task = self.loop.call_later(
+                self.timeout_keep_alive, self.timeout_keep_alive_handler
+            )
+
+    def on_response_complete(self) -> None:
+        """Wait for the next request, or first for the rest of this one's body."""
+        super().on_response_complete()
+        if self.transport.is_closing():
+            self._start_write_check()
+        elif self.cycle.response_complete and self.cycle.more_body:
+            self._unset_keepalive_if_required()
+            self._start_read_deadline(self.limits.body_s)
+
+    def pause_writing(self) -> None:
+        """Begin to check how much of its answer the client accepts."""
+        super().pause_writing()
+        self._start_write_check()
+
+    def resume_writing(self) -> None:
+        """End this check, unless the connection is being closed: then the client must accept the rest, too."""
+        super().resume_writing()
+        if not self.transport.is_closing():
+            self._stop_write_check()
+
+    def timeout_keep_alive_handler(self) -> None:
+        """Close an idle connection."""
+        super().timeout_keep_alive_handler()
+        self._start_write_check()
+
+    def send_400_response(self, msg: str) -> None:
+        """Refuse a request that is not valid HTTP."""
+        self._refuse(400, msg)
+
+    def _refuse(self, status: int, message: str) -> None:
+        """Send an error in place of an answer, and close the connection."""
+        body = json.dumps({"error_message": message}).encode()
+        headers = b"content-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n" % len(body)
+        self.transport.write(STATUS_LINE[status] + headers + body)
+        self.transport.close()
+        self._stop_read_deadline()
+        self._start_write_check()
+
+    def _start_read_deadline(self, seconds: float) -> None:
+        """Close the connection after `seconds`, unless `_stop_read_deadline` is called before."""
+        self._stop_read_deadline()
+        self._read_deadline = self.loop.call_later(seconds, self._end_reading)
+
+    def _stop_read_deadline(self) -> None:
+        """Stop the deadline that `_start_read_deadline` started, if there is one."""
+        if self._read_deadline is not None:
+            self._read_deadline.cancel()
+            self._read_deadline = None
+
+    def _end_reading(self) -> None:
+        """Close the connection of a client that has missed a deadline; one that has begun a request is told why."""
+        if self._is_in_headers:
+            self._refuse(408, "The headers of the request did not arrive in time.")
+        else:
+            self.transport.close()
+            self._start_write_check()
+
+    def _start_write_check(self) -> None:
+        """Check after `write_s` seconds how much the client has accepted, unless `_stop_write_check` is called."""
+        self._stop_write_check()
+        self._write_check = self.loop.call_later(
+            self.limits.write_s, self._check_writing, self.transport.get_write_buffer_size()
+        )
+
+    def _stop_write_check(self) -> None:
+        """Stop the check that `_start_write_check` started, if there is one."""
+        if self._write_check is not None:
+            self._write_check.cancel()
+            self._write_check = None
+
+    def _check_writing(self, waiting_bytes: int) -> None:
+        """End the connection if the client has accepted too little of the `waiting_bytes`; otherwise check again."""
+        if waiting_bytes - self.transport.get_write_buffer_size() < MIN_WRITE_BYTES:
+            self.transport.abort()
+        else:
+            self._start_write_check()
+
+    def _stop_deadlines(self) -> None:
+        """Stop all deadlines but uvicorn's own, and stop counting this connection."""
+        self.open_connections.pop(self, None)
+        self._stop_read_deadline()
+        self._stop_write_check()
+
+
+def make_http_protocol(limits: ClientLimits) -> type[HttpProtocol]:
+    """Return the protocol class with these limits. The connections of all its listeners are counted together."""
+    return type("LimitedHttpProtocol", (HttpProtocol,), {"limits": limits, "open_connections": {}})
