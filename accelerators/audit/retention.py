@@ -9,7 +9,7 @@ Whether they are the same events is not checked here: run `manage.py verify_even
 from __future__ import annotations
 
 import logging
-from datetime import UTC, datetime
+from datetime import datetime
 
 from django.conf import settings
 from django.db import OperationalError, connection, transaction
@@ -20,7 +20,7 @@ from accelerators.audit import sealing
 from accelerators.domain import hash_chain
 from accelerators.domain.states import EventSource
 from accelerators.models import Seal
-from accelerators.runtime import jobs
+from accelerators.runtime import database_clock, jobs
 
 log = logging.getLogger(__name__)
 
@@ -65,7 +65,7 @@ def drop_oldest_month(now: datetime | None = None) -> bool:
     if not months:
         return False
     oldest = conductor.open_cursor().execute(SELECT_OLDEST_MONTH).fetchone()[0]
-    if oldest is None or oldest >= _get_oldest_month_to_keep(now or datetime.now(UTC), months):
+    if oldest is None or oldest >= _get_oldest_month_to_keep(now or database_clock.now(), months):
         return False
     try:
         with conductor.writing():

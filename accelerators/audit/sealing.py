@@ -10,7 +10,7 @@ and none of other seals.
 from __future__ import annotations
 
 import logging
-from datetime import UTC, datetime
+from datetime import UTC
 from itertools import takewhile
 from typing import Any
 
@@ -18,6 +18,7 @@ from accelerators import conductor
 from accelerators.domain import hash_chain
 from accelerators.domain.hash_chain import SealContent
 from accelerators.models import Event, Seal
+from accelerators.runtime import database_clock
 
 log = logging.getLogger(__name__)
 
@@ -80,7 +81,7 @@ def append_seal(last: Seal, month: str, **columns: Any) -> Seal:
 
     `columns` are the other columns: `tx`, `event`, `events`, `digest`, `drops`.
     """
-    seal = Seal(number=last.number + 1, month=month, sealed_at=datetime.now(UTC), **columns)
+    seal = Seal(number=last.number + 1, month=month, sealed_at=database_clock.now(), **columns)
     seal.hash = build_link(seal, last.hash).hash
     seal.save(force_insert=True)
     return seal
