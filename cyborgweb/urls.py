@@ -6,7 +6,7 @@ from django.http import HttpRequest, HttpResponse, JsonResponse
 from django.urls import include, path, re_path
 
 from cyborgweb.monitoring import page
-from cyborgweb.pages import census, error_pages, inbox, saved_views, search, usage
+from cyborgweb.pages import census, error_pages, inbox, own_password, saved_views, search, usage
 
 
 def healthz(request: HttpRequest) -> HttpResponse:
@@ -38,6 +38,7 @@ urlpatterns = [
     path("admin/lists/<str:model>/", admin.site.admin_view(saved_views.store_list_memory), name="list_keep"),
     path("admin/inbox/", admin.site.admin_view(inbox.show_inbox), name="inbox"),
     path("admin/inbox/unread/", admin.site.admin_view(inbox.count_unread_as_json), name="inbox_unread"),
+    path("admin/password_change/", admin.site.admin_view(own_password.change_own_password), name="own_password"),
     path("admin/", admin.site.urls),
     path("help/", include("cyborgweb.manual.views")),
     re_path(r"^api(?:/|$)", include("cyborgweb.api.root")),

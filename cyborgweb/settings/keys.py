@@ -14,6 +14,9 @@ from pathlib import Path
 
 from drivers.configuration import ConfigurationError, declare_key, load_configuration
 
+AUDIT_KEY_FILE = "audit-key.pem"
+"""The file in the state directory with the key that signs seals, unless CYBORG_AUDIT_KEY_FILE names another."""
+
 
 @dataclass(frozen=True)
 class Keys:
@@ -151,6 +154,12 @@ class Keys:
         0,
         "How many whole months of events are kept before the present one; older ones are dropped. 0: all are kept.",
     )
+    audit_key_file: str = declare_key(
+        "CYBORG_AUDIT_KEY_FILE",
+        "",
+        "The file with the private key that signs the seals over events; `off`: this process seals nothing.",
+        "*(`audit-key.pem` in the state directory; the cluster `work` creates it)*",
+    )
     join_token_hours: int = declare_key("CYBORG_JOIN_TOKEN_HOURS", 24, "How long a join token is valid.")
     auth: str = declare_key(
         "CYBORG_AUTH",
@@ -282,6 +291,13 @@ class Keys:
             return Path(self.mail_password_file).read_text().strip() if self.mail_password_file else ""
         except OSError as error:
             raise ConfigurationError(f"CYBORG_MAIL_PASSWORD_FILE cannot be read: {error.strerror}") from None
+
+    @property
+    def audit_key_path(self) -> Path | None:
+        """The path of the private key that signs seals, None if this process is not to seal."""
+        if self.audit_key_file == "off":
+            return None
+        return Path(self.audit_key_file).absolute() if self.audit_key_file else self.state_path / AUDIT_KEY_FILE
 
     @property
     def policy_path(self) -> Path:
