@@ -1,4 +1,4 @@
-"""Django app configuration: registers the jobs, the holder check and the search providers of this app."""
+"""Django app configuration: registers the jobs and the search providers of this app."""
 
 from typing import Any
 
@@ -16,15 +16,13 @@ class AcceleratorsConfig(AppConfig):
     default_auto_field = "django.db.models.BigAutoField"
 
     def ready(self) -> None:
-        """Register the jobs, the holder check `requests` and the search providers, once when Django has started."""
-        from accelerators import models, safety
+        """Register the jobs and the search providers, once when Django has started."""
+        from accelerators import models
         from accelerators.runtime.jobs import JOBS, Job
         from accelerators.ui import badges
         from accelerators.ui.extensions import SEARCH_PROVIDERS, SearchProvider
 
         post_migrate.connect(_renumber_transactions, sender=self)
-        safety.HOLDER_CHECKS.register(safety.REQUESTS_CHECK, safety.find_requests_of_device)
-        safety.HOLDER_CHECKS.register(safety.RELEASES_CHECK, safety.find_releases_of_device)
         JOBS.register("sweep", Job("accelerators.workflows.retention_sweep.run"))
         JOBS.register("seals", Job("accelerators.audit.retention.run"))
         JOBS.register("deadlines", Job("accelerators.requests.binding.run_deadlines", periodic=True))

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from datetime import UTC, datetime, timedelta
+from datetime import datetime, timedelta
 from typing import Any, TypedDict, Unpack
 from uuid import UUID
 
@@ -16,13 +16,14 @@ import msgspec
 import psycopg
 from django.db import connection, transaction
 from django.db.models import QuerySet
+from django.db.models.functions import Now
 
 from accelerators import conductor_sql as sql
 from accelerators.domain.caller import request_id
 from accelerators.domain.errors import RefusalReason, RefusedError
 from accelerators.domain.states import EventSource
 from accelerators.models import Device, Host
-from accelerators.runtime import jobs, pubsub
+from accelerators.runtime import database_clock, jobs, pubsub
 from accelerators.runtime.after_commit import call_after_commit
 
 REPORTS_TOPIC = "reports"
@@ -87,7 +88,7 @@ def ensure_host(name: str, node: str, actor: str) -> Host:
             record_event("host.added", EventSource.SYSTEM, actor, host=host, changes={"node": [None, node]})
         elif host.node != node:
             record_event("host.changed", EventSource.AGENT, name, host=host, changes={"node": [host.node, node]})
-            host.node, host.updated_at = node, datetime.now(UTC)
+            host.node, host.updated_at = node, database_clock.now()
             forget_applied_report(host, "node", "updated_at")
         return host
 
@@ -140,7 +141,7 @@ def set_hosts_stale_since(host_ids: Iterable[int], since: datetime | None) -> in
                 for host, change in zip(hosts, changes, strict=True)
             ]
         )
-        Host.objects.filter(id__in=[host.id for host in hosts]).update(stale_since=since, updated_at=datetime.now(UTC))
+        Host.objects.filter(id__in=[host.id for host in hosts]).update(stale_since=since, updated_at=Now())
         return len(hosts)
 
 

@@ -1,15 +1,17 @@
 """Refuse destructive acts on a device that somebody holds (promise S1).
 
-Before every destructive act all registered holder checks are asked whether the device is held: the check of our own
-requests, and those of other apps (Placement, Nova). If a check cannot answer, the act is refused.
+Our own requests, and handles that a guest may still use, are read from the database. Other services that may know
+holders (Placement, Nova) register a HolderCheck. They are asked before anything is locked (`ask_holders`), about many
+devices at once and within HOLDER_CHECKS_TIMEOUT_S in all. When the devices are locked, `find_holders` reads our own
+tables, and uses an answer only if nothing has changed since the question was made. If a check could not answer, the act
+is refused.
 """
 
 from __future__ import annotations
 
-import math
 import time
-from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Hashable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from django.db.models import F, Func, IntegerField, QuerySet, TextField, Value
@@ -22,11 +24,11 @@ from accelerators.models import AcceleratorRequest, Device, ReleasedHandle
 from accelerators.runtime.registry import Registry
 from drivers.plan import get_affected_prefix
 
-HOLDER_CHECK_DEADLINE_S = 2.0
-"""Seconds that a holder check may take to answer. The check itself must enforce this limit."""
 HOLDER_CHECKS_TIMEOUT_S = 10.0
-"""Seconds that one transaction spends on holder checks. Devices whose holder checks have not been made by then
-are refused with UNAVAILABLE, so that they are tried again."""
+"""Seconds that all holder checks together may take for all devices of one request or of one step of a job."""
+MAX_HOLDERS_NAMED = 5
+NO_TIME_LEFT = "there was no time left to ask: try again"
+NOT_ASKED = "the device has changed since it was asked for: try again"
 
 
 @dataclass(frozen=True)
@@ -41,6 +43,68 @@ class HolderCheckResult:
     unknown: str = ""
 
 
+@dataclass(frozen=True)
+class HolderCheck:
+    """Another service that may know who holds a device.
+
+    `load_questions` returns what the service has to be asked about each device, by the device's id: a value that is
+    equal to an earlier one if nothing relevant has changed. It reads only the database, with a constant number of
+    statements, and leaves out devices that need no question. `ask` asks the service about the devices, in the given
+    order, and returns the answers, by the device's id, within about the given number of seconds. A device that it
+    leaves out counts as unknown. `ask` is called while no transaction is open and nothing is locked.
+    """
+
+    load_questions: Callable[[Collection[Device]], Mapping[int, Hashable]]
+    ask: Callable[[Mapping[int, Any], float], Mapping[int, HolderCheckResult]]
+
+
+@dataclass(frozen=True)
+class HolderAnswer:
+    """What a holder check answered to a question, when the device had this generation."""
+
+    generation: int
+    question: Hashable
+    result: HolderCheckResult
+
+
+@dataclass(frozen=True)
+class HolderAnswers:
+    """The answers of all holder checks, by the name of the check and the device's id."""
+
+    answers: Mapping[tuple[str, int], HolderAnswer] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class DeviceHolders:
+    """Who holds each of some locked devices: the results of all checks, by the device's id and the check's name."""
+
+    results: Mapping[int, Mapping[str, HolderCheckResult]]
+
+    def refuse_unless_free(self, device: Device, act: str) -> None:
+        """Raise RefusedError unless nobody holds the device, and all checks could answer.
+
+        The reason is IN_USE, with the holders, or UNAVAILABLE, with the check that could not answer. `act` completes
+        "it cannot be ..." in the message.
+        """
+        results = self.results[device.pk]
+        if holders := [holder for result in results.values() for holder in result.holders]:
+            raise RefusedError(
+                RefusalReason.IN_USE, f"Device {device.uuid} is held by {', '.join(holders)}: it cannot be {act}."
+            )
+        for name, result in results.items():
+            if result.unknown:
+                raise RefusedError(
+                    RefusalReason.UNAVAILABLE,
+                    f"It is unknown whether device {device.uuid} is held ({name}: {result.unknown}).",
+                )
+
+    def refuse_unless_siblings_free(self, device: Device, affected: Collection[Device], act: str) -> None:
+        """Raise RefusedError unless nobody holds a device that `act` on `device` affects, too."""
+        for sibling in affected:
+            self.refuse_unless_free(sibling, f"affected by the {act} of device {device.uuid}")
+
+
+NO_ANSWERS = HolderAnswers()
 HOLDS_ADDRESS = """accelerators_device.id = ANY(%s) AND accelerators_acceleratorrequest.claim
   && accelerators_whole_function(accelerators_device.host_id, accelerators_device.address)"""
 """Condition: the request holds the function at the address of one of these devices, or a part of it."""
@@ -49,29 +113,93 @@ IS_RELEASED_OF_DEVICE = """accelerators_device.id = ANY(%s) AND (
   && accelerators_whole_function(accelerators_device.host_id, accelerators_device.address))"""
 """Condition: the released handle is one of these devices', or claims the function at the address of one of them, or a
 part of it."""
-REQUESTS_CHECK, RELEASES_CHECK = "requests", "releases"
-"""Names of the holder checks for our own accelerator requests, and for handles that a guest may still use."""
-HOLDER_CHECKS: Registry[Callable[[Device], HolderCheckResult]] = Registry("holder check")
-"""Functions that tell who holds a device. `refuse_unless_free` asks all of them."""
+HOLDER_CHECKS: Registry[HolderCheck] = Registry("holder check")
+"""Services that may know who holds a device. `ask_holders` asks all of them."""
 
 
-def find_requests_of_device(device: Device) -> HolderCheckResult:
-    """Return up to five requests that hold a handle of the device or are being bound to it: the holder check of our own
-    requests.
+def ask_holders(devices: Collection[Device]) -> HolderAnswers:
+    """Ask all holder checks about these devices, for HOLDER_CHECKS_TIMEOUT_S at most in all, and return the answers.
 
-    Reads rows without locking them; `unknown` of the HolderCheckResult is always ''.
+    Call it before a transaction is opened or anything is locked, and give the answers to `find_holders` under the
+    lock. Services are not asked about devices that our own requests hold, or about which an earlier check has answered
+    that they are held, or could not answer: these cannot be free. The time that is left is shared by the checks that
+    are left. `host` of the devices must be loaded.
     """
-    rows = query_requests_of_devices([device.pk], "uuid", "instance_uuid")[:5]
-    return HolderCheckResult(tuple(f"request {uuid} of instance {instance}" for _, uuid, instance in rows))
+    give_up_at = time.monotonic() + HOLDER_CHECKS_TIMEOUT_S
+    answers: dict[tuple[str, int], HolderAnswer] = {}
+    if not devices or not HOLDER_CHECKS:
+        return HolderAnswers(answers)
+    by_id = {device.pk: device for device in devices}
+    held = {
+        pk for pk, results in _find_own_holders(by_id).items() if any(result.holders for result in results.values())
+    }
+    left = [device for device in devices if device.pk not in held]
+    for number, (name, check) in enumerate(HOLDER_CHECKS.items()):
+        questions = check.load_questions(left)
+        seconds = (give_up_at - time.monotonic()) / (len(HOLDER_CHECKS) - number)
+        results = check.ask(questions, seconds) if questions and seconds > 0 else {}
+        for pk, question in questions.items():
+            result = results.get(pk, HolderCheckResult(unknown=NO_TIME_LEFT))
+            answers[name, pk] = HolderAnswer(by_id[pk].generation, question, result)
+        left = [device for device in left if _is_still_free(answers.get((name, device.pk)))]
+    return HolderAnswers(answers)
 
 
-def find_releases_of_device(device: Device) -> HolderCheckResult:
-    """Return up to five released functions of the device that a guest may still use: the holder check for them.
+def _is_still_free(answer: HolderAnswer | None) -> bool:
+    """Return True unless this answer of a check, None if it had nothing to ask, names a holder or is unknown."""
+    return answer is None or answer.result == HolderCheckResult()
 
-    Reads rows without locking them; `unknown` of the HolderCheckResult is always ''.
+
+def find_holders(devices: Collection[Device], answers: HolderAnswers) -> DeviceHolders:
+    """Return who holds these devices, by our own tables and by the answers that were asked for before.
+
+    Call it inside the transaction that locked the devices' rows: a bind needs a shared lock on them. An answer counts
+    only if the device's generation and the question are still the same; otherwise it is unknown who holds the device.
+    The number of statements is constant.
     """
-    releases = [release for _, release in find_releases_of_devices([device.pk])]
-    return HolderCheckResult(tuple(f"a guest, perhaps: {release.description}" for release in releases[:5]))
+    results = _find_own_holders([device.pk for device in devices])
+    for name, check in HOLDER_CHECKS.items():
+        questions = check.load_questions(devices)
+        for device in devices:
+            answer, question = answers.answers.get((name, device.pk)), questions.get(device.pk)
+            if question is None:
+                continue
+            is_valid = answer and (answer.generation, answer.question) == (device.generation, question)
+            results[device.pk][name] = answer.result if answer and is_valid else HolderCheckResult(unknown=NOT_ASKED)
+    return DeviceHolders(results)
+
+
+def _find_own_holders(devices: Collection[int]) -> dict[int, dict[str, HolderCheckResult]]:
+    """Return the holders of these devices that our own tables know: requests, and guests that may still use a released
+    handle. Two statements."""
+    requests: dict[int, list[str]] = {pk: [] for pk in devices}
+    releases: dict[int, list[str]] = {pk: [] for pk in devices}
+    for pk, uuid, instance in query_requests_of_devices(devices, "uuid", "instance_uuid") if devices else ():
+        requests[pk].append(f"request {uuid} of instance {instance}")
+    for pk, release in find_releases_of_devices(devices) if devices else ():
+        releases[pk].append(f"a guest, perhaps: {release.description}")
+    return {
+        pk: {
+            "requests": HolderCheckResult(tuple(requests[pk][:MAX_HOLDERS_NAMED])),
+            "releases": HolderCheckResult(tuple(releases[pk][:MAX_HOLDERS_NAMED])),
+        }
+        for pk in devices
+    }
+
+
+def find_own_holders(device: Device) -> tuple[str, ...]:
+    """Return the holders of the device that our own tables know: up to MAX_HOLDERS_NAMED requests, and as many guests
+    that may still use a released handle. Reads rows without locking them."""
+    return tuple(holder for result in _find_own_holders([device.pk])[device.pk].values() for holder in result.holders)
+
+
+def find_requests_of_device(device: Device) -> tuple[str, ...]:
+    """Return up to MAX_HOLDERS_NAMED requests that hold a handle of the device or are being bound to it.
+
+    Reads rows without locking them.
+    """
+    rows = query_requests_of_devices([device.pk], "uuid", "instance_uuid")[:MAX_HOLDERS_NAMED]
+    return tuple(f"request {uuid} of instance {instance}" for _, uuid, instance in rows)
 
 
 def find_releases_of_devices(devices: Collection[int]) -> list[tuple[int, ReleasedHandle]]:
@@ -145,37 +273,3 @@ def find_affected_outside(selected: QuerySet[Device], act: str) -> list[Device]:
         for device in others.exclude(state=DeviceState.RETIRED).select_related("host").order_by("id")
         if (device.address or "").startswith(tuple(prefixes[device.host_id]))
     ]
-
-
-def refuse_unless_siblings_free(device: Device, affected: Collection[Device], act: str, give_up_at: float) -> None:
-    """Raise RefusedError unless nobody holds a device that `act` on `device` affects, too; see `refuse_unless_free`."""
-    for sibling in affected:
-        refuse_unless_free(sibling, f"affected by the {act} of device {device.uuid}", give_up_at=give_up_at)
-
-
-def refuse_unless_free(
-    device: Device, act: str, already_checked: Collection[str] = (), give_up_at: float = math.inf
-) -> None:
-    """Raise RefusedError unless all holder checks answer that nobody holds the device.
-
-    The reason is IN_USE, with the holders, or UNAVAILABLE, with the check that cannot answer. `act` completes "it
-    cannot be ..." in the message. Call this inside the transaction that locked the device's row: a bind needs a shared
-    lock on it. `already_checked` names checks to skip, because the caller has already made them for many devices at
-    once under that lock. `give_up_at` is a time of the monotonic clock; after it no check is made, and the reason is
-    UNAVAILABLE. Whoever checks several devices in one transaction must give it (HOLDER_CHECKS_TIMEOUT_S).
-    """
-    if time.monotonic() > give_up_at:
-        raise RefusedError(
-            RefusalReason.UNAVAILABLE, f"The check whether device {device.uuid} is held took too long: try again."
-        )
-    results = {name: check(device) for name, check in HOLDER_CHECKS.items() if name not in already_checked}
-    if holders := [holder for result in results.values() for holder in result.holders]:
-        raise RefusedError(
-            RefusalReason.IN_USE, f"Device {device.uuid} is held by {', '.join(holders)}: it cannot be {act}."
-        )
-    for name, result in results.items():
-        if result.unknown:
-            raise RefusedError(
-                RefusalReason.UNAVAILABLE,
-                f"It is unknown whether device {device.uuid} is held ({name}: {result.unknown}).",
-            )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from datetime import UTC, datetime
 from typing import Any
 
 from django.contrib import admin, messages
@@ -15,6 +14,7 @@ from unfold.decorators import display
 from accelerators.domain.errors import RefusedError
 from accelerators.domain.states import AgentState
 from accelerators.models import Host
+from accelerators.runtime import database_clock
 from accelerators.ui import badges, permissions
 from accelerators.ui.changelist import ConsoleModelAdmin, ReadOnlyModelAdmin
 from accelerators.ui.permissions import Right
@@ -219,7 +219,7 @@ class TokenUseFilter(admin.SimpleListFilter):
 
     def queryset(self, request: HttpRequest, queryset: QuerySet[JoinToken]) -> QuerySet[JoinToken]:
         """Return the join tokens with the chosen use; all if none is chosen."""
-        now = datetime.now(UTC)
+        now = database_clock.now()
         conditions = {
             "open": Q(used_at__isnull=True, expires_at__gte=now),
             "used": Q(used_at__isnull=False),
@@ -259,7 +259,7 @@ class JoinTokenAdmin(ConsoleModelAdmin):
         """Render a badge: used, with the time on hover, expired without having been used, or open."""
         if token.used_at:
             return badges.render_badge("used", "good", f"at {token.used_at:%Y-%m-%d %H:%M:%S} UTC")
-        if token.expires_at < datetime.now(UTC):
+        if token.expires_at < database_clock.now():
             return badges.render_badge("expired", "calm")
         return badges.render_badge("open", "busy", "no agent has used it yet")
 

@@ -12,18 +12,20 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from datetime import UTC, datetime, timedelta
+from datetime import timedelta
 from typing import Any, NamedTuple
 
 import msgspec
 from django.conf import settings
 from django.core.signing import BadSignature, Signer
 from django.db import connection, transaction
+from django.db.models.functions import Now
 
 from accelerators import conductor
 from accelerators.domain.errors import RefusedError
 from accelerators.domain.states import EventSource
 from accelerators.models import Host
+from accelerators.runtime import database_clock
 from accelerators.runtime.registry import Registry
 from agents import credentials, key_revocation, wire
 from agents.errors import AgentsError
@@ -231,7 +233,7 @@ def create_join_token(host: str, *, address: str, hours: int, created_by: str, f
         host_name=host,
         secret_hash=_hash_secret(secret),
         created_by=created_by,
-        expires_at=datetime.now(UTC) + timedelta(hours=hours),
+        expires_at=database_clock.now() + timedelta(hours=hours),
     )
     source = EventSource.SYSTEM if created_by == AUTOMATIC_CREATOR else EventSource.PERSON
     changes = {"join token": [None, f"valid for {hours} hours"]}
@@ -359,8 +361,8 @@ def _enrol_with_token(credential: credentials.Credential) -> EnrolledAgent:
                 conductor.record_event(
                     "agent.enrolled", EventSource.AGENT, host.name, host=host, changes=change, reason="join token"
                 )
-        JoinToken.objects.filter(host_name=host.name, pk__lt=token.pk).update(expires_at=datetime.now(UTC))
-        JoinToken.objects.filter(pk=token.pk).update(public_key=credential.public_key, used_at=datetime.now(UTC))
+        JoinToken.objects.filter(host_name=host.name, pk__lt=token.pk).update(expires_at=Now())
+        JoinToken.objects.filter(pk=token.pk).update(public_key=credential.public_key, used_at=Now())
     (lookup,) = find_enrolled([(credential.public_key, None)])
     assert lookup.agent
     return lookup.agent
@@ -393,7 +395,7 @@ def _check_token(token: JoinToken, credential: credentials.Credential) -> None:
         raise ConnectionRejectedError(
             403, "token-host", f"the join token is for host {token.host_name!r}, not {credential.host!r}: {remedy}"
         )
-    if token.expires_at < datetime.now(UTC):
+    if token.expires_at < database_clock.now():
         raise ConnectionRejectedError(
             403, "token-expired", f"the join token expired at {token.expires_at:%Y-%m-%d %H:%M} UTC: {remedy}"
         )

@@ -8,7 +8,7 @@ lost notification delays a decision only a little.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from datetime import UTC, datetime, timedelta
+from datetime import timedelta
 from uuid import UUID
 
 from django.db import IntegrityError, transaction
@@ -207,7 +207,7 @@ def _lock_agent(host_id: int) -> Agent:
     The tokens are locked so that nobody joins meanwhile. They are locked first, in the same order as at an enrolment.
     """
     host = Host.objects.filter(pk=host_id).first()
-    list(JoinToken.objects.select_for_update().filter(host_name=host and host.name, expires_at__gt=datetime.now(UTC)))
+    list(JoinToken.objects.select_for_update().filter(host_name=host and host.name, expires_at__gt=Now()))
     row = Agent.objects.select_for_update(of=("self",)).select_related("host").filter(host_id=host_id).first()
     if row is None:
         raise RefusedError(RefusalReason.NOT_FOUND, f"no agent has joined for host {host or host_id}")
@@ -225,7 +225,7 @@ def _bar_agent(row: Agent, kind: BarKind, reason: str) -> None:
 
 def _expire_tokens(tokens: QuerySet[JoinToken]) -> None:
     """Set the expiry of these tokens to now, except for tokens that have expired already."""
-    tokens.filter(expires_at__gt=datetime.now(UTC)).update(expires_at=datetime.now(UTC))
+    tokens.filter(expires_at__gt=Now()).update(expires_at=Now())
 
 
 def _record_event(

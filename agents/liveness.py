@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from datetime import UTC, datetime, timedelta
+from datetime import datetime, timedelta
 
 from django.conf import settings
 from django.db.models import Q
 
 from accelerators.commands.placement_delegation import WriterStatus
 from accelerators.domain.states import AgentState
+from accelerators.runtime import database_clock
 from agents.models import Agent
 
 LIVENESS_STATES = (AgentState.UP, AgentState.LATE, AgentState.DOWN)
@@ -26,7 +27,7 @@ def compute_thresholds(now: datetime | None = None) -> tuple[datetime, datetime]
     """
     beat, flush = settings.KEYS.beat_s, settings.KEYS.lease_flush_s
     down = 2 * beat + 2
-    at = now or datetime.now(UTC)
+    at = now or database_clock.now()
     return at - timedelta(seconds=min(beat + flush, down)), at - timedelta(seconds=down)
 
 

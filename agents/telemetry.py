@@ -22,6 +22,7 @@ from django.conf import settings
 from django.db import connection
 from msgspec import DecodeError, Raw
 
+from accelerators.runtime import database_clock
 from agents.gateway import sample_cache, sample_rpc
 from agents.gateway.sample_cache import SampleCache, TooManyCensusesError
 from agents.gateway.sample_rpc import GatewayUnreachableError, HostSamples, SampleRequest, SampleResponse
@@ -106,7 +107,7 @@ def describe_device_load(loads: LoadSnapshot, host_id: int, key: str) -> dict[st
     host_load = loads.hosts.get(host_id)
     values = host_load.devices.get(key) if host_load else None
     at = datetime.fromtimestamp(host_load.at, UTC) if host_load and values is not None else None
-    age = round(max(0.0, time.time() - host_load.at), 1) if host_load and at else None
+    age = round(max(0.0, database_clock.timestamp() - host_load.at), 1) if host_load and at else None
     return {"at": at, "age_s": age, "values": values or {}, "silent": list(loads.silent)}
 
 
@@ -176,7 +177,7 @@ class GatewayPool:
         DatabaseError, at the latest after STATEMENT_TIMEOUT_MS.
         """
         if time.monotonic() - self._addresses_read_at >= REGISTRY_INTERVAL_S:
-            oldest_allowed = datetime.now(UTC) - timedelta(
+            oldest_allowed = database_clock.now() - timedelta(
                 seconds=2 * (settings.KEYS.beat_s + settings.KEYS.lease_flush_s) + 10
             )
             with connection.cursor() as cursor:

@@ -48,12 +48,12 @@ class PlacementSyncConfig(AppConfig):
         if keys.has_cloud and keys.placement_endpoint != "off":
             JOBS.register("placement", Job("placement_sync.jobs.providers.run", periodic=True, intent_kind="provider"))
             JOBS.register("faults", Job("placement_sync.jobs.discrepancies.run", periodic=True))
-            HOLDER_CHECKS.register("placement", holder_checks.check_placement)
+            HOLDER_CHECKS.register("placement", holder_checks.PLACEMENT_CHECK)
         if keys.has_cloud and keys.nova_endpoint != "off":
             JOBS.register("notices", Job("placement_sync.nova.notices_job.run", periodic=True, intent_kind="notice"))
             JOBS.register("instances", Job("placement_sync.nova.deleted_instances.run", periodic=True))
             INSTANCE_LOOKUP.register("nova", attachments.look_up_instance)
-            HOLDER_CHECKS.register("nova", holder_checks.check_nova)
+            HOLDER_CHECKS.register("nova", holder_checks.NOVA_CHECK)
         if keys.glance_endpoint != "off":
             client = GlanceClient(get_service_session, keys.glance_endpoint, keys.image_owners)
             IMAGE_SERVICE.register("glance", client)

@@ -70,9 +70,10 @@ IN_USE_CODES = frozenset({"placement.inventory.inuse", "placement.resource_provi
 class PlacementClient:
     """A connection to Placement that counts its calls in `reads` and `writes`. Not thread-safe.
 
-    `before_call` runs before each call and may raise WriterStoppedError. `known_names` caches which custom resource
-    classes and traits exist; several clients may share one set. Every method that sends a call may raise
-    PlacementUnavailableError, PlacementConflictError and PlacementRejectedError, and whatever `before_call` raises.
+    `before_call` runs before each call and may raise WriterStoppedError or PlacementUnavailableError. `known_names`
+    caches which custom resource classes and traits exist; several clients may share one set. Every method that sends a
+    call may raise PlacementUnavailableError, PlacementConflictError and PlacementRejectedError, and whatever
+    `before_call` raises.
     """
 
     def __init__(

@@ -13,6 +13,7 @@ All exceptions of this package, each with the module that defines it:
         InvalidMarkerError              placement_sync.nova.client
         UntrustedEndpointError          placement_sync.nova.endpoints
       AgentWritesError                  placement_sync.jobs.providers
+      NotBegunError                     placement_sync.jobs.providers
       RetryLaterError                   placement_sync.jobs.attachments
 """
 

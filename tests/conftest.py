@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 import os
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -80,28 +81,32 @@ def _hash_passwords_cheaply() -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def _guarded_connections() -> None:
-    """Put both guards around every connection that Django opens in this process, including those of server threads."""
+    """Put the guards around every connection that Django opens in this process, including those of server threads, and
+    around calls to other services."""
     from django.db import connection
 
-    from tests.support import audit, writeguard
+    from tests.support import audit, callguard, writeguard
 
     connection.close()  # a connection opened before this fixture is reopened with the guards
     writeguard.wrap_every_connection(writeguard.guard, audit.watch)
+    callguard.install()
 
 
 @pytest.fixture(autouse=True)
 def _single_writer(_guarded_connections: None) -> Iterator[None]:
-    """Fail a test that writes inventory outside `conductor.writing()`, or changes something without an event.
+    """Fail a test that writes inventory outside `conductor.writing()`, changes something without an event, or calls
+    another service inside a transaction.
 
     This works in every thread, and also if the product catches the guard's exception.
     """
+    from tests.support import callguard, writeguard
     from tests.support.audit import audited
-    from tests.support.writeguard import violations
 
     with audited():
         yield
-    found = [*violations]
-    violations.clear()
+    found = [*writeguard.violations, *callguard.violations]
+    writeguard.violations.clear()
+    callguard.violations.clear()
     assert not found
 
 
@@ -114,6 +119,18 @@ def _preset_read_only_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     from cyborgweb.auth import read_only
 
     monkeypatch.setattr(read_only, "_cached", (float("inf"), None))
+
+
+@pytest.fixture(autouse=True)
+def _preset_database_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Preset the measured clock of the database, so that the measurement never counts in a test.
+
+    The database is on this machine, so its clock is this process's.
+    """
+    from accelerators.runtime import database_clock
+
+    monkeypatch.setattr(database_clock, "_difference_s", time.time() - time.monotonic())
+    monkeypatch.setattr(database_clock, "_measured_at", float("inf"))
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -5,7 +5,6 @@ Every order is a POST. A destructive command on a device asks for confirmation, 
 
 from __future__ import annotations
 
-import time
 from typing import Any
 from uuid import UUID
 
@@ -120,15 +119,15 @@ def _place_command(
 def _render_confirmation(admin: Any, request: HttpRequest, act: OrderableCommand, device: Device) -> HttpResponse:
     """Answer with the confirmation page of a destructive command; nothing is ordered or locked.
 
-    The page lists the other devices of the host that the command affects, too. All holder checks are made, for
-    `safety.HOLDER_CHECKS_TIMEOUT_S` at most in all. If somebody holds one of these devices, or a check cannot answer in
-    time, the page shows that instead of the button.
+    The page lists the other devices of the host that the command affects, too. All holder checks are made. If somebody
+    holds one of these devices, or a check cannot answer in time, the page shows that instead of the button.
     """
     affected = safety.find_affected_siblings(device, act.op)
-    give_up_at = time.monotonic() + safety.HOLDER_CHECKS_TIMEOUT_S
+    answers = safety.ask_holders([device, *affected])
+    holders = safety.find_holders([device, *affected], answers)
     try:
-        safety.refuse_unless_free(device, command_queue.PAST_PARTICIPLES[act.op])
-        safety.refuse_unless_siblings_free(device, affected, act.op, give_up_at)
+        holders.refuse_unless_free(device, command_queue.PAST_PARTICIPLES[act.op])
+        holders.refuse_unless_siblings_free(device, affected, act.op)
         refusal = ""
     except RefusedError as refused:
         refusal = refused.text

@@ -195,7 +195,7 @@ def handle_state_change(admin: Any, request: HttpRequest, device: Device) -> Htt
     choice = STATE_CHOICES.get(request.POST.get("choice", ""))
     if choice is None:
         raise PermissionDenied("This page has no such button. Go back and try again.")
-    holders = safety.find_requests_of_device(device).holders
+    holders = safety.find_requests_of_device(device)
     typed = request.POST.get("typed", "").strip()
     if (choice.danger or holders) and "sure" not in request.POST:
         return _render_confirmation(admin, request, choice, device, holders)

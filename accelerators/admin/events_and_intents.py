@@ -17,6 +17,7 @@ from unfold.decorators import display
 from accelerators.audit import sealing
 from accelerators.models import Event, Intent
 from accelerators.models.records import event_has_words
+from accelerators.runtime import database_clock
 from accelerators.ui import badges, timeline
 from accelerators.ui.changelist import ConsoleChangeList, ReadOnlyModelAdmin, parse_uuid
 
@@ -55,7 +56,7 @@ class EventAgeListFilter(admin.SimpleListFilter):
     def queryset(self, request: HttpRequest, queryset: QuerySet[Event]) -> QuerySet[Event]:
         """Return the events of the chosen period before now; all if none is chosen."""
         hours = self.HOURS.get(self.value() or "")
-        return queryset.filter(at__gte=datetime.now(UTC) - timedelta(hours=hours)) if hours else queryset
+        return queryset.filter(at__gte=database_clock.now() - timedelta(hours=hours)) if hours else queryset
 
 
 class EventChangeList(ConsoleChangeList):

@@ -10,7 +10,7 @@ verify_events` before.
 from __future__ import annotations
 
 import logging
-from datetime import UTC, datetime
+from datetime import datetime
 
 from django.conf import settings
 from django.db import OperationalError, connection, transaction
@@ -23,7 +23,7 @@ from accelerators.domain import hash_chain
 from accelerators.domain.hash_chain import SealKind
 from accelerators.domain.states import EventSource
 from accelerators.models import Seal
-from accelerators.runtime import jobs
+from accelerators.runtime import database_clock, jobs
 
 log = logging.getLogger(__name__)
 
@@ -83,7 +83,7 @@ def drop_oldest_month(now: datetime | None = None) -> bool:
     if not months:
         return False
     oldest = conductor.open_cursor().execute(SELECT_OLDEST_MONTH).fetchone()[0]
-    kept = hash_chain.get_oldest_month_to_keep(now or datetime.now(UTC), months)
+    kept = hash_chain.get_oldest_month_to_keep(now or database_clock.now(), months)
     if oldest is None or oldest.replace("_", "-") >= kept:
         return False
     try:

@@ -14,7 +14,7 @@ import json
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
-from datetime import UTC, datetime
+from datetime import UTC
 from itertools import takewhile
 from typing import Any
 
@@ -27,6 +27,7 @@ from accelerators.audit.signing import AuditKeyError
 from accelerators.domain import hash_chain
 from accelerators.domain.hash_chain import SealContent, SealKind
 from accelerators.models import Event, Seal
+from accelerators.runtime import database_clock
 
 log = logging.getLogger(__name__)
 
@@ -124,7 +125,9 @@ def append_seal(chain: SealChain, kind: SealKind, month: str, **columns: Any) ->
     `columns` are the other columns: `tx`, `event`, `events`, `digest`, and for some kinds `drops`, `details`, `marks`.
     """
     key = signing.get_public_key(chain.key)
-    seal = Seal(number=chain.last.number + 1, kind=kind, month=month, sealed_at=datetime.now(UTC), key=key, **columns)
+    seal = Seal(
+        number=chain.last.number + 1, kind=kind, month=month, sealed_at=database_clock.now(), key=key, **columns
+    )
     link = build_link(seal, chain.last.hash)
     seal.hash, seal.signature = link.hash, chain.key.sign(link.text).hex()
     seal.save(force_insert=True)

@@ -8,7 +8,6 @@ has been fetched.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -178,23 +177,25 @@ def order_device_command(
     deployable: UUID | None = None,
     generation: int | None = None,
     source: EventSource = EventSource.API,
-    give_up_at: float | None = None,
+    answers: safety.HolderAnswers | None = None,
 ) -> Command:
     """Place one of the commands in `ALLOWED_STATES` for a device, and return it. The device and its host are locked.
 
     `layout` is required for `partition`, `image` for `program`. `deployable` selects the deployable to program; it may
     be left out if the device has only one. `generation` is the device generation that the caller has seen. Other
     devices that a destructive command affects (`safety.find_affected_siblings`) must be free, too, and are busy until
-    the command has ended. `give_up_at` is the time of the monotonic clock until which holder checks may begin; if it is
-    None, they have `safety.HOLDER_CHECKS_TIMEOUT_S`, because the rows of all these devices stay locked meanwhile.
+    the command has ended. `answers` are those of `ask_holders_for_command`; a caller that is inside a transaction must
+    have asked before it was opened. Without them, this function asks.
 
     Raise RefusedError: NOT_FOUND if there is no such device; INVALID for wrong arguments; CONFLICT if the device has
     another generation, or its state, its driver, another command or its agent does not allow the command. Destructive
-    commands also raise IN_USE, with the holders, or UNAVAILABLE if a holder check cannot answer or the time for the
-    checks is over.
+    commands also raise IN_USE, with the holders, or UNAVAILABLE if a holder check cannot answer in time or the device
+    has changed since it was asked for.
     """
     arguments = _check_arguments(op, layout, image)
     reason = check_reason(reason)
+    if answers is None:
+        answers = ask_holders_for_command(op, Device.objects.filter(uuid=device_uuid))
     with conductor.writing():
         device = next(iter(conductor.lock_devices(Device.objects.filter(uuid=device_uuid))), None)
         if device is None:
@@ -202,14 +203,28 @@ def order_device_command(
         deployable_id = _choose_deployable(device, deployable) if op == "program" else None
         refuse_if_changed(device, generation)
         _refuse_unknown_words(device, layout or {})
-        give_up_at = time.monotonic() + safety.HOLDER_CHECKS_TIMEOUT_S if give_up_at is None else give_up_at
-        _refuse_if_impossible(op, device, give_up_at)
-        affected = _lock_affected_siblings(op, device, give_up_at)
+        _refuse_if_impossible(op, device)
+        affected = _lock_affected_siblings(op, device)
+        if op in DESTRUCTIVE:
+            holders = safety.find_holders([device, *affected], answers)
+            holders.refuse_unless_free(device, PAST_PARTICIPLES[op])
+            holders.refuse_unless_siblings_free(device, affected, op)
         order = CommandOrder(op, device.uuid, None, deployable_id, None, arguments, caller.name, reason)
         (command,) = place_commands([order], source)
         if affected:  # nothing is bound to them either, until the command has ended
             Device.objects.filter(pk__in=[one.pk for one in affected]).update(busy_with=command.uuid)
         return command
+
+
+def ask_holders_for_command(op: str, selected: QuerySet[Device]) -> safety.HolderAnswers:
+    """Ask all holder checks about the selected devices and the others that the command affects, if it is destructive.
+
+    Call it before a transaction is opened, and give the answers to `order_device_command`.
+    """
+    if op not in DESTRUCTIVE or not safety.HOLDER_CHECKS:
+        return safety.NO_ANSWERS
+    devices = list(selected.select_related("host"))
+    return safety.ask_holders([*devices, *safety.find_affected_outside(selected, op)])
 
 
 def order_host_command(
@@ -459,12 +474,9 @@ def _choose_deployable(device: Device, deployable_uuid: UUID | None) -> int:
     return ids_by_uuid[deployable_uuid]
 
 
-def _refuse_if_impossible(op: str, device: Device, give_up_at: float) -> None:
-    """Raise RefusedError unless the command `op` is possible for the device now. The device must be locked.
-
-    CONFLICT if its state, its driver, another command or its agent does not allow `op`. A destructive `op` also raises
-    IN_USE if somebody holds the device, and UNAVAILABLE if a holder check cannot answer, or after `give_up_at`, a time
-    of the monotonic clock.
+def _refuse_if_impossible(op: str, device: Device) -> None:
+    """Raise RefusedError CONFLICT if the state of the device, its driver, another command or its agent does not allow
+    the command `op` now. The device must be locked.
     """
     if DeviceState(device.state) not in ALLOWED_STATES[op]:
         possible = ", ".join(sorted(ALLOWED_STATES[op]))
@@ -475,22 +487,18 @@ def _refuse_if_impossible(op: str, device: Device, give_up_at: float) -> None:
         raise RefusedError(RefusalReason.CONFLICT, f"Device {device.uuid}: {device.driver} cannot {op} it.")
     refuse_if_busy(device, op)
     refuse_if_unreachable(device.host)
-    if op in DESTRUCTIVE:
-        safety.refuse_unless_free(device, PAST_PARTICIPLES[op], give_up_at=give_up_at)
 
 
-def _lock_affected_siblings(op: str, device: Device, give_up_at: float) -> list[Device]:
+def _lock_affected_siblings(op: str, device: Device) -> list[Device]:
     """Lock and return the other devices that the command affects, as the device's driver declares.
 
-    Raise RefusedError if one of them is held (IN_USE), if that cannot be found out before `give_up_at`, a time of the
-    monotonic clock (UNAVAILABLE), or if it is busy with an exclusive command (CONFLICT). The device and its host must
-    be locked.
+    Raise RefusedError CONFLICT if one of them is busy with an exclusive command. The device and its host must be
+    locked.
     """
     pks = [one.pk for one in safety.find_affected_siblings(device, op)] if op in DESTRUCTIVE else []
     affected = conductor.lock_devices(Device.objects.filter(pk__in=pks)) if pks else []
     for sibling in affected:
         refuse_if_busy(sibling, op)
-    safety.refuse_unless_siblings_free(device, affected, op, give_up_at)
     return affected
 
 

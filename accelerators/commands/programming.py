@@ -9,7 +9,6 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Mapping
-from datetime import UTC, datetime
 from typing import Any
 from uuid import UUID
 
@@ -22,7 +21,7 @@ from accelerators.domain import traits
 from accelerators.domain.groups import FUNCTION_KEY
 from accelerators.domain.states import AttributeOrigin, EventSource
 from accelerators.models import Attribute, Command, Deployable, Device
-from accelerators.runtime import pubsub
+from accelerators.runtime import database_clock, pubsub
 
 POLL_S = 1.0
 """Seconds after which `wait_until_ended` reads the command again, in case a notification was lost."""
@@ -59,7 +58,7 @@ def _store_image_of_deployable(deployable: Deployable, image: Mapping[str, Any],
     ).order_by("id")
     before = ", ".join(old_traits.values_list("value", flat=True)) or None
     old_traits.exclude(key=traits.FUNCTION_TRAIT_KEY).delete()
-    now = datetime.now(UTC)
+    now = database_clock.now()
     values = {"value": trait, "origin": AttributeOrigin.CONDUCTOR.value}
     Attribute.objects.update_or_create(
         deployable=deployable,
@@ -111,7 +110,7 @@ def end_programs(device: int, deployable_name: str, reason: str, *, also_in_flas
     for name, trait in ended_traits.values_list("deployable__name", "value"):
         changes[f"{name} function"] = [trait, None]
     Deployable.objects.filter(id__in=[part.pk for part in ended]).update(
-        bitstream_id=None, bitstream_in_flash=False, updated_at=datetime.now(UTC)
+        bitstream_id=None, bitstream_in_flash=False, updated_at=database_clock.now()
     )
     device_row, host = ended[0].device, ended[0].device.host
     if ended_traits.delete()[0]:

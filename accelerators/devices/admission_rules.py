@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from datetime import UTC, datetime
 from typing import Any
 from uuid import UUID
 
@@ -29,6 +28,7 @@ from accelerators.domain.device_actions import Action, state_after_action
 from accelerators.domain.errors import RefusalReason, RefusedError
 from accelerators.domain.states import AdmittedState, EventSource
 from accelerators.models import AdmissionRule, Device
+from accelerators.runtime import database_clock
 
 MAX_RULES = 200
 """Maximum number of rules; each device that is found is compared with all of them."""
@@ -73,7 +73,7 @@ def edit_rule(
             if changes:
                 for field, value in values.items():
                     setattr(rule, field, value)
-                rule.updated_at = datetime.now(UTC)
+                rule.updated_at = database_clock.now()
                 rule.save()
                 _record_rule_event("changed", rule, changes, caller, source)
     except IntegrityError:

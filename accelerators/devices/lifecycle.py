@@ -7,12 +7,10 @@ before devices, each by id), so that the two cannot deadlock.
 
 from __future__ import annotations
 
-import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from functools import partial
 from typing import Any, Literal
 from uuid import UUID
 
@@ -29,7 +27,7 @@ from accelerators.domain.errors import RefusalReason, RefusedError
 from accelerators.domain.provider_ids import compute_provider_uuid
 from accelerators.domain.states import DeviceState, DrainTarget, EventSource, IllegalTransitionError
 from accelerators.models import AcceleratorRequest, Deployable, Device
-from accelerators.runtime import jobs
+from accelerators.runtime import database_clock, jobs
 
 MAX_REASON = command_queue.MAX_REASON
 SLICE_SIZE = 200
@@ -161,30 +159,33 @@ def apply_action(
     drain_to: DrainTarget = DrainTarget.MAINTENANCE,
     source: EventSource = EventSource.API,
     seen: SeenStates | None = None,
+    answers: safety.HolderAnswers | None = None,
 ) -> list[ActionResult]:
     """Apply an action to at most SLICE_SIZE devices in one transaction; return one ActionResult per uuid.
 
     The results have the order of `uuids`, each uuid once; an unknown uuid gives a result that is refused as NOT_FOUND.
     A refusal of one device stops no other. A device whose state differs from the one that was `seen` is refused, unless
     nothing has to be changed. `drain_to` is the final state of a drain. After a drain, devices that nobody holds get
-    that state at once, in a second transaction. Locks the devices and their hosts; makes the holder checks of devices
-    to be retired, for HOLDER_CHECKS_TIMEOUT_S at most in all. Raises RefusedError INVALID for a reason that cannot be
-    stored.
+    that state at once, in a second transaction. Locks the devices and their hosts. `answers` are those of
+    `ask_holders_for_action`; a caller that is inside a transaction must have asked before it was opened. Without them,
+    this function asks. Raises RefusedError INVALID for a reason that cannot be stored.
     """
     assert len(uuids) <= SLICE_SIZE, "more than a slice"
     reason = check_reason(reason) or DEFAULT_REASONS[action]
+    if answers is None:
+        answers = ask_holders_for_action(action, drain_to, uuids)
     changes: list[DeviceStateChange] = []
     with conductor.writing():
         devices = {device.uuid: device for device in lock_devices(Device.objects.filter(uuid__in=uuids))}
         holder_counts = _count_holding_requests(devices.values())
-        refuse_if_not_free = _build_free_check()
+        holders = safety.find_holders(devices.values(), answers) if action is Action.RETIRE else None
         results = {}
         for uuid, device in devices.items():
             before = build_lifecycle_state(device, holder_counts[device.id])
             try:
                 after = _decide_new_state(action, device, before, drain_to, seen)
-                if after.effective_state == _S.RETIRED != before.effective_state:
-                    refuse_if_not_free(device, before)
+                if holders and after.effective_state == _S.RETIRED != before.effective_state:
+                    holders.refuse_unless_free(device, "retired")
                 if action is Action.ENABLE and after != before:
                     _refuse_unless_idle(device, after)
             except RefusedError as refused:
@@ -196,9 +197,21 @@ def apply_action(
                 results[uuid] = _build_result(device, after, "unchanged" if after == before else "moved")
         store_state_changes(changes, source)
     if draining := [change.device.uuid for change in changes if change.after.drain_to]:
-        for device, after in _finish_drains(Device.objects.filter(uuid__in=draining)):
+        for device, after in _finish_drains(Device.objects.filter(uuid__in=draining), answers):
             results[device.uuid] = _build_result(device, after, "moved")
     return [results.get(uuid) or _build_unknown_result(uuid) for uuid in dict.fromkeys(uuids)]
+
+
+def ask_holders_for_action(action: Action, drain_to: DrainTarget, uuids: Iterable[UUID]) -> safety.HolderAnswers:
+    """Ask all holder checks about these devices if the action would retire them, or drain them to be retired.
+
+    Call it before a transaction is opened, and give the answers to `apply_action`.
+    """
+    retires = action is Action.RETIRE or (action is Action.DRAIN and drain_to is DrainTarget.RETIRED)
+    devices = (
+        Device.objects.filter(uuid__in=list(uuids)).exclude(state=_S.RETIRED) if retires else Device.objects.none()
+    )
+    return safety.ask_holders(list(devices.select_related("host").order_by("id")))
 
 
 def _decide_new_state(
@@ -230,7 +243,7 @@ def _decide_new_state(
     if after != before and seen_word != before.as_text:
         raise changed_error
     if after != before and before.holding_requests and seen and not seen.held_too:
-        holders = ", ".join(safety.find_requests_of_device(device).holders)
+        holders = ", ".join(safety.find_requests_of_device(device))
         raise RefusedError(
             RefusalReason.IN_USE, f"Device {device.uuid} is held by {holders}: confirm that held devices are included."
         )
@@ -261,11 +274,13 @@ def run_drains() -> None:
         holding = AcceleratorRequest.objects.filter(attach_handle__deployable__device=OuterRef("pk"))
         drained_devices = Device.objects.filter(~Exists(holding), drain_to__isnull=False, id__gt=last_id)
         ids = list(drained_devices.order_by("id").values_list("id", flat=True)[:SLICE_SIZE])
-        _finish_drains(Device.objects.filter(id__in=ids))
+        drained = Device.objects.filter(id__in=ids)
+        to_retire = drained.filter(drain_to=DrainTarget.RETIRED).select_related("host").order_by("id")
+        _finish_drains(drained, safety.ask_holders(list(to_retire)))
         last_id = ids[-1] if ids else last_id
         return len(ids) == SLICE_SIZE
 
-    jobs.run_steps("drains", finish_slice)
+    jobs.run_steps_outside_transaction("drains", finish_slice)
 
 
 def store_state_changes(state_changes: Sequence[DeviceStateChange], source: EventSource) -> None:
@@ -275,7 +290,7 @@ def store_state_changes(state_changes: Sequence[DeviceStateChange], source: Even
     """
     if not state_changes:
         return
-    changed_at, cursor = datetime.now(UTC), conductor.open_cursor()
+    changed_at, cursor = database_clock.now(), conductor.open_cursor()
     cursor.execute(UPDATE_STATES, [changed_at, _encode_json([_build_state_row(step) for step in state_changes])])
     assert cursor.rowcount == len(state_changes), "a device moved although it was locked"
     present_devices = [
@@ -333,21 +348,23 @@ def _build_state_event(change: DeviceStateChange, source: EventSource, at: datet
 STATE_FIELDS = ("state", "returns_to", "drain_to")
 
 
-def _finish_drains(selected: QuerySet[Device]) -> list[tuple[Device, LifecycleState]]:
+def _finish_drains(selected: QuerySet[Device], answers: safety.HolderAnswers) -> list[tuple[Device, LifecycleState]]:
     """Give those of these devices that are draining and free their final state, in one transaction; return them.
 
-    To be retired, a device must be free according to every holder check; otherwise only our own requests count.
+    To be retired, a device must be free according to every holder check, whose `answers` were asked for before;
+    otherwise only our own requests count.
     """
     changes: list[DeviceStateChange] = []
     with conductor.writing():
         devices = lock_devices(selected.filter(drain_to__isnull=False))
-        holder_counts, refuse_if_not_free = _count_holding_requests(devices), _build_free_check()
+        to_retire = [device for device in devices if device.drain_to == DrainTarget.RETIRED]
+        holder_counts, holders = _count_holding_requests(devices), safety.find_holders(to_retire, answers)
         for device in devices:
             before = build_lifecycle_state(device, holder_counts[device.id])
             after = state_after_last_request(before)
             try:
                 if after.effective_state == _S.RETIRED:
-                    refuse_if_not_free(device, before)
+                    holders.refuse_unless_free(device, "retired")
             except RefusedError:
                 continue  # the device keeps draining; the job tries again
             if not before.holding_requests:
@@ -363,28 +380,13 @@ def _count_holding_requests(devices: Iterable[Device]) -> Counter[int]:
     return Counter(device for device, _ in safety.query_requests_of_devices([device.id for device in devices], "id"))
 
 
-def _build_free_check() -> Callable[[Device, LifecycleState], None]:
-    """Return a function that raises RefusedError unless a device may be retired; all its calls together have
-    HOLDER_CHECKS_TIMEOUT_S."""
-    return partial(_refuse_unless_free, time.monotonic() + safety.HOLDER_CHECKS_TIMEOUT_S)
-
-
-def _refuse_unless_free(give_up_at: float, device: Device, before: LifecycleState) -> None:
-    """Raise RefusedError IN_USE or UNAVAILABLE unless every holder check says that nobody holds the device; UNAVAILABLE
-    after the time `give_up_at`."""
-    already_checked = () if before.holding_requests else (safety.REQUESTS_CHECK,)
-    safety.refuse_unless_free(device, "retired", already_checked, give_up_at)
-
-
 def _refuse_unless_idle(device: Device, after: LifecycleState) -> None:
     """Raise RefusedError CONFLICT if a command is working on the device.
 
     Raise RefusedError IN_USE if the device would be installed while it is held or a guest may still use it (S1).
     """
     command_queue.refuse_if_busy(device, "install")
-    if after.effective_state == _S.INSTALLING and (
-        holders := safety.find_requests_of_device(device).holders + safety.find_releases_of_device(device).holders
-    ):
+    if after.effective_state == _S.INSTALLING and (holders := safety.find_own_holders(device)):
         raise RefusedError(
             RefusalReason.IN_USE, f"Device {device.uuid} is held by {', '.join(holders)}: it cannot be installed."
         )

@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from uuid import UUID
 
-from accelerators import conductor
+from accelerators import conductor, safety
 from accelerators.commands import command_queue
 from accelerators.domain.caller import Caller
 from accelerators.domain.errors import RefusalReason, RefusedError
@@ -24,7 +24,7 @@ MAX_DEVICES = 256
 """Maximum number of devices that one call changes."""
 MAX_UNITS = 65_535
 TIME_LIMIT_S = 20.0
-"""Seconds after which a call begins no further device. A holder check without an answer may take seconds per device."""
+"""Seconds after which a call begins no further device, because it had to wait for others' locks."""
 
 
 @dataclass(frozen=True)
@@ -75,8 +75,9 @@ def partition_devices(
     """Place a `partition` command for each device of the targets; return one PartitionResult for each device.
 
     A target that matches no device gets a refused result, too. Each device is changed in a transaction of its own, so a
-    refused device does not stop the others. A device that is named twice gets one command. Devices whose turn has not
-    come within TIME_LIMIT_S seconds are refused with UNAVAILABLE. Raises RefusedError INVALID, and places no command,
+    refused device does not stop the others. A device that is named twice gets one command. The holder checks are made
+    for all devices at once before. Devices whose turn has not come within TIME_LIMIT_S seconds after that are refused
+    with UNAVAILABLE. Raises RefusedError INVALID, and places no command,
     if the reason or the number of units is out of range, if the targets name no device or more than MAX_DEVICES, or if
     a generation is given for more than one device.
     """
@@ -90,6 +91,8 @@ def partition_devices(
         raise RefusedError(
             RefusalReason.INVALID, f"A generation is only for a single device; the targets are {len(devices)} devices."
         )
+    uuids = [device for device, _ in devices if device is not None]
+    answers = command_queue.ask_holders_for_command("partition", Device.objects.filter(uuid__in=uuids))
     give_up_at = time.monotonic() + TIME_LIMIT_S
     results = []
     for device, target in devices:
@@ -99,7 +102,7 @@ def partition_devices(
             text = f"There was no time left for device {device}: send the request for it again."
             results.append(PartitionResult(target, device, None, text, RefusalReason.UNAVAILABLE))
         else:
-            results.append(_order_partition(target, device, wanted, caller, reason, source))
+            results.append(_order_partition(target, device, wanted, caller, reason, source, answers))
     return results
 
 
@@ -116,6 +119,7 @@ def update_layout(
     Raises RefusedError as `command_queue.order_device_command` does, and INVALID if the device's driver does not allow
     its layout to be changed.
     """
+    answers = command_queue.ask_holders_for_command("partition", Device.objects.filter(uuid=device))
     with conductor.writing():
         locked_device = next(iter(conductor.lock_devices(Device.objects.filter(uuid=device))), None)
         if locked_device and not locked_device.changeable:
@@ -124,7 +128,14 @@ def update_layout(
                 f"Device {device}: {locked_device.driver} does not allow its layout to be changed.",
             )
         return command_queue.order_device_command(
-            "partition", device, caller, reason=reason, layout=layout, generation=generation, source=source
+            "partition",
+            device,
+            caller,
+            reason=reason,
+            layout=layout,
+            generation=generation,
+            source=source,
+            answers=answers,
         )
 
 
@@ -183,7 +194,13 @@ def _query_target_devices(target: PartitionTarget) -> Iterator[UUID]:
 
 
 def _order_partition(
-    target: PartitionTarget, uuid: UUID, change: PartitionChange, caller: Caller, reason: str, source: EventSource
+    target: PartitionTarget,
+    uuid: UUID,
+    change: PartitionChange,
+    caller: Caller,
+    reason: str,
+    source: EventSource,
+    answers: safety.HolderAnswers,
 ) -> PartitionResult:
     """Place the command for one device, in one transaction; return its result. A RefusedError becomes a refused result.
 
@@ -197,7 +214,7 @@ def _order_partition(
             command_queue.refuse_if_changed(device, change.generation)
             layout = _build_layout(device, change)
             command = command_queue.order_device_command(
-                "partition", uuid, caller, reason=reason, layout=layout, source=source
+                "partition", uuid, caller, reason=reason, layout=layout, source=source, answers=answers
             )
     except RefusedError as refused:
         return PartitionResult(target, uuid, None, refused.text, refused.reason)

@@ -11,7 +11,6 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
 from itertools import islice
 from typing import Any, Protocol, TypeVar
 from uuid import UUID
@@ -25,7 +24,7 @@ from accelerators.domain.groups import BITSTREAM_KEY, FUNCTION_KEY
 from accelerators.domain.states import CommandState
 from accelerators.images import store
 from accelerators.models import Command, Image, ImageSource
-from accelerators.runtime import jobs
+from accelerators.runtime import database_clock, jobs
 from accelerators.runtime.registry import Registry
 
 SLICE_S = 25.0
@@ -303,7 +302,7 @@ def _give_image(command_ids: Sequence[int], image: Image) -> None:
     Commands that no longer wait for an image are skipped.
     """
     with conductor.writing():
-        Image.objects.filter(pk=image.pk).update(used_at=datetime.now(UTC))
+        Image.objects.filter(pk=image.pk).update(used_at=database_clock.now())
     for command_id in command_ids:
         command_queue.mark_image_ready(command_id, store.to_image_ref(image))
 
@@ -322,5 +321,5 @@ def _set_progress(command_ids: Sequence[int], text: str) -> None:
     with conductor.writing():
         waiting = Command.objects.filter(IS_WAITING_FOR_IMAGE, id__in=command_ids).exclude(progress=text[:500])
         changed_uuids = [str(uuid) for uuid in waiting.values_list("uuid", flat=True)]
-        waiting.update(progress=text[:500], updated_at=datetime.now(UTC))
+        waiting.update(progress=text[:500], updated_at=database_clock.now())
     command_queue.publish_changed_commands(changed_uuids)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from datetime import UTC, datetime
 from uuid import UUID
 
 from django.db import IntegrityError
@@ -12,6 +11,7 @@ from accelerators.domain.caller import Caller
 from accelerators.domain.errors import RefusalReason, RefusedError
 from accelerators.domain.states import AttributeOrigin, EventSource
 from accelerators.models import Attribute, Deployable
+from accelerators.runtime import database_clock
 
 MAX_VALUE = 65_535
 
@@ -39,7 +39,7 @@ def set_operator_attribute(deployable_id: int, key: str, value: str, caller: Cal
         else:
             attribute = present
             Attribute.objects.filter(id=present.id).update(
-                value=value, origin=AttributeOrigin.OPERATOR.value, updated_at=datetime.now(UTC)
+                value=value, origin=AttributeOrigin.OPERATOR.value, updated_at=database_clock.now()
             )
         _record_attribute_change(deployable, key, present.value if present else None, value, caller)
     return attribute.uuid

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from datetime import UTC, datetime
 from typing import Any
 
 import msgspec
@@ -25,7 +24,7 @@ from accelerators.domain.diff import (
 )
 from accelerators.domain.states import EventSource
 from accelerators.inventory import merge_sql as sql
-from accelerators.runtime import jobs, metrics
+from accelerators.runtime import database_clock, jobs, metrics
 
 _stored_host_decoder = msgspec.json.Decoder(StoredHost)
 _owners_decoder = msgspec.json.Decoder(dict[str, str])
@@ -44,7 +43,7 @@ def merge_reports(reports: Mapping[int, Sequence[HostReport]]) -> int:
     started_at = time.monotonic()
     with conductor.writing():
         cursor = conductor.open_cursor()
-        changes, now = InventoryChanges(), datetime.now(UTC).isoformat(timespec="seconds")
+        changes, now = InventoryChanges(), database_clock.now().isoformat(timespec="seconds")
         providers = list_provider_ids(report for several in reports.values() for report in several)
         lock_parameters = [list(reports), sorted(providers)]
         rules, owners_text = cursor.execute(sql.LOCK_HOSTS, lock_parameters).fetchone() or ("[]", "{}")

@@ -6,7 +6,7 @@ A profile can be edited or deleted only while no request refers to it. Look-ups 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from datetime import UTC, datetime
+from datetime import datetime
 from functools import partial
 from typing import Any
 from uuid import UUID, uuid4
@@ -21,7 +21,7 @@ from accelerators.domain.errors import RefusalReason, RefusedError
 from accelerators.domain.groups import ProfileGroup
 from accelerators.domain.states import EventSource
 from accelerators.models import DeviceProfile
-from accelerators.runtime import pubsub
+from accelerators.runtime import database_clock, pubsub
 from accelerators.runtime.cache import GenerationCache
 
 MAX_DESCRIPTION = 65_535
@@ -105,7 +105,7 @@ def edit_profile(uuid: UUID, changes: dict[str, Any], caller: Caller) -> None:
             before = {field: getattr(profile, field) for field in changes}
             for field, value in changes.items():
                 setattr(profile, field, value)
-            profile.updated_at = datetime.now(UTC)
+            profile.updated_at = database_clock.now()
             profile.save()
             _record_profile_event("changed", uuid, profile.name, caller, {f: [before[f], changes[f]] for f in changes})
             _clear_all_profile_caches()

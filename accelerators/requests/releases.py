@@ -10,7 +10,7 @@ wait here.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from datetime import UTC, datetime, timedelta
+from datetime import timedelta
 
 from django.conf import settings
 
@@ -19,6 +19,7 @@ from accelerators.commands import command_queue
 from accelerators.commands.command_queue import CommandOrder
 from accelerators.domain.states import EventSource, HandleType
 from accelerators.models import AttachHandle, Device, ReleasedHandle
+from accelerators.runtime import database_clock
 
 FIRST_PAUSE_S = 2.0
 """Seconds after a release until the host is asked for the second time, if it has not confirmed the release by then.
@@ -53,7 +54,7 @@ def release_handles(
     ]
     if not waiting:
         return
-    now = datetime.now(UTC)
+    now = database_clock.now()
     ReleasedHandle.objects.bulk_create(
         ReleasedHandle(
             handle=handle,

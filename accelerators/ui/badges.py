@@ -17,6 +17,7 @@ from django.utils.safestring import SafeString
 
 from accelerators.domain.choices import Choice, Tone
 from accelerators.domain.states import DeviceState, Health
+from accelerators.runtime import database_clock
 
 GLYPHS: dict[Tone, str] = {"good": "●", "busy": "◐", "calm": "○", "warn": "▲", "bad": "✕"}
 DASH = SafeString('<span class="faint">–</span>')
@@ -122,7 +123,7 @@ def render_relative_time(moment: datetime | str | None, now: datetime | None = N
     if not moment:
         return DASH
     time = datetime.fromisoformat(moment) if isinstance(moment, str) else moment
-    seconds = ((now or datetime.now(UTC)) - time).total_seconds()
+    seconds = ((now or database_clock.now()) - time).total_seconds()
     time_in_utc = time.astimezone(UTC)
     return format_html(
         '<time datetime="{}" title="{}">{}</time>',
@@ -137,7 +138,7 @@ def format_duration(since: datetime, until: datetime | None = None) -> str:
 
     Durations below one second are in milliseconds, those below ten seconds have one decimal.
     """
-    seconds = max(0.0, ((until or datetime.now(UTC)) - since).total_seconds())
+    seconds = max(0.0, ((until or database_clock.now()) - since).total_seconds())
     if seconds < 1:
         return f"{seconds * 1000:.0f} ms"
     return f"{seconds:.1f} s" if seconds < 10 else _format_seconds(seconds)

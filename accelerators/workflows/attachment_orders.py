@@ -14,7 +14,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from typing import Any
 from uuid import UUID
 
@@ -31,6 +30,7 @@ from accelerators.models import AcceleratorRequest, Attachment, DeviceProfile, H
 from accelerators.models.attachments import ENDED_ATTACHMENT_STATES, AttachmentState
 from accelerators.requests import candidates
 from accelerators.requests.candidates import ProviderChoice
+from accelerators.runtime import database_clock
 from accelerators.runtime.registry import Registry
 
 ATTACHMENT_INTENT = "attachment"
@@ -183,7 +183,7 @@ def advance_attachment(
     `row` as well. A history entry of the same name is replaced. `text` is stored in the history entry and as the reason
     of the event.
     """
-    before, now = (row.state, row.step), datetime.now(UTC)
+    before, now = (row.state, row.step), database_clock.now()
     name = step or state.value
     steps = [*(entry for entry in row.steps if entry["step"] != name), _build_history_entry(name, text)]
     values = columns | {"state": state.value, "step": step, "steps": steps, "updated_at": now}
@@ -290,7 +290,7 @@ def _build_no_attachment_error(uuid: UUID, visible: Q) -> RefusedError:
 
 def _build_history_entry(name: str, text: str) -> dict[str, str]:
     """Build an entry of `Attachment.steps` for a step that is done now; `at` is in UTC."""
-    return {"step": name, "at": datetime.now(UTC).isoformat(timespec="seconds"), "text": text}
+    return {"step": name, "at": database_clock.now().isoformat(timespec="seconds"), "text": text}
 
 
 def _record_attachment_event(

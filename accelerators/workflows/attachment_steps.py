@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from datetime import UTC, datetime, timedelta
+from datetime import datetime, timedelta
 
 from django.contrib.postgres.expressions import ArraySubquery
 from django.db.models import OuterRef
@@ -24,6 +24,7 @@ from accelerators.models.attachments import HOLDS_ACCELERATORS, AttachmentState
 from accelerators.requests import binding, profiles
 from accelerators.requests.binding import BindSpec
 from accelerators.requests.candidates import ProviderChoice
+from accelerators.runtime import database_clock
 from accelerators.workflows.attachment_orders import (
     ATTACHMENT_INTENT,
     ConcurrentUpdateError,
@@ -88,10 +89,11 @@ def bind_attachment(row: Attachment) -> None:
         BindSpec(str(request), row.host, str(provider), str(row.instance), row.project_id)
         for request, provider in zip(row.requests, row.providers, strict=True)
     ]
-    binding.bind_requests(specs, _build_service_caller(row), allow_existing=True)
-    # Another request of the instance may have been bound since `choose_providers_for_attachment` checked it.
-    refuse_mixed_types(row, {handle.attach_type for handle in get_handles(row)})
-    check_bind_progress(row)
+    with conductor.writing():
+        binding.bind_requests(specs, _build_service_caller(row), allow_existing=True)
+        # Another request of the instance may have been bound since `choose_providers_for_attachment` checked it.
+        refuse_mixed_types(row, {handle.attach_type for handle in get_handles(row)})
+        check_bind_progress(row)
 
 
 def check_bind_progress(row: Attachment) -> bool:
@@ -110,7 +112,7 @@ def check_bind_progress(row: Attachment) -> bool:
     if len(requests) < len(row.requests) or not states <= {RequestState.BOUND, RequestState.BIND_STARTED}:
         raise RefusedError(RefusalReason.CONFLICT, "Its requests were deleted or unbound while they were being bound.")
     if states == {RequestState.BOUND}:
-        advance_attachment(row, _S.ATTACHED, "bound", attached_at=datetime.now(UTC))
+        advance_attachment(row, _S.ATTACHED, "bound", attached_at=database_clock.now())
         return True
     if row.step != "binding":
         advance_attachment(row, _S.ATTACHING, "binding", f"{row.host} is preparing the device")
@@ -131,7 +133,7 @@ def mark_attachment_failed(row: Attachment, fault: str) -> None:
     The caller must know that no step was done yet; this is not checked. Raises ConcurrentUpdateError if its state or
     step has changed in the database.
     """
-    advance_attachment(row, _S.FAILED, "", fault, fault=fault, ended_at=datetime.now(UTC))
+    advance_attachment(row, _S.FAILED, "", fault, fault=fault, ended_at=database_clock.now())
 
 
 def release_requests(row: Attachment) -> None:
@@ -157,7 +159,7 @@ def end_attachment(row: Attachment, text: str = "") -> None:
     Raises ConcurrentUpdateError as `advance_attachment` does.
     """
     final_state = _S.DETACHED if row.state == _S.DETACHING else _S.FAILED
-    advance_attachment(row, final_state, "", text, ended_at=datetime.now(UTC))
+    advance_attachment(row, final_state, "", text, ended_at=database_clock.now())
 
 
 def is_past_pending_writes(row: Attachment) -> bool:
@@ -167,7 +169,7 @@ def is_past_pending_writes(row: Attachment) -> bool:
     effect. `row` must be in the state `undoing` or `detaching`.
     """
     began = next(entry["at"] for entry in row.steps if entry["step"] == row.state)
-    return datetime.fromisoformat(began) < datetime.now(UTC) - LONGEST_WRITE
+    return datetime.fromisoformat(began) < database_clock.now() - LONGEST_WRITE
 
 
 def count_units_of_other_requests(row: Attachment) -> dict[str, int]:
@@ -205,7 +207,8 @@ def detach_lost_attachments() -> bool:
 
 def delete_old_attachments(now: datetime | None = None) -> None:
     """Delete at most BATCH_SIZE attachments that ended more than ATTACHMENT_RETENTION ago; their events stay."""
-    old = Attachment.objects.filter(ended_at__lt=(now or datetime.now(UTC)) - ATTACHMENT_RETENTION).order_by("ended_at")
+    before = (now or database_clock.now()) - ATTACHMENT_RETENTION
+    old = Attachment.objects.filter(ended_at__lt=before).order_by("ended_at")
     if uuids := list(old.values_list("pk", flat=True)[:BATCH_SIZE]):
         with conductor.writing():
             Attachment.objects.filter(pk__in=uuids).delete()

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, replace
-from datetime import UTC, datetime, timedelta
+from datetime import datetime, timedelta
 from functools import reduce
 from operator import or_
 from typing import Any
@@ -19,7 +19,7 @@ import msgspec
 from django.db import connection, transaction
 from django.db.models import Count, Exists, F, OuterRef, Q, QuerySet
 
-from accelerators import conductor
+from accelerators import conductor, safety
 from accelerators.commands import command_queue
 from accelerators.devices import lifecycle
 from accelerators.devices.lifecycle import ActionResult, SeenStates
@@ -36,7 +36,7 @@ from accelerators.domain.states import (
 )
 from accelerators.models import AcceleratorRequest, Bulk, BulkItem, Device
 from accelerators.models.bulks import BULK_IS_RUNNING, ITEM_IS_WAITING
-from accelerators.runtime import jobs
+from accelerators.runtime import database_clock, jobs
 from accelerators.runtime.after_commit import call_after_commit
 from accelerators.workflows import bulk_commands
 from drivers.plan import DESTRUCTIVE
@@ -227,7 +227,7 @@ def confirm_draft(bulk: Bulk, reason: str, held_too: bool, dry_run: bool = False
         draft.state, draft.reason, draft.held_too, draft.dry = BulkState.RUNNING, reason, held_too, dry_run
         draft.moved = draft.unchanged = draft.refused = 0
         draft.request_id, draft.ended_at = request_id.get(), None
-        draft.started_at = draft.updated_at = datetime.now(UTC)
+        draft.started_at = draft.updated_at = database_clock.now()
         draft.save()
         if not dry_run:
             _record_bulk_event(draft, "confirmed", {"devices": [None, draft.total]})
@@ -251,24 +251,28 @@ def cancel_bulk(bulk: Bulk, caller: Caller) -> None:
 
 def run() -> None:
     """Run the job `bulks`: work on running bulk actions until nothing is left to do, or its time slice is over."""
-    jobs.run_steps("bulks", process_next_slice)
+    jobs.run_steps_outside_transaction("bulks", process_next_slice)
 
 
 def process_next_slice(bulk_id: int | None = None) -> bool:
     """Process one slice of a bulk action: the running one that has waited longest, or the one with the key `bulk_id`.
 
-    One transaction: changes the devices' states or places their commands, writes the outcome of each, and ends the bulk
-    action after its last device. Locks the bulk action, the devices and their hosts. Without `bulk_id`, bulk actions
-    that others have locked are skipped. Returns False if there was nothing to do.
+    The holder checks of the slice are made first, if the action needs them. Then one transaction changes the devices'
+    states or places their commands, writes the outcome of each, and ends the bulk action after its last device. It
+    locks the bulk action, the devices and their hosts. Returns False if there was nothing to do.
     """
+    running = Bulk.objects.filter(BULK_IS_RUNNING).order_by("updated_at")
+    found = (running.filter(pk=bulk_id) if bulk_id else running).first()
+    if found is None:
+        return False
+    asked_items = _load_next_items(found)
+    answers = _ask_holders(found, asked_items)
     with conductor.writing():
-        running = Bulk.objects.filter(BULK_IS_RUNNING).order_by("updated_at")
-        running = running.filter(pk=bulk_id) if bulk_id else running
-        bulk = running.select_for_update(skip_locked=bulk_id is None).first()
-        if bulk is None:
-            return False
-        items = list(bulk.items.filter(ITEM_IS_WAITING).order_by("id")[:BULK_SLICE_SIZE])
-        results = _apply_to_items(bulk, items)
+        bulk = running.select_for_update().filter(pk=found.pk).first()
+        items = _load_next_items(bulk) if bulk else []
+        if bulk is None or items != asked_items:
+            return True  # another process was faster: look again
+        results = _apply_to_items(bulk, items, answers)
         rows = [
             {"uuid": str(r.uuid), "outcome": r.outcome, "why": r.reason or "", "state": r.state, "text": r.text}
             for r in results
@@ -276,14 +280,27 @@ def process_next_slice(bulk_id: int | None = None) -> bool:
         conductor.open_cursor().execute(STORE_OUTCOMES, [msgspec.json.encode(rows).decode(), bulk.pk])
         for outcome, number in Counter(result.outcome for result in results).items():
             setattr(bulk, outcome, getattr(bulk, outcome) + number)
-        bulk.updated_at = datetime.now(UTC)
+        bulk.updated_at = database_clock.now()
         if bulk.finished_count >= bulk.total or not items:
             _end_bulk(bulk, BulkState.DONE, bulk.actor)
         bulk.save()
     return True
 
 
-def _apply_to_items(bulk: Bulk, items: list[BulkItem]) -> list[ActionResult]:
+def _load_next_items(bulk: Bulk) -> list[BulkItem]:
+    """Return the next slice of a bulk action."""
+    return list(bulk.items.filter(ITEM_IS_WAITING).order_by("id")[:BULK_SLICE_SIZE])
+
+
+def _ask_holders(bulk: Bulk, items: list[BulkItem]) -> safety.HolderAnswers:
+    """Make the holder checks of these items, if the action needs any."""
+    uuids = [item.device_uuid for item in items]
+    if bulk.action in bulk_commands.BULK_OPS:
+        return command_queue.ask_holders_for_command(bulk.action, Device.objects.filter(uuid__in=uuids))
+    return lifecycle.ask_holders_for_action(Action(bulk.action), DrainTarget(bulk.then), uuids)
+
+
+def _apply_to_items(bulk: Bulk, items: list[BulkItem], answers: safety.HolderAnswers) -> list[ActionResult]:
     """Apply the action to these items and return the results; the changes of a dry run are rolled back."""
     token = request_id.set(bulk.request_id)
     seen = SeenStates({item.device_uuid: item.stood for item in items}, bulk.held_too or bulk.dry)
@@ -291,10 +308,13 @@ def _apply_to_items(bulk: Bulk, items: list[BulkItem]) -> list[ActionResult]:
     try:
         with transaction.atomic():
             if bulk.action in bulk_commands.BULK_OPS:
-                results = bulk_commands.place_command_for_each(bulk.action, seen.words_by_device, caller, bulk.reason)
+                results = bulk_commands.place_command_for_each(
+                    bulk.action, seen.words_by_device, caller, bulk.reason, answers
+                )
             else:
                 action, then, uuids = Action(bulk.action), DrainTarget(bulk.then), list(seen.words_by_device)
-                results = lifecycle.apply_action(action, uuids, caller, bulk.reason, then, EventSource.PERSON, seen)
+                source = EventSource.PERSON
+                results = lifecycle.apply_action(action, uuids, caller, bulk.reason, then, source, seen, answers)
             if bulk.dry:
                 transaction.set_rollback(True)
     finally:
@@ -304,7 +324,7 @@ def _apply_to_items(bulk: Bulk, items: list[BulkItem]) -> list[ActionResult]:
 
 def _end_bulk(bulk: Bulk, state: BulkState, actor: str) -> None:
     """End a bulk action in `state`, with an event; a dry run becomes a draft again instead, and keeps its results."""
-    now = datetime.now(UTC)
+    now = database_clock.now()
     bulk.state, bulk.ended_at, bulk.updated_at = (BulkState.DRAFT if bulk.dry else state), now, now
     bulk.save()
     if not bulk.dry:
@@ -323,7 +343,7 @@ def _record_bulk_event(bulk: Bulk, verb: str, changes: dict[str, Any], actor: st
 
 def delete_oldest_expired_bulk(now: datetime | None = None) -> bool:
     """Delete the oldest expired bulk action (DRAFT_RETENTION, BULK_RETENTION) and its items; True if it deleted one."""
-    now = now or datetime.now(UTC)
+    now = now or database_clock.now()
     is_expired = Q(state=BulkState.DRAFT, created_at__lt=now - DRAFT_RETENTION) | Q(ended_at__lt=now - BULK_RETENTION)
     with conductor.writing():
         expired = Bulk.objects.exclude(BULK_IS_RUNNING).filter(is_expired).order_by("id")

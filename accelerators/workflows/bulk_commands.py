@@ -6,7 +6,6 @@ predicted.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping, Sequence
 from uuid import UUID
 
@@ -51,24 +50,22 @@ def predict_refusal(
 
 
 def place_command_for_each(
-    op: str, words_when_chosen: Mapping[UUID, str], caller: Caller, reason: str
+    op: str, words_when_chosen: Mapping[UUID, str], caller: Caller, reason: str, answers: safety.HolderAnswers
 ) -> list[ActionResult]:
     """Place command `op` for each of these devices in one transaction; a refusal of one device stops no other.
 
     Returns one result per device; `moved` means that the command was placed.
     `words_when_chosen` maps each device to its `LifecycleState.as_text` when it was chosen. Locks the devices and their
-    hosts. Once HOLDER_CHECKS_TIMEOUT_S have passed, mostly in holder checks, destructive commands for the
-    remaining devices are refused with UNAVAILABLE, so that they are tried again. A device that is gone is refused with
-    NOT_FOUND.
+    hosts. `answers` are those of `command_queue.ask_holders_for_command` for these devices. A device that is gone is
+    refused with NOT_FOUND.
     """
-    give_up_at = time.monotonic() + safety.HOLDER_CHECKS_TIMEOUT_S
     with conductor.writing():
         devices = {
             device.uuid: device
             for device in conductor.lock_devices(Device.objects.filter(uuid__in=list(words_when_chosen)))
         }
         results: Sequence[ActionResult] = [
-            _place_command(op, devices[uuid], words_when_chosen[uuid], caller, reason, give_up_at) for uuid in devices
+            _place_command(op, devices[uuid], words_when_chosen[uuid], caller, reason, answers) for uuid in devices
         ]
     missing_uuids = words_when_chosen.keys() - devices.keys()
     refused_results = (
@@ -79,19 +76,16 @@ def place_command_for_each(
 
 
 def _place_command(
-    op: str, device: Device, word_when_chosen: str, caller: Caller, reason: str, give_up_at: float
+    op: str, device: Device, word_when_chosen: str, caller: Caller, reason: str, answers: safety.HolderAnswers
 ) -> ActionResult:
-    """Place the command for one locked device; return the result. A RefusedError becomes a refused result.
-
-    After `give_up_at`, a time of the monotonic clock, a destructive command is refused with UNAVAILABLE.
-    """
+    """Place the command for one locked device; return the result. A RefusedError becomes a refused result."""
     device_columns = (str(device), device.host.name, device.state)
     try:
         if op in DESTRUCTIVE and device.lifecycle_text != word_when_chosen:
             text = f"It was {word_when_chosen} when it was chosen; it is {device.lifecycle_text} now. Look at it again."
             raise RefusedError(RefusalReason.CONFLICT, text)
         command = command_queue.order_device_command(
-            op, device.uuid, caller, reason=reason, source=EventSource.PERSON, give_up_at=give_up_at
+            op, device.uuid, caller, reason=reason, source=EventSource.PERSON, answers=answers
         )
     except RefusedError as refused:
         return ActionResult(device.uuid, "refused", *device_columns, refused.text, refused.reason)

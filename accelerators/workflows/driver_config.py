@@ -9,10 +9,8 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from typing import Any, NamedTuple
 
 import msgspec
@@ -24,6 +22,7 @@ from accelerators.domain import driver_status
 from accelerators.domain.errors import RefusalReason, RefusedError
 from accelerators.domain.states import DriverState, EventSource, RolloutOp
 from accelerators.models import Command, Device, DriverWish, Host
+from accelerators.runtime import database_clock
 from drivers.inventory import WORD
 
 CONFIGURE_OP = "configure"
@@ -143,14 +142,38 @@ def _is_storable(text: str) -> bool:
         return False
 
 
-def order_driver_change(host: Host, change: DriverChange, origin: ChangeOrigin) -> Command | None:
+def ask_holders_for_change(host: Host, change: DriverChange) -> safety.HolderAnswers:
+    """Ask all holder checks about the devices of a running driver that this change would affect.
+
+    Call it before a transaction is opened, and give the answers to `order_driver_change`. Nothing is asked if nothing
+    would be changed.
+    """
+    wish = DriverWish.objects.filter(host=host, driver=change.driver).first()
+    entry = Host.objects.values_list("drivers", flat=True).get(pk=host.pk).get(change.driver)
+    try:
+        wanted = _resolve_wanted(change, wish, entry, host)
+    except RefusedError:
+        return safety.NO_ANSWERS
+    if wanted is None or _is_in_effect(wish, wanted, entry) or not _is_running(entry):
+        return safety.NO_ANSWERS
+    return safety.ask_holders(list(Device.objects.filter(host=host, driver=change.driver).select_related("host")))
+
+
+def _is_running(entry: Mapping[str, Any] | None) -> bool:
+    """Return True if the agent reports this driver, and not as disabled or absent."""
+    return bool(entry) and driver_status.driver_state_of(entry or {}) not in driver_status.OFF_STATES
+
+
+def order_driver_change(
+    host: Host, change: DriverChange, origin: ChangeOrigin, answers: safety.HolderAnswers
+) -> Command | None:
     """Store a change of a driver on this host and place the `configure` command; returns the command.
 
     The change must have passed `check_driver_change`. Returns None if nothing has to be changed. Locks the host and the
     driver's devices; the devices are busy until the command has ended. Raises RefusedError: CONFLICT if the driver to
     be updated is not installed, another change of it or an exclusive command on one of its devices is under way, or the
-    agent takes no commands; IN_USE, naming the holder, if a device of a running driver is held; UNAVAILABLE if a holder
-    check cannot answer, or all of them take longer than HOLDER_CHECKS_TIMEOUT_S.
+    agent takes no commands; IN_USE, naming the holder, if a device of a running driver is held; UNAVAILABLE if the
+    `answers` of `ask_holders_for_change` do not tell whether a device is held.
     """
     with conductor.writing():
         host = Host.objects.select_for_update(no_key=True).get(pk=host.pk)
@@ -165,8 +188,8 @@ def order_driver_change(host: Host, change: DriverChange, origin: ChangeOrigin) 
         command_queue.refuse_if_unreachable(host)
         devices = conductor.lock_devices(Device.objects.filter(host=host, driver=change.driver))
         _refuse_if_devices_busy(devices)
-        if entry and driver_status.driver_state_of(entry) not in driver_status.OFF_STATES:
-            _refuse_if_devices_held(devices, change, host)
+        if _is_running(entry):
+            _refuse_if_devices_held(devices, change, host, answers)
         wish_to_store = wish or DriverWish(host=host, driver=change.driver, generation=0)
         wish_to_store.generation = max(wish_to_store.generation, (entry or {}).get("generation", 0)) + 1
         return _store_wish_and_place_command(wish_to_store, wanted, devices, origin)
@@ -192,11 +215,7 @@ def _resolve_wanted(
 
     Raises RefusedError CONFLICT for an update of a driver that is not installed on the host.
     """
-    is_installed = (
-        wish.installed
-        if wish
-        else bool(entry) and driver_status.driver_state_of(entry or {}) not in driver_status.OFF_STATES
-    )
+    is_installed = wish.installed if wish else _is_running(entry)
     before = WantedDriver(True, wish.enabled, wish.settings) if wish and wish.installed else WantedDriver()
     if change.op is RolloutOp.UNINSTALL:
         has_to_uninstall = is_installed or bool(wish and not is_reported_as_wanted(entry, wish.generation, False))
@@ -224,9 +243,10 @@ def _refuse_if_devices_busy(devices: Sequence[Device]) -> None:
             raise RefusedError(RefusalReason.CONFLICT, text)
 
 
-def _refuse_if_devices_held(devices: Sequence[Device], change: DriverChange, host: Host) -> None:
-    """Raise RefusedError IN_USE if any of these locked devices is held, UNAVAILABLE if that cannot be found out within
-    HOLDER_CHECKS_TIMEOUT_S."""
+def _refuse_if_devices_held(
+    devices: Sequence[Device], change: DriverChange, host: Host, answers: safety.HolderAnswers
+) -> None:
+    """Raise RefusedError IN_USE if any of these locked devices is held, UNAVAILABLE if the answers do not tell."""
     participle = {RolloutOp.UNINSTALL: "uninstalled", RolloutOp.UPDATE: "changed"}.get(change.op, "reinstalled")
     for pk, request, instance in safety.query_requests_of_devices(
         [device.pk for device in devices], "uuid", "instance_uuid"
@@ -234,10 +254,9 @@ def _refuse_if_devices_held(devices: Sequence[Device], change: DriverChange, hos
         held_device = next(device for device in devices if device.pk == pk)
         text = f"Device {held_device.uuid} is held by request {request} of instance {instance}"
         raise RefusedError(RefusalReason.IN_USE, f"{text}: {change.driver} on {host.name} cannot be {participle}.")
-    give_up_at = time.monotonic() + safety.HOLDER_CHECKS_TIMEOUT_S
+    holders = safety.find_holders(devices, answers)
     for device in devices:
-        act = f"taken out of use while {change.driver} is {participle}"
-        safety.refuse_unless_free(device, act, {safety.REQUESTS_CHECK}, give_up_at)
+        holders.refuse_unless_free(device, f"taken out of use while {change.driver} is {participle}")
 
 
 def _store_wish_and_place_command(
@@ -258,7 +277,7 @@ def _store_wish_and_place_command(
         command,
         origin.actor[:255],
         origin.reason,
-        datetime.now(UTC),
+        database_clock.now(),
     )
     wish.save()
     pairs = {

@@ -1,9 +1,9 @@
 """Driver rollouts: apply one change of a driver to many hosts, a limited number at a time.
 
 A rollout stops at the first failure if that is wanted. Its list of hosts is fixed when it starts. The job `rollouts`
-places the order for one host per transaction and marks the host's row in the same transaction: wherever a worker is
-killed, each host gets one order. For a single host the order is placed at once, and a refusal is raised to the caller
-of `start_rollout`.
+makes the holder checks for one host, then places the order for it and marks the host's row in one transaction: wherever
+a worker is killed, each host gets one order. For a single host the order is placed at once, and a refusal is raised to
+the caller of `start_rollout`.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime, timedelta
+from datetime import datetime, timedelta
 from fnmatch import fnmatchcase
 from typing import Any
 
 from django.db import transaction
 from django.db.models import Q, QuerySet
 
-from accelerators import conductor
+from accelerators import conductor, safety
 from accelerators.commands import command_queue
 from accelerators.domain import driver_status
 from accelerators.domain.caller import Caller, request_id
@@ -26,7 +26,7 @@ from accelerators.domain.errors import RefusalReason, RefusedError
 from accelerators.domain.states import CommandState, EventSource, RolloutOp, RolloutState, RolloutStepState
 from accelerators.models import Host, Rollout, RolloutStep
 from accelerators.models.drivers import ROLLOUT_IS_OPEN
-from accelerators.runtime import jobs
+from accelerators.runtime import database_clock, jobs
 from accelerators.runtime.after_commit import call_after_commit
 from accelerators.workflows import driver_config
 from accelerators.workflows.driver_config import ChangeOrigin, DriverChange
@@ -100,6 +100,7 @@ def start_rollout(
         raise RefusedError(
             RefusalReason.INVALID, f"max_parallel, the number of hosts at a time, must be 1 to {MAX_PARALLEL}."
         )
+    answers = driver_config.ask_holders_for_change(hosts[0], change) if len(hosts) == 1 else safety.NO_ANSWERS
     with conductor.writing():
         rollout = Rollout.objects.create(
             op=change.op,
@@ -118,7 +119,7 @@ def start_rollout(
         RolloutStep.objects.bulk_create(steps, batch_size=1000)
         _record_rollout_event(rollout, "started", rollout.actor, {"hosts": [None, rollout.total]})
         if len(steps) == 1:
-            _order_host(rollout, steps[0])
+            _order_host(rollout, steps[0], answers)
             _advance_rollout(rollout)
         call_after_commit(jobs.enqueue_job, ROLLOUTS_JOB)
     return rollout
@@ -139,13 +140,22 @@ def cancel_rollout(rollout: Rollout, caller: Caller) -> None:
 
 def run() -> None:
     """Run the job `rollouts`: advance rollouts until none can advance, or the job's time slice is over."""
-    jobs.run_steps(ROLLOUTS_JOB, advance_oldest_rollout)
+    jobs.run_steps_outside_transaction(ROLLOUTS_JOB, advance_oldest_rollout)
 
 
 def advance_oldest_rollout() -> bool:
-    """Advance the oldest rollout that can advance, in one transaction; return False if none can.
+    """Advance the oldest rollout that can advance by one step; return False if none can.
 
-    Locks the open rollouts; those that others have locked are skipped.
+    A step records which hosts have ended, or begins the change of one more host.
+    """
+    return _settle_oldest_rollout() or _order_next_host()
+
+
+def _settle_oldest_rollout() -> bool:
+    """Record which hosts of the oldest rollout that can advance have ended, and end it if it can end; return False if
+    none has changed.
+
+    One transaction. Locks the open rollouts; those that others have locked are skipped.
     """
     with conductor.writing():
         return any(
@@ -156,11 +166,57 @@ def advance_oldest_rollout() -> bool:
         )
 
 
+def _order_next_host() -> bool:
+    """Place one more order of the oldest rollout that may begin another host; return False if none may.
+
+    The holder checks are made before the transaction that places the order. If the order is refused, the host is marked
+    as failed. Locks the rollout.
+    """
+    open_rollouts = Rollout.objects.filter(ROLLOUT_IS_OPEN).order_by("id")
+    found = next((step for rollout in open_rollouts if (step := _find_next_step(rollout))), None)
+    if found is None:
+        return False
+    answers = (
+        driver_config.ask_holders_for_change(found.host, _build_change(found.rollout))
+        if found.host
+        else safety.NO_ANSWERS
+    )
+    with conductor.writing():
+        rollout = open_rollouts.select_for_update().filter(pk=found.rollout_id).first()
+        step_row = _find_next_step(rollout) if rollout else None
+        if step_row != found:
+            return True  # another process was faster: look again
+        try:
+            with transaction.atomic():
+                _order_host(step_row.rollout, step_row, answers)
+        except RefusedError as refused:
+            _end_step(step_row, _S.FAILED, refused.text)
+    return True
+
+
+def _find_next_step(rollout: Rollout) -> RolloutStep | None:
+    """Return the next host to which the rollout may give an order now, None if it has to wait or has none left."""
+    if rollout.state != _R.RUNNING:
+        return None
+    step_counts = count_steps_by_state(rollout)
+    if not step_counts[_S.WAITING] or step_counts[_S.ORDERED] >= rollout.max_parallel:
+        return None
+    if rollout.stop_on_failure and step_counts[_S.FAILED]:
+        return None
+    waiting = rollout.steps.filter(state=_S.WAITING).select_related("host", "rollout")
+    return waiting.order_by("id").first()
+
+
+def _build_change(rollout: Rollout) -> DriverChange:
+    """Return the change that a rollout makes on each host."""
+    return DriverChange(RolloutOp(rollout.op), rollout.driver, rollout.enabled, rollout.settings)
+
+
 def delete_oldest_ended_rollout(now: datetime | None = None) -> bool:
     """Delete the oldest rollout that ended more than ROLLOUT_RETENTION ago; True if there may be more. Its events
     stay."""
     with conductor.writing():
-        old = Rollout.objects.filter(ended_at__lt=(now or datetime.now(UTC)) - ROLLOUT_RETENTION).order_by("id")
+        old = Rollout.objects.filter(ended_at__lt=(now or database_clock.now()) - ROLLOUT_RETENTION).order_by("id")
         count = Rollout.objects.filter(pk__in=old.values("pk")[:1]).delete()[1].get("accelerators.Rollout", 0)
         conductor.record_purge("rollout", count, ROLLOUT_RETENTION)
         return bool(count)
@@ -172,28 +228,20 @@ def count_steps_by_state(rollout: Rollout) -> Counter[str]:
 
 
 def _advance_rollout(rollout: Rollout) -> bool:
-    """Advance one locked rollout: record which hosts have ended, then place one more order, or end the rollout.
+    """Advance one locked rollout: record which hosts have ended, stop it after a failure, end it after its last host.
 
-    If the order for a host is refused, the host is marked as failed. Returns False if nothing has changed.
+    Returns False if nothing has changed.
     """
     has_changed = _record_ended_commands(rollout)
     step_counts = count_steps_by_state(rollout)
     if rollout.state == _R.RUNNING and rollout.stop_on_failure and step_counts[_S.FAILED] and step_counts[_S.WAITING]:
         _halt_rollout(rollout, _R.STOPPED, "not begun: another host failed")
-        step_counts = count_steps_by_state(rollout)
-    if step_counts[_S.WAITING] and step_counts[_S.ORDERED] < rollout.max_parallel:
-        waiting = rollout.steps.filter(state=_S.WAITING).select_related("host").order_by("id")[0]
-        try:
-            with transaction.atomic():
-                _order_host(rollout, waiting)
-        except RefusedError as refused:
-            _end_step(waiting, _S.FAILED, refused.text)
-        return True
+        step_counts, has_changed = count_steps_by_state(rollout), True
     if step_counts[_S.WAITING] or step_counts[_S.ORDERED] or rollout.ended_at:
         return has_changed
     if rollout.state == _R.RUNNING:
         rollout.state = _R.STOPPED.value if step_counts[_S.FAILED] and rollout.stop_on_failure else _R.DONE.value
-    rollout.ended_at = rollout.updated_at = datetime.now(UTC)
+    rollout.ended_at = rollout.updated_at = database_clock.now()
     rollout.save(update_fields=["state", "ended_at", "updated_at"])
     _record_rollout_event(
         rollout, rollout.state, rollout.actor, {word: [None, number] for word, number in sorted(step_counts.items())}
@@ -216,7 +264,7 @@ def _record_ended_commands(rollout: Rollout) -> bool:
     return bool(steps)
 
 
-def _order_host(rollout: Rollout, step_row: RolloutStep) -> None:
+def _order_host(rollout: Rollout, step_row: RolloutStep, answers: safety.HolderAnswers) -> None:
     """Place the command for one host, or mark the host as done if nothing has to be changed there.
 
     Raises RefusedError as `driver_config.order_driver_change` does, and NOT_FOUND if the host was deleted.
@@ -225,9 +273,9 @@ def _order_host(rollout: Rollout, step_row: RolloutStep) -> None:
         raise RefusedError(RefusalReason.NOT_FOUND, f"Host {step_row.host_name} does not exist any more.")
     token = request_id.set(rollout.request_id)
     try:
-        change = DriverChange(RolloutOp(rollout.op), rollout.driver, rollout.enabled, rollout.settings)
+        change = _build_change(rollout)
         origin = ChangeOrigin(rollout.actor, rollout.reason, EventSource(rollout.source))
-        command = driver_config.order_driver_change(step_row.host, change, origin)
+        command = driver_config.order_driver_change(step_row.host, change, origin, answers)
     finally:
         request_id.reset(token)
     if command is None:
@@ -243,7 +291,7 @@ def _order_host(rollout: Rollout, step_row: RolloutStep) -> None:
 def _end_step(step_row: RolloutStep, state: RolloutStepState, text: str) -> None:
     """Store how a host's part of the rollout ended, with an event."""
     state_before, rollout = step_row.state, step_row.rollout
-    step_row.state, step_row.text, step_row.ended_at = state.value, text[:4096], datetime.now(UTC)
+    step_row.state, step_row.text, step_row.ended_at = state.value, text[:4096], database_clock.now()
     step_row.save(update_fields=["state", "text", "ended_at"])
     event_details: Any = {
         "host_name": step_row.host_name,
@@ -258,7 +306,7 @@ def _end_step(step_row: RolloutStep, state: RolloutStepState, text: str) -> None
 
 def _halt_rollout(rollout: Rollout, state: RolloutState, text: str) -> None:
     """Set the state of a rollout, and mark the hosts that have no order yet as skipped, with `text` as the reason."""
-    rollout.state, rollout.updated_at = state.value, datetime.now(UTC)
+    rollout.state, rollout.updated_at = state.value, database_clock.now()
     rollout.save(update_fields=["state", "updated_at"])
     waiting: QuerySet[RolloutStep] = rollout.steps.filter(state=_S.WAITING)
     waiting.update(state=_S.SKIPPED.value, text=text, ended_at=rollout.updated_at)

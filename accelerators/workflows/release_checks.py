@@ -10,7 +10,7 @@ limit nor an operator's action on the device does.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from datetime import UTC, datetime, timedelta
+from datetime import datetime, timedelta
 
 from django.conf import settings
 from django.db.models import F, Q
@@ -23,7 +23,7 @@ from accelerators.domain.states import EventSource, HandleType
 from accelerators.models import Command, Device, ReleasedHandle
 from accelerators.models.commands import COMMAND_IS_OPEN
 from accelerators.requests import releases
-from accelerators.runtime import jobs
+from accelerators.runtime import database_clock, jobs
 from accelerators.ui import badges
 
 JOB = "releases"
@@ -68,7 +68,7 @@ def store_answers(answers: Sequence[tuple[Command, str]]) -> set[int]:
     confirmed: list[ReleasedHandle] = []
     still_waiting: list[ReleasedHandle] = []
     repetitions: set[int] = set()
-    now = datetime.now(UTC)
+    now = database_clock.now()
     for command, reason in answers:
         release = waiting.get(command.arguments.get("uuid", ""))
         if release is None or command.created_at < release.created_at:
@@ -115,7 +115,7 @@ def ask_hosts_again() -> bool:
     agent is silent. The devices of handles that wait for longer than CYBORG_DETACH_TIMEOUT_S are quarantined, once for
     each release. Runs in a transaction of its own, and locks the hosts and the devices.
     """
-    now = datetime.now(UTC)
+    now = database_clock.now()
     path = "handle__deployable__device"
     is_changed = Q(updated_at__lt=F(f"{path}__host__updated_at")) | Q(updated_at__lt=F(f"{path}__updated_at"))
     is_changed &= Q(updated_at__lt=now - timedelta(seconds=LONGEST_PAUSE_S))

@@ -8,9 +8,7 @@ holder check says that it is held or cannot answer (`safety`), or if it is missi
 from __future__ import annotations
 
 import logging
-import random
-import time
-from datetime import UTC, datetime, timedelta
+from datetime import datetime, timedelta
 
 from django.conf import settings
 from django.db.models import Exists, F, Func, OuterRef, Q, QuerySet, TextField, Value
@@ -23,7 +21,7 @@ from accelerators.domain.states import DriverState, EventSource
 from accelerators.models import AcceleratorRequest, AttachHandle, Attribute, Command, Deployable, Device
 from accelerators.models.commands import COMMAND_IS_OPEN
 from accelerators.models.devices import build_driver_error_expression
-from accelerators.runtime import jobs
+from accelerators.runtime import database_clock, jobs
 from accelerators.workflows import bulk_actions, driver_rollouts
 
 log = logging.getLogger(__name__)
@@ -36,7 +34,7 @@ COMMAND_RETENTION = timedelta(days=30)
 def run() -> None:
     """Run the job `sweep`: create the coming months' partitions of events, then delete missing devices and old rows."""
     retention.create_month_partitions()
-    jobs.run_steps(
+    jobs.run_steps_outside_transaction(
         "sweep",
         lambda: (
             remove_missing_devices()
@@ -54,7 +52,7 @@ def delete_old_commands(now: datetime | None = None) -> bool:
     COMMAND_RETENTION ago.
     """
     oldest = Command.objects.order_by("id").values_list("id", "ended_at")[:BATCH_SIZE]
-    before = (now or datetime.now(UTC)) - COMMAND_RETENTION
+    before = (now or database_clock.now()) - COMMAND_RETENTION
     old = [id for id, ended_at in oldest if ended_at and ended_at < before]
     if old:
         with conductor.writing():
@@ -67,19 +65,19 @@ def remove_missing_devices(now: datetime | None = None) -> bool:
     """Remove one batch of devices that have been missing for CYBORG_MISSING_RETENTION_S and are free.
 
     Returns True if there may be more; False also if none of a full batch was free. A device's deployables, attributes
-    and attach handles are deleted with it. Locks the devices and their hosts, makes all holder checks for each device,
-    for HOLDER_CHECKS_TIMEOUT_S at most in all (the devices that are left stay for a later call), and writes an event
-    for each that is removed; raises a `provider` intent for each of their hosts.
+    and attach handles are deleted with it. Makes the holder checks for all devices of the batch (those that they do not
+    answer for in time stay for a later call). Then locks the devices and their hosts, and writes an event for each that
+    is removed; raises a `provider` intent for each of their hosts.
     """
-    before = (now or datetime.now(UTC)) - timedelta(seconds=settings.KEYS.missing_retention_s)
+    before = (now or database_clock.now()) - timedelta(seconds=settings.KEYS.missing_retention_s)
+    # In random order: otherwise held devices, or slow holder checks, would keep all others from being looked at.
+    candidates = list(_query_removable_devices(before).order_by("?").select_related("host")[:BATCH_SIZE])
+    answers = safety.ask_holders(candidates)
     with conductor.writing():
-        # In random order: otherwise held devices, or slow holder checks, would keep all others from being looked at.
-        removable_ids = list(_query_removable_devices(before).order_by("?").values_list("id", flat=True)[:BATCH_SIZE])
-        removable = _query_removable_devices(before).filter(id__in=removable_ids)
+        removable = _query_removable_devices(before).filter(id__in=[device.pk for device in candidates])
         locked = conductor.lock_devices(removable, to_delete=True)
-        random.shuffle(locked)
-        give_up_at = time.monotonic() + safety.HOLDER_CHECKS_TIMEOUT_S
-        devices = [device for device in locked if time.monotonic() < give_up_at and _is_free(device)]
+        holders = safety.find_holders(locked, answers)
+        devices = [device for device in locked if _is_free(device, holders)]
         for device in devices:
             conductor.record_event(
                 "device.removed",
@@ -96,13 +94,13 @@ def remove_missing_devices(now: datetime | None = None) -> bool:
         deployables.delete()
         Device.objects.filter(id__in=[d.id for d in devices]).delete()
         conductor.raise_provider_intents({device.host_id: device.host for device in devices}.values())
-    return len(removable_ids) == BATCH_SIZE and bool(devices)
+    return len(candidates) == BATCH_SIZE and bool(devices)
 
 
-def _is_free(device: Device) -> bool:
+def _is_free(device: Device, holders: safety.DeviceHolders) -> bool:
     """Return True if every holder check says that nobody holds the device; if not, the reason is logged."""
     try:
-        safety.refuse_unless_free(device, "removed")
+        holders.refuse_unless_free(device, "removed")
     except RefusedError as refused:
         log.info("%s", refused.text)
         return False

@@ -5,16 +5,17 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from datetime import UTC, datetime, timedelta
+from datetime import timedelta
 from typing import Any, TypeVar
 
 import msgspec
 from django.conf import settings
 from django.db import DataError, connection
+from django.db.models.functions import Now
 
 from accelerators import conductor
 from accelerators.models import Host
-from accelerators.runtime import jobs
+from accelerators.runtime import database_clock, jobs
 from agents import wire
 from agents.gateway.row_locks import write_unless_locked
 from agents.gateway.sessions import AgentSession
@@ -38,7 +39,8 @@ WITH own AS (
     WHERE used_at < now() - interval '10 minutes' FOR UPDATE SKIP LOCKED)
 )
 INSERT INTO agents_lease AS l (host_id, seen_at, epoch)
-SELECT * FROM unnest(%(hosts)s::bigint[], %(times)s::timestamptz[], %(epochs)s::bigint[])
+SELECT host, clock_timestamp() - make_interval(secs => age), epoch
+FROM unnest(%(hosts)s::bigint[], %(ages)s::float8[], %(epochs)s::bigint[]) AS x(host, age, epoch)
 ON CONFLICT (host_id) DO UPDATE SET seen_at = greatest(l.seen_at, excluded.seen_at),
   epoch = greatest(l.epoch, excluded.epoch)
 """
@@ -46,7 +48,8 @@ ON CONFLICT (host_id) DO UPDATE SET seen_at = greatest(l.seen_at, excluded.seen_
 so are used nonces long after their challenges have expired. Rows of gateways and nonces that another transaction has
 locked are skipped.
 
-Plain SQL, because it writes these tables in one round trip, and a lease may only move forward.
+Plain SQL, because it writes these tables in one round trip, and a lease may only move forward. The database's clock
+dates the heartbeats: the clocks of several gateways may differ.
 """
 UPDATE_AGENTS_FROM_HELLO = """
 UPDATE agents_agent a SET version = x.version, ops = x.ops, writes = x.writes, wire = x.wire, boot_id = x.boot_id,
@@ -86,7 +89,7 @@ class LeaseBuffer:
 
         `epoch` is the agent's epoch; the lease keeps the highest one.
         """
-        self._renewals[host_id] = (time.time(), epoch)
+        self._renewals[host_id] = (time.monotonic(), epoch)
 
     def note_hello(self, session: AgentSession, said: wire.Hello) -> None:
         """Note what an agent says about itself in Hello: version, commands, Placement writes, boot id, address.
@@ -127,6 +130,7 @@ class LeaseBuffer:
             self._renewals = renewals | self._renewals
             self._hello_data = hello_data | self._hello_data
         self._next_flush_at = time.monotonic() + self.flush_s
+        database_clock.refresh()  # for the event loop, which sends no statements
         return True
 
     def _write_unlocked(self, rows: dict[int, RowT], write: Callable[[dict[int, RowT]], None]) -> dict[int, RowT]:
@@ -143,10 +147,11 @@ class LeaseBuffer:
 
     def _write_leases(self, renewals: dict[int, tuple[float, int]]) -> None:
         """Renew leases, and register this gateway if it has an address, in one statement."""
-        times = [datetime.fromtimestamp(at, UTC) for at, _ in renewals.values()]
+        now = time.monotonic()
+        ages = [now - at for at, _ in renewals.values()]
         name, url = self.gateway_name_and_url
         epochs = [epoch for _, epoch in renewals.values()]
-        renewed: dict[str, Any] = {"hosts": list(renewals), "times": times, "epochs": epochs}
+        renewed: dict[str, Any] = {"hosts": list(renewals), "ages": ages, "epochs": epochs}
         with connection.cursor() as cursor:
             cursor.execute(UPSERT_LEASES, {"name": name, "url": url} | renewed)
 
@@ -166,12 +171,11 @@ def mark_stale_hosts() -> bool:
     Each changed host gets an event. Hosts without an agent or a lease are never marked. Always return False: the job
     need not run again at once.
     """
-    now = datetime.now(UTC)
-    oldest_allowed = now - timedelta(seconds=2 * settings.KEYS.beat_s + 2)
+    oldest_allowed = Now() - timedelta(seconds=2 * settings.KEYS.beat_s + 2)
     silent = Host.objects.filter(stale_since__isnull=True, agent__isnull=False, lease__seen_at__lt=oldest_allowed)
     heard = Host.objects.filter(stale_since__isnull=False, lease__seen_at__gte=oldest_allowed)
     if ids := list(silent.values_list("id", flat=True)):
-        conductor.set_hosts_stale_since(ids, now)
+        conductor.set_hosts_stale_since(ids, database_clock.now())
     if ids := list(heard.values_list("id", flat=True)):
         conductor.set_hosts_stale_since(ids, None)
     return False

@@ -19,6 +19,7 @@ from weakref import WeakValueDictionary
 
 import msgspec
 
+from accelerators.runtime import database_clock
 from agents import wire
 from agents.errors import AgentsError
 from agents.gateway import metrics
@@ -56,10 +57,11 @@ local_caches: WeakValueDictionary[str, SampleCache] = WeakValueDictionary()
 class _SampleState:
     """One connection and its last samples.
 
-    `received_at` is unix time, all other times are monotonic. `tokens`, `refilled_at`: the tokens of the rate limit,
-    and when they were last refilled. `is_accepted`: `accept_message` has accepted the message that is handled now.
-    `wanted_intervals`: until when samples are wanted, by interval in seconds. `requested_interval_s`,
-    `requested_until`: what the agent was last asked for. `is_sending`: a Watch message is being sent.
+    `received_at` is unix time of the database's clock, all other times are monotonic. `tokens`, `refilled_at`: the
+    tokens of the rate limit, and when they were last refilled. `is_accepted`: `accept_message` has accepted the message
+    that is handled now. `wanted_intervals`: until when samples are wanted, by interval in seconds.
+    `requested_interval_s`, `requested_until`: what the agent was last asked for. `is_sending`: a Watch message is being
+    sent.
     """
 
     session: AgentSession
@@ -158,7 +160,8 @@ class SampleCache:
             )
         state.is_accepted, samples_json = False, msgspec.json.encode(samples)
         self._total_bytes += len(samples_json) - len(state.samples_json)
-        state.samples_json, state.received_at, state.received_monotonic = samples_json, time.time(), time.monotonic()
+        received_at = database_clock.estimate_timestamp()
+        state.samples_json, state.received_at, state.received_monotonic = samples_json, received_at, time.monotonic()
         metrics.event_counts["taken"] += 1
         for census in self._censuses:
             census.note_answer(session.identity.host_id)

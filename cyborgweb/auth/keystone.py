@@ -6,10 +6,12 @@ openstacksdk and keystoneauth1 take as long to import as all of Django, so they 
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
+from email.utils import parsedate_to_datetime
 from functools import lru_cache
 from typing import Any
 
@@ -23,6 +25,8 @@ from drivers.configuration import ConfigurationError
 
 TIMEOUT_S = 5.0
 """Seconds that the service user's session waits for one answer, unless the cloud's configuration sets a timeout."""
+DATE_PRECISION_S = 2.0
+"""Seconds by which the header `Date` of an answer may differ from the clock that wrote it."""
 UNREACHABLE = "Keystone cannot be reached"
 NOT_ALLOWED = "Keystone does not let the service user validate tokens: it needs the role service or admin"
 
@@ -93,7 +97,7 @@ def validate_token(token: str, allow_expired: bool) -> TokenResult:
         )
     match response.status_code:
         case 200:
-            return _parse_token(response.content)
+            return _parse_token(response.content, response.headers.get("Date", ""))
         case 401 | 403:
             raise TokenCheckUnavailableError(NOT_ALLOWED, unreachable=False)
         case 429:
@@ -178,6 +182,16 @@ def _one_line(error: Exception) -> str:
     return " ".join(str(error).split())[:300]
 
 
+def _measure_lead(date: str) -> float:
+    """Return by how many seconds this machine's clock is ahead of the one that wrote an HTTP header `Date`; 0 if that
+    is no date, or if the difference is no larger than the header's precision."""
+    try:
+        lead_s = time.time() - parsedate_to_datetime(date).timestamp()
+    except ValueError:
+        return 0.0
+    return lead_s if abs(lead_s) > DATE_PRECISION_S else 0.0
+
+
 class _Reference(msgspec.Struct):
     """A user, role, project or domain in Keystone's answer. A field that is missing is ''."""
 
@@ -202,9 +216,12 @@ class _TokenAnswer(msgspec.Struct):
     token: _TokenDocument
 
 
-def _parse_token(content: bytes) -> TokenResult:
+def _parse_token(content: bytes, date: str) -> TokenResult:
     """Return Keystone's JSON answer about a token as a TokenResult. Raises TokenCheckUnavailableError if it cannot be
     read.
+
+    The expiry in it is converted from Keystone's clock to this machine's: `date` is the header `Date` of the answer.
+    Without it the two clocks count as equal.
     """
     try:
         token = msgspec.json.decode(content, type=_TokenAnswer).token
@@ -218,4 +235,4 @@ def _parse_token(content: bytes) -> TokenResult:
         system_scope="all" if token.system else "",
         domain_id=token.domain.id if token.domain else "",
     )
-    return TokenResult(caller, token.expires_at.timestamp())
+    return TokenResult(caller, token.expires_at.timestamp() + _measure_lead(date))

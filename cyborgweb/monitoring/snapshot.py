@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import logging
 import re
-import time
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
+from datetime import datetime
 from importlib.metadata import version
 from typing import Any
 
@@ -24,7 +23,7 @@ from accelerators.domain.states import AgentState
 from accelerators.models import AcceleratorRequest, Attachment, Command, Device, Host, HostDriver, Rollout
 from accelerators.models.commands import COMMAND_IS_OPEN
 from accelerators.models.drivers import ROLLOUT_IS_OPEN
-from accelerators.runtime import jobs
+from accelerators.runtime import database_clock, jobs
 from agents import liveness, telemetry
 from cyborgweb.monitoring import backlog
 from placement_sync.models import Discrepancy
@@ -136,7 +135,7 @@ def _add_work(gauges: GaugeList) -> None:
 
     Two statements. Intents are added only for kinds that have a handler in this process.
     """
-    now, work = datetime.now(UTC), backlog.read_backlog()
+    now, work = database_clock.now(), backlog.read_backlog()
 
     def age(moment: datetime | None) -> float:
         """Return the seconds since `moment`, 0 for None."""
@@ -241,7 +240,7 @@ def _add_loads(loads: telemetry.LoadSnapshot, gauges: GaugeList) -> None:
     Samples older than MAX_SAMPLE_AGE_S are ignored. A value is left out, and only counted, if a limit on the number of
     series is reached, if METRIC_NAME does not allow its name, or if its device is unknown.
     """
-    since = time.time() - MAX_SAMPLE_AGE_S
+    since = database_clock.timestamp() - MAX_SAMPLE_AGE_S
     fresh_loads = {host: said.devices for host, said in sorted(loads.hosts.items()) if said.at >= since}
     known_devices = Device.objects.filter(host__in=fresh_loads).order_by()
     names = {

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from datetime import UTC, datetime
 from typing import Any
 
 from django.conf import settings
@@ -22,7 +21,7 @@ from accelerators import conductor
 from accelerators.domain.caller import Caller
 from accelerators.domain.errors import RefusalReason, RefusedError
 from accelerators.domain.states import EventSource
-from accelerators.runtime import jobs
+from accelerators.runtime import database_clock, jobs
 from accelerators.runtime.after_commit import call_after_commit
 from cyborgweb.models.event_types import (
     JOB_BY_WAY,
@@ -113,8 +112,8 @@ def edit(pk: int, values: Mapping[str, Any], caller: Caller, source: EventSource
             name: [before[name], value] for name, value in _recorded_values(row).items() if before[name] != value
         }
         if changes or before != _recorded_values(row) or "target" in values:
-            row.failures, row.failing_since, row.last_error, row.retry_at = 0, None, "", datetime.now(UTC)
-            row.updated_at = datetime.now(UTC)
+            row.failures, row.failing_since, row.last_error, row.retry_at = 0, None, "", database_clock.now()
+            row.updated_at = database_clock.now()
             row.save()
             _record_event("changed", row, changes, caller, source)
     _enqueue_delivery_jobs(row.way)
@@ -148,7 +147,7 @@ def rotate_secret(pk: int, caller: Caller, source: EventSource = EventSource.API
         if row.way != DeliveryWay.WEBHOOK:
             raise RefusedError(RefusalReason.WRONG_STATE, "Only webhooks have a secret.")
         secret = webhook.generate_secret()
-        row.secret, row.updated_at = keyring.encrypt_secret(secret), datetime.now(UTC)
+        row.secret, row.updated_at = keyring.encrypt_secret(secret), database_clock.now()
         row.save(update_fields=["secret", "updated_at"])
         _record_event("rotated", row, {}, caller, source)
     return row, secret
@@ -178,9 +177,9 @@ def queue_test_message(pk: int, caller: Caller, source: EventSource = EventSourc
             data=message_data,
             reader=row.person if is_inbox else "",
             progress=DeliveryProgress.DELIVERED if is_inbox else DeliveryProgress.WAITING,
-            delivered_at=datetime.now(UTC) if is_inbox else None,
+            delivered_at=database_clock.now() if is_inbox else None,
         )
-        Subscription.objects.filter(pk=pk).update(retry_at=datetime.now(UTC))
+        Subscription.objects.filter(pk=pk).update(retry_at=database_clock.now())
         _record_event("tested", row, {}, caller, source)
     _enqueue_delivery_jobs(row.way)
     return Delivery.objects.select_related("subscription").get(pk=delivery.pk)
@@ -206,7 +205,7 @@ def replay_deliveries(deliveries: QuerySet[Delivery], caller: Caller, source: Ev
                 f"The subscription {inactive_subscription.name} is {inactive_subscription.standing}:"
                 " make it active first.",
             )
-        now = datetime.now(UTC)
+        now = database_clock.now()
         Delivery.objects.filter(pk__in=[row.pk for row in rows]).update(
             progress=DeliveryProgress.WAITING, attempts=0, next_at=now, created_at=now, last_error=""
         )
@@ -241,7 +240,7 @@ def mark_as_read(rows: QuerySet[Delivery], messages: Iterable[Any] | None = None
     rows = rows.filter(read_at__isnull=True)
     if messages is not None:
         rows = rows.filter(message__in=list(messages))
-    return rows.update(read_at=datetime.now(UTC))
+    return rows.update(read_at=database_clock.now())
 
 
 def validate_subscription(row: Subscription) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from dataclasses import dataclass
-from datetime import UTC, datetime
+from datetime import datetime
 from typing import Any
 
 from django.db import connection
@@ -19,7 +19,7 @@ from django.utils.safestring import SafeString
 from accelerators.domain.choices import Tone
 from accelerators.domain.states import DeviceState, DeviceType
 from accelerators.models import Event
-from accelerators.runtime import jobs
+from accelerators.runtime import database_clock, jobs
 from accelerators.ui import badges, timeline
 from agents import telemetry
 from agents.liveness import LIVENESS_STATES, compute_thresholds
@@ -81,7 +81,8 @@ def build_overview_context(request: HttpRequest, context: dict[str, Any]) -> dic
     """
     context |= {"title": "Overview", "may_view": request.user.has_perm("accelerators.view_device")}
     if context["may_view"]:
-        now, current_backlog, (hosts, troubles) = datetime.now(UTC), backlog.read_backlog(), _load_hosts_and_troubles()
+        now, current_backlog = database_clock.now(), backlog.read_backlog()
+        hosts, troubles = _load_hosts_and_troubles()
         devices, loads = _build_device_table(current_backlog.devices), telemetry.get_last_loads()
         classes, projects = capacity.query_capacity(loads, capacity.BY_RESOURCE_CLASS, capacity.BY_PROJECT)
         system_state = alerts.SystemState(

@@ -222,6 +222,7 @@ Q_CLUSTER = {
     "name": "work",
     "label": "Jobs",
     "orm": "default",
+    "broker_class": "accelerators.runtime.task_broker.DatabaseClockBroker",
     "workers": 2,
     "timeout": 60,
     "retry": 90,

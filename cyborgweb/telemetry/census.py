@@ -17,6 +17,7 @@ from accelerators.models import Host
 from accelerators.requests import candidates, profiles
 from accelerators.requests.candidates import ProviderCandidate
 from accelerators.requests.capacity import LoadSummary
+from accelerators.runtime import database_clock
 from agents import telemetry
 from agents.liveness import get_agent_state
 from agents.telemetry import LoadSnapshot
@@ -242,9 +243,8 @@ def _explain_silence(last_load: telemetry.HostLoad | None, gateways: Sequence[st
     `gateways` are those that did not answer.
     """
     if last_load is not None:
-        return (
-            f"silent: no answer within {within_s:g} s; it last spoke {max(0.0, time.time() - last_load.at):.0f} s ago"
-        )
+        age_s = max(0.0, database_clock.estimate_timestamp() - last_load.at)
+        return f"silent: no answer within {within_s:g} s; it last spoke {age_s:.0f} s ago"
     if gateways:
         return f"gateway not answering: {', '.join(gateways)[:200]} may hold its connection"
     return "its agent has never sent samples: it is an older release, or it has just connected"

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Mapping
 
 from accelerators.requests import capacity
 from accelerators.requests.capacity import CapacityGroup, CapacityQuery, LastSample, LoadSummary
+from accelerators.runtime import database_clock
 from agents.telemetry import HostLoad, LoadSnapshot
 
 MAX_SAMPLE_AGE_S = 180.0
@@ -43,7 +43,7 @@ def iterate_fresh_samples(loads: LoadSnapshot) -> Iterator[LastSample]:
 
     Implausible values are None.
     """
-    oldest = time.time() - MAX_SAMPLE_AGE_S
+    oldest = database_clock.timestamp() - MAX_SAMPLE_AGE_S
     for host in loads.hosts.values():
         if host.at >= oldest:
             yield from _iterate_device_samples(host)

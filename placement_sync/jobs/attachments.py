@@ -1,12 +1,11 @@
-"""The job `attachments`: attach and detach what `accelerators.workflows.attachment_orders` has stored, one step per
-transaction.
+"""The job `attachments`: attach and detach what `accelerators.workflows.attachment_orders` has stored, step by step.
 
-Intents of the kind `attachment` wake it. A change of Placement is recorded and committed by one step and sent by the
-next (`allocations`), so it happens once, wherever the worker is killed. Whether it has happened is read from the
-amounts in Placement. These tell it only while no other attachment of the same instance changes them; therefore only one
-attachment of an instance proceeds at a time (`_check_turn`). Requests are bound and deleted in the transaction that
-records the step. An attachment that fails before it is attached is undone; an undo that fails is retried until it
-succeeds.
+Intents of the kind `attachment` wake it. Placement and Nova are called while no transaction is open. A change of
+Placement is recorded and committed by one step and sent by the next (`allocations`), so it happens once, wherever the
+worker is killed. Whether it has happened is read from the amounts in Placement. These tell it only while no other
+attachment of the same instance changes them; therefore only one attachment of an instance proceeds at a time
+(`_check_turn`). Requests are bound and deleted in the transaction that records the step. An attachment that fails
+before it is attached is undone; an undo that fails is retried until it succeeds.
 """
 
 from __future__ import annotations
@@ -16,7 +15,6 @@ from typing import Any
 
 import msgspec
 from django.conf import settings
-from django.db import transaction
 from django.db.models import Q
 
 from accelerators import outbox
@@ -61,7 +59,7 @@ class RetryLaterError(PlacementSyncError):
 
 def run() -> None:
     """Run the job `attachments`: take steps until no attachment has a due intent, or its time slice is over."""
-    jobs.run_steps(JOB, step)
+    jobs.run_steps_outside_transaction(JOB, step)
 
 
 def step() -> bool:
@@ -82,14 +80,13 @@ def step() -> bool:
     (intent,) = due
     row = Attachment.objects.filter(uuid=intent.key).first()
     try:
-        with transaction.atomic():
-            if row and row.state not in RESTING_STATES:
-                with steps.use_request_id_of(row):
-                    _take_next_step(row)
-            if row and row.step == "binding":
-                outbox.postpone_intent(intent, f"{row.host} prepares the device", WAIT_INTERVAL_S)
-            elif row is None or row.state in RESTING_STATES:
-                outbox.delete_done_intents([intent])
+        if row and row.state not in RESTING_STATES:
+            with steps.use_request_id_of(row):
+                _take_next_step(row)
+        if row and row.step == "binding":
+            outbox.postpone_intent(intent, f"{row.host} prepares the device", WAIT_INTERVAL_S)
+        elif row is None or row.state in RESTING_STATES:
+            outbox.delete_done_intents([intent])
     except PlacementUnavailableError as away:
         _back_off_due_intents(str(away))
         return False

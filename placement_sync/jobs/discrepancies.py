@@ -10,7 +10,6 @@ allocated, but not always when an allocation is deleted. `list_discrepancies_of_
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import Any
@@ -44,8 +43,10 @@ CONFIRM_AFTER_S = 60.0
 it. A claim comes seconds before its bind and may outlive it.
 """
 REREAD_S = 1800.0
-HOST_BATCH, MAX_NOVA_QUERIES, MAX_PARALLEL_READS = 16, 64, 8
-"""Limits of one step: hosts in a batch, instances that Nova is asked for, and calls at the same time."""
+HOST_BATCH, MAX_NOVA_QUERIES = 16, 64
+"""Limits of one step: hosts in a batch, and instances that Nova is asked for."""
+READ_DEADLINE_S = 20.0
+"""Seconds for reading all allocations of one step. The cluster kills a job after 60 s."""
 MAX_SHOWN = 100
 """Largest number of discrepancies that a page shows."""
 
@@ -455,7 +456,7 @@ def _read_allocations(cloud: Any, providers: Sequence[str]) -> dict[str, dict[st
 
     Providers for which Placement gave no usable answer are left out.
 
-    After one call could not reach Placement, the other providers are not read.
+    After one call could not reach Placement, or after READ_DEADLINE_S, the other providers are not read.
     """
     outages: list[Exception] = []
 
@@ -472,11 +473,9 @@ def _read_allocations(cloud: Any, providers: Sequence[str]) -> dict[str, dict[st
             return None
         return None
 
-    if not providers:
-        return {}
-    with ThreadPoolExecutor(MAX_PARALLEL_READS, thread_name_prefix="faults") as executor:
-        answers = zip(providers, executor.map(read_provider, providers), strict=True)
-        return {uuid: found for uuid, found in answers if found is not None}
+    futures = client.call_in_parallel(read_provider, providers, READ_DEADLINE_S)
+    answers = {uuid: future.result() for uuid, future in futures.items() if client.is_ended(future)}
+    return {uuid: found for uuid, found in answers.items() if found is not None}
 
 
 def _store_contradictions(

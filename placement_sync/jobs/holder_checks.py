@@ -1,26 +1,25 @@
 """The holder checks of Placement and Nova before a destructive act (`accelerators.safety`).
 
 Placement tells which consumers have an allocation of the device. Nova tells which of the instances that gave their
-request back are still on the host. `placement_sync.apps` registers both where a cloud is configured. If a service does
-not answer within 2 s, the act is refused.
+request back are still on the host. `placement_sync.apps` registers both where a cloud is configured. Both are
+asked about many devices at once, and no call takes longer than CALL_TIMEOUT_S.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from datetime import timedelta
-from functools import partial
-from typing import Any
+from collections.abc import Collection, Mapping
+from datetime import datetime, timedelta
+from itertools import islice
+from typing import NamedTuple
 
 from django.conf import settings
-from django.db.models import Exists, Max, OuterRef, Q, TextField, UUIDField
+from django.db.models import Exists, Max, OuterRef, Q, UUIDField
 from django.db.models.fields.json import KT
 from django.db.models.functions import Cast, Now
 
 from accelerators.models import AttachHandle, Attachment, Deployable, Device, Event
-from accelerators.runtime.after_commit import call_after_commit
-from accelerators.safety import HOLDER_CHECK_DEADLINE_S, HolderCheckResult
+from accelerators.safety import HolderCheck, HolderCheckResult
 from placement_sync.client import (
     PlacementClient,
     PlacementConflictError,
@@ -29,10 +28,13 @@ from placement_sync.client import (
 )
 from placement_sync.cloud import get_cloud_session
 from placement_sync.nova import client, endpoints
+from placement_sync.nova.client import call_in_parallel, is_ended
 
+CALL_TIMEOUT_S = 2.0
+"""Seconds that Placement or Nova may take to answer one call."""
 MAX_SHOWN = 5
 BACK_OFF_S = 10.0
-"""A service that was away is not asked again for this many seconds, because a sweep asks about hundreds of devices."""
+"""A service that was away is not asked again for this many seconds, so that acts are refused at once."""
 RELEASED_WITHIN_DAYS, MAX_INSTANCES = 30, 64
 """The check of Nova covers the instances that gave back a handle of the device within these days, the latest first, and
 at most this number of them.
@@ -45,57 +47,82 @@ _outages: dict[str, tuple[float, str]] = {}
 _unknown_instances: set[tuple[str, str, str]] = set()
 """Address of Nova, since when it was trusted, and uuid of each instance that it does not know."""
 
+ProviderQuestion = tuple[str, ...]
+"""The uuids of a device's providers."""
 
-def check_placement(device: Device) -> HolderCheckResult:
-    """Return the consumers with an allocation of any of the device's providers, or why that is unknown.
 
-    Nobody holds the device if it has no recorded provider, Placement is switched off, or no cloud is configured.
+class NovaQuestion(NamedTuple):
+    """The names of a device's host, and the instances that gave back a handle of the device with the time when they
+    did, the latest first."""
+
+    host_names: tuple[str, ...]
+    former_holders: tuple[tuple[str, datetime], ...]
+
+
+def load_providers(devices: Collection[Device]) -> dict[int, ProviderQuestion]:
+    """Return the recorded providers of each device that has any, by the device's id. One statement."""
+    recorded = Deployable.objects.filter(device__in=[device.pk for device in devices], rp_uuid__isnull=False)
+    providers: dict[int, list[str]] = {}
+    for device, uuid in recorded.order_by("rp_uuid").values_list("device", "rp_uuid"):
+        providers.setdefault(device, []).append(str(uuid))
+    return {device: tuple(uuids) for device, uuids in providers.items()}
+
+
+def ask_placement(questions: Mapping[int, ProviderQuestion], seconds: float) -> dict[int, HolderCheckResult]:
+    """Return the consumers with an allocation of any of each device's providers, or why that is unknown.
+
+    The providers are read in parallel, in the order of the devices; a call takes at most CALL_TIMEOUT_S. Devices whose
+    providers were not all read within `seconds` are left out. After a call without an answer no other is begun, and for
+    BACK_OFF_S Placement is not asked again. Nobody holds a device if Placement is switched off or no cloud is
+    configured.
     """
-    recorded = Deployable.objects.filter(device=device, rp_uuid__isnull=False).values_list("rp_uuid", flat=True)
-    providers = [str(uuid) for uuid in recorded]
-    return _ask_unless_away("placement", settings.KEYS.placement_endpoint, providers, _read_consumers)
+    endpoint = settings.KEYS.placement_endpoint
+    if (cloud := get_cloud_session(endpoint)) is None:
+        return dict.fromkeys(questions, NO_HOLDERS)
+    if why := _describe_outage("placement"):
+        return dict.fromkeys(questions, HolderCheckResult(unknown=why))
+
+    def read_consumers(provider: str) -> Collection[str]:
+        """Return the consumers with an allocation of the provider. Runs on a thread and uses no database."""
+        if outage := _describe_outage("placement"):
+            raise PlacementUnavailableError(outage)
+        try:
+            return PlacementClient(cloud, endpoint, timeout_s=min(CALL_TIMEOUT_S, seconds)).read_allocations(provider)
+        except PlacementUnavailableError as error:
+            _record_outage("placement", str(error))
+            raise
+
+    providers = dict.fromkeys(provider for of_device in questions.values() for provider in of_device)
+    futures = call_in_parallel(read_consumers, providers, seconds)
+    results = {}
+    for device, of_device in questions.items():
+        consumers, unknown = set[str](), ""
+        ended = [future for future in (futures[provider] for provider in of_device) if is_ended(future)]
+        for future in ended:
+            try:
+                consumers.update(future.result())
+            except (PlacementUnavailableError, PlacementConflictError, PlacementRejectedError) as error:
+                unknown = str(error)
+        if unknown or consumers or len(ended) == len(of_device):
+            holders = tuple(f"Placement's consumer {consumer}" for consumer in sorted(consumers)[:MAX_SHOWN])
+            results[device] = HolderCheckResult(holders, unknown)
+    return results
 
 
-def _read_consumers(cloud: Any, endpoint: str, providers: Sequence[str]) -> HolderCheckResult:
-    """Return the consumers with an allocation of any of these providers (at most MAX_SHOWN), or why that is unknown.
+def load_former_holders(devices: Collection[Device]) -> dict[int, NovaQuestion]:
+    """Return the instances that gave back a handle of each device within RELEASED_WITHIN_DAYS, at most MAX_INSTANCES.
 
-    Costs one call per provider, each with a deadline of 2 s. If one of them fails, the result has only `unknown`.
-    """
-    placement = PlacementClient(cloud, endpoint, timeout_s=HOLDER_CHECK_DEADLINE_S)
-    consumers: set[str] = set()
-    try:
-        for uuid in providers:
-            consumers |= placement.read_allocations(uuid).keys()
-    except (PlacementUnavailableError, PlacementConflictError, PlacementRejectedError) as error:
-        return HolderCheckResult(unknown=str(error))
-    return HolderCheckResult(tuple(f"Placement's consumer {consumer}" for consumer in sorted(consumers)[:MAX_SHOWN]))
-
-
-def check_nova(device: Device) -> HolderCheckResult:
-    """Return the instances that gave back their request of this device and are still on its host, or why it is unknown.
-
-    Their guests may still use the device. An instance that was deleted, is shelved and offloaded, or is on another host
-    does not hold it any more; one whose host Nova does not show counts as on this host. The answer 404 counts only at a
-    trusted address (`nova.endpoints`). Nobody holds the device if Nova is switched off or no cloud is configured.
-    """
-    host = device.host
-    ask = partial(_find_instances_on_host, host_names=(host.name, host.node))
-    try:
-        return _ask_unless_away("nova", settings.KEYS.nova_endpoint, _load_former_holders(device), ask)
-    except endpoints.UntrustedEndpointError as error:  # Nova is not away: it can be confirmed at any moment
-        return HolderCheckResult(unknown=str(error))
-
-
-def _load_former_holders(device: Device) -> list[str]:
-    """Return the instances that gave back a handle of the device within RELEASED_WITHIN_DAYS, the latest first, at most
-    MAX_INSTANCES. They are read from events: each unbind and each deletion records which handle was held. One
-    statement.
+    Devices without any are left out. They are read from events: each unbind and each deletion records which handle was
+    held. Two statements.
 
     Attachments that ended without a fault, or were never attached, are left out: Nova did not plug the device into the
     running instance, and whoever detached it has removed it from the guest. If somebody else deleted the requests, the
     attachment ends with a fault and is not left out. The host itself checks once more before anything is touched.
     """
-    handles = AttachHandle.objects.filter(deployable__device=device).order_by()
+    handles = AttachHandle.objects.filter(deployable__device__in=[device.pk for device in devices])
+    device_by_handle = {str(id): device for id, device in handles.values_list("id", "deployable__device")}
+    if not device_by_handle:
+        return {}
     detachments = Attachment.objects.filter(
         Q(fault="") | Q(attached_at=None),
         ended_at__isnull=False,
@@ -106,66 +133,105 @@ def _load_former_holders(device: Device) -> list[str]:
         instance=KT("changes__instance_uuid__0"), handle=KT("changes__attach_handle__0")
     ).filter(
         ~Exists(detachments),
-        host=device.host.name,
+        host__in={device.host.name for device in devices},
         at__gt=Now() - timedelta(days=RELEASED_WITHIN_DAYS),
         action__in=["request.unbound", "request.deleted"],
         instance__isnull=False,
-        handle__in=handles.values_list(Cast("id", TextField())),
+        handle__in=list(device_by_handle),
     )
-    latest_first = releases.values("instance").annotate(latest=Max("at")).order_by("-latest")
-    return list(latest_first.values_list("instance", flat=True)[:MAX_INSTANCES])
+    rows = releases.values("handle", "instance").annotate(latest=Max("at")).order_by("-latest")
+    former_holders: dict[int, dict[str, datetime]] = {}
+    for handle, instance, latest in rows.values_list("handle", "instance", "latest"):
+        former_holders.setdefault(device_by_handle[handle], {}).setdefault(instance, latest)
+    return {
+        device.pk: NovaQuestion(
+            (device.host.name, device.host.node), tuple(islice(former_holders[device.pk].items(), MAX_INSTANCES))
+        )
+        for device in devices
+        if device.pk in former_holders
+    }
 
 
-def _find_instances_on_host(
-    cloud: Any, endpoint: str, former_holders: Sequence[str], host_names: Sequence[str]
-) -> HolderCheckResult:
-    """Ask Nova for these instances and return those that are on the host with one of `host_names`, at most MAX_SHOWN.
+def ask_nova(questions: Mapping[int, NovaQuestion], seconds: float) -> dict[int, HolderCheckResult]:
+    """Return the former holders of each device that are still on its host, or why that is unknown; within `seconds`.
 
-    `unknown` of the result is the first error, if Nova did not answer for an instance. Instances that a trusted Nova
-    does not know are remembered, so that they are not asked for again. An answer that shows one proves the address.
-    Raises UntrustedEndpointError if none is shown, and one is unknown to a Nova that is not trusted.
+    Their guests may still use the device. An instance that was deleted, is shelved and offloaded, or is on another host
+    does not hold it any more; one whose host Nova does not show counts as on this host. The answer 404 counts only at a
+    trusted address (`nova.endpoints`), or if Nova shows another of the instances now, which proves the address.
+    Instances that Nova does not know then are not asked for again. If Nova did not answer, it is not asked again for
+    BACK_OFF_S. Nobody holds a device if Nova is switched off or no cloud is configured.
     """
-    end = time.monotonic() + HOLDER_CHECK_DEADLINE_S
+    endpoint = settings.KEYS.nova_endpoint
+    if (cloud := get_cloud_session(endpoint)) is None:
+        return dict.fromkeys(questions, NO_HOLDERS)
+    end = time.monotonic() + seconds
+    if why := _describe_outage("nova"):
+        return dict.fromkeys(questions, HolderCheckResult(unknown=why))
     try:
-        url = endpoints.resolve_url(cloud, endpoint, HOLDER_CHECK_DEADLINE_S)
+        url = endpoints.resolve_url(cloud, endpoint, min(CALL_TIMEOUT_S, seconds))
     except client.NovaUnavailableError as error:
-        return HolderCheckResult(unknown=str(error))
+        _record_outage("nova", str(error))
+        return dict.fromkeys(questions, HolderCheckResult(unknown=str(error)))
     trust = endpoints.describe_trust(url)
-    asked = [uuid for uuid in former_holders if not trust or (url, trust, uuid) not in _unknown_instances]
-    answers = client.get_servers(cloud, endpoint, asked, max(0.1, end - time.monotonic()))
-    holders = [
-        f"instance {uuid} ({answer.status} on {host_names[0]}), which may still use it, according to Nova"
-        for uuid, answer in answers.items()
-        if isinstance(answer, client.NovaServer) and answer.is_on_host(*host_names)
-    ]
-    has_shown_one = any(isinstance(answer, client.NovaServer) for answer in answers.values())
-    if has_shown_one:
-        call_after_commit(endpoints.record_proof_at, url)
-    unknown_instances = {(url, trust, uuid) for uuid, answer in answers.items() if answer is None}
-    if unknown_instances and not holders:
-        if not has_shown_one:
+    instances = dict.fromkeys(uuid for question in questions.values() for uuid, _ in question.former_holders)
+    asked = [uuid for uuid in instances if not trust or (url, trust, uuid) not in _unknown_instances]
+    answers = client.get_servers(cloud, endpoint, asked, max(0.1, end - time.monotonic()), CALL_TIMEOUT_S)
+    untrusted = ""
+    if any(isinstance(answer, client.NovaServer) for answer in answers.values()):
+        endpoints.record_proof_at(url)
+    elif None in answers.values():
+        try:
             endpoints.refuse_unless_trusted(url)
-        if len(_unknown_instances) > MAX_UNKNOWN_INSTANCES:
-            _unknown_instances.clear()
-        _unknown_instances.update(unknown_instances)
-    unknown = next((str(answer) for answer in answers.values() if isinstance(answer, client.NovaUnavailableError)), "")
+        except endpoints.UntrustedEndpointError as error:  # Nova is not away: it can be confirmed at any moment
+            untrusted = str(error)
+    if not untrusted:
+        _remember_unknown_instances({(url, trust, uuid) for uuid, answer in answers.items() if answer is None})
+    failures = [str(answer) for answer in answers.values() if isinstance(answer, client.NovaUnavailableError)]
+    if failures and time.monotonic() < end:
+        _record_outage("nova", failures[0])
+    return {device: _judge_answers(question, answers, untrusted) for device, question in questions.items()}
+
+
+def _judge_answers(
+    question: NovaQuestion,
+    answers: Mapping[str, client.NovaServer | client.NovaUnavailableError | None],
+    untrusted: str,
+) -> HolderCheckResult:
+    """Return which former holders are on the device's host, at most MAX_SHOWN, or why that is unknown.
+
+    An instance without an answer was not asked for, because Nova does not know it. `untrusted` says why the answer 404
+    does not count; '' if it does.
+    """
+    holders, unknown = [], ""
+    for uuid, _ in question.former_holders:
+        answer = answers.get(uuid)
+        if isinstance(answer, client.NovaServer) and answer.is_on_host(*question.host_names):
+            place = f"{answer.status} on {question.host_names[0]}"
+            holders.append(f"instance {uuid} ({place}), which may still use it, according to Nova")
+        elif isinstance(answer, client.NovaUnavailableError):
+            unknown = unknown or str(answer)
+        elif answer is None and untrusted:
+            unknown = unknown or untrusted
     return HolderCheckResult(tuple(holders[:MAX_SHOWN]), unknown)
 
 
-def _ask_unless_away(
-    name: str, endpoint: str, uuids: Sequence[str], ask: Callable[[Any, str, Sequence[str]], HolderCheckResult]
-) -> HolderCheckResult:
-    """Call `ask` with the cloud session, the endpoint and `uuids`, and return its answer. If no cloud is configured, or
-    `uuids` is empty, return NO_HOLDERS.
+def _remember_unknown_instances(instances: Collection[tuple[str, str, str]]) -> None:
+    """Do not ask again for these instances, which a trusted Nova does not know."""
+    if len(_unknown_instances) > MAX_UNKNOWN_INSTANCES:
+        _unknown_instances.clear()
+    _unknown_instances.update(instances)
 
-    If the service failed less than BACK_OFF_S ago, return its last error without a call.
-    """
-    if not uuids or (cloud := get_cloud_session(endpoint)) is None:
-        return NO_HOLDERS
-    until, why = _outages.get(name, (0.0, ""))
-    if time.monotonic() < until:
-        return HolderCheckResult(unknown=why)
-    check = ask(cloud, endpoint, uuids)
-    if check.unknown and not check.holders:
-        _outages[name] = (time.monotonic() + BACK_OFF_S, check.unknown)
-    return check
+
+def _describe_outage(service: str) -> str:
+    """Return the error of a service that failed less than BACK_OFF_S ago, '' if it has not."""
+    until, why = _outages.get(service, (0.0, ""))
+    return why if time.monotonic() < until else ""
+
+
+def _record_outage(service: str, why: str) -> None:
+    """Do not ask this service again for BACK_OFF_S seconds."""
+    _outages[service] = (time.monotonic() + BACK_OFF_S, why)
+
+
+PLACEMENT_CHECK = HolderCheck(load_providers, ask_placement)
+NOVA_CHECK = HolderCheck(load_former_holders, ask_nova)

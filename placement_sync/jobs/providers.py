@@ -10,6 +10,7 @@ when the command has ended.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -50,6 +51,10 @@ PROVIDER_MISSING_RETRY_S = 30.0
 SWEEP_S = 300.0
 """Seconds after which a host is compared with Placement again: somebody else may have changed Placement."""
 
+BEGIN_DEADLINE_S, CALL_DEADLINE_S = 20.0, 40.0
+"""Seconds after which a batch begins no further host, and after which it makes no further call to Placement. The
+cluster kills a job after 60 s."""
+
 SyncResult = SyncOutcome | Exception
 
 
@@ -83,8 +88,13 @@ def step() -> bool:
             intents.append(intent)
     dry_run_hosts = [id for id, turn in turns.items() if turn is WriteTurn.AGENT]
     outage: PlacementUnavailableError | None = None
+    has_more = len(due) == INTENT_BATCH
     for intent, outcome in zip(
-        intents, _synchronize_in_parallel(cloud, [hosts[one.key] for one in intents], dry_run_hosts), strict=True
+        intents,
+        _synchronize_in_parallel(
+            cloud, [hosts[one.key] for one in intents], dry_run_hosts, BEGIN_DEADLINE_S, CALL_DEADLINE_S
+        ),
+        strict=True,
     ):
         host = hosts[intent.key]
         if isinstance(outcome, SyncOutcome) and host.id in dry_run_hosts and outcome.writes:
@@ -98,6 +108,8 @@ def step() -> bool:
                 repository.store_outcome(host, outcome)
                 outbox.delete_done_intents([intent])
             _bind_programmed_requests(intent.key)
+        elif isinstance(outcome, NotBegunError):
+            has_more = True  # its intent stays due
         elif isinstance(outcome, PlacementUnavailableError):
             outage = outcome
         else:
@@ -107,7 +119,11 @@ def step() -> bool:
     if outage is not None:
         _back_off_due_intents(str(outage))
         return False
-    return len(due) == INTENT_BATCH
+    return has_more
+
+
+class NotBegunError(PlacementSyncError):
+    """There was no time left in this batch to begin with the host."""
 
 
 class AgentWritesError(PlacementSyncError):
@@ -117,11 +133,14 @@ class AgentWritesError(PlacementSyncError):
     """
 
 
-def sync_hosts(cloud: Any, hosts: Sequence[Host], dry_run: bool = False) -> list[SyncResult]:
+def sync_hosts(
+    cloud: Any, hosts: Sequence[Host], dry_run: bool = False, seconds: float = CALL_DEADLINE_S
+) -> list[SyncResult]:
     """Synchronize these hosts now, for a person who asked for it; return the results in the order of `hosts`.
 
     A result is the outcome, which the caller has to store, or the error. With `dry_run` nothing is written. Otherwise,
-    where an agent writes, the conductor raises an intent instead, and the result is AgentWritesError.
+    where an agent writes, the conductor raises an intent instead, and the result is AgentWritesError. After `seconds`
+    no further call is made.
     """
     turns = {} if dry_run else writer_election.decide_turns(dict.fromkeys((host.id for host in hosts), False))
     agent_hosts = [host for host in hosts if turns.get(host.id, WriteTurn.CONDUCTOR) is not WriteTurn.CONDUCTOR]
@@ -135,7 +154,7 @@ def sync_hosts(cloud: Any, hosts: Sequence[Host], dry_run: bool = False) -> list
         dict(
             zip(
                 (host.id for host in conductor_hosts),
-                _synchronize_in_parallel(cloud, conductor_hosts, dry_run_hosts),
+                _synchronize_in_parallel(cloud, conductor_hosts, dry_run_hosts, seconds, seconds),
                 strict=True,
             )
         )
@@ -145,14 +164,26 @@ def sync_hosts(cloud: Any, hosts: Sequence[Host], dry_run: bool = False) -> list
 
 
 def _synchronize_in_parallel(
-    cloud: Any, hosts: Sequence[Host], dry_run_hosts: Collection[int] = ()
+    cloud: Any,
+    hosts: Sequence[Host],
+    dry_run_hosts: Collection[int],
+    begin_s: float,
+    call_s: float,
 ) -> list[SyncResult]:
     """Synchronize the hosts in parallel and return the results in the order of `hosts`.
 
     What is desired and what was written is loaded from the database before; nothing is stored there. A host whose id is
     in `dry_run_hosts` gets only a dry run. When Placement is unavailable for one host, the hosts that have not begun
-    are not tried and get the same error.
+    are not tried and get the same error. After `begin_s` seconds no host is begun (NotBegunError), and after `call_s`
+    no call is made: Placement then counts as unavailable.
     """
+    began = time.monotonic()
+
+    def refuse_late_call() -> None:
+        """Raise PlacementUnavailableError if the time for calls is over."""
+        if time.monotonic() - began > call_s:
+            raise PlacementUnavailableError(f"Placement is too slow: the calls were not finished within {call_s:g} s")
+
     known_names: set[str] = set()
     outages: list[PlacementUnavailableError] = []
 
@@ -163,7 +194,10 @@ def _synchronize_in_parallel(
         """
         if outages:
             return outages[0]
-        placement = PlacementClient(cloud, settings.KEYS.placement_endpoint, known_names=known_names)
+        if time.monotonic() - began > begin_s:
+            return NotBegunError("there was no time left to begin")
+        endpoint = settings.KEYS.placement_endpoint
+        placement = PlacementClient(cloud, endpoint, before_call=refuse_late_call, known_names=known_names)
         parts, written, root = loaded_state
         desired, problems = mapping.compute_desired_providers(parts)
         try:

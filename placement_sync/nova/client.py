@@ -20,7 +20,6 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
-from functools import partial
 from typing import Any, TypeVar
 
 from accelerators.api.own.instances import InstanceKey, InstanceState
@@ -176,18 +175,36 @@ def get_server(session: Any, endpoint: str, uuid: str, timeout_s: float = DEADLI
 
 
 def get_servers(
-    session: Any, endpoint: str, uuids: Collection[str], deadline_s: float = DEADLINE_S
+    session: Any, endpoint: str, uuids: Collection[str], deadline_s: float = DEADLINE_S, call_timeout_s: float = 0.0
 ) -> dict[str, NovaServer | NovaUnavailableError | None]:
     """Return several instances by uuid, read in parallel (MAX_PARALLEL_CALLS threads); None if Nova answers 404.
 
     An instance maps to NovaUnavailableError if Nova has given no usable answer for it within `deadline_s`, which is for
-    all together. Nothing is raised.
+    all together, or within `call_timeout_s`, if that is not 0. Nothing is raised.
     """
-    executor = ThreadPoolExecutor(MAX_PARALLEL_CALLS, thread_name_prefix="servers")
-    futures = {uuid: executor.submit(partial(get_server, session, endpoint, uuid, deadline_s)) for uuid in uuids}
+    timeout_s = min(call_timeout_s or deadline_s, deadline_s)
+    futures = call_in_parallel(lambda uuid: get_server(session, endpoint, uuid, timeout_s), uuids, deadline_s)
+    return {uuid: _collect_server(future) for uuid, future in futures.items()}
+
+
+def call_in_parallel(
+    call: Callable[[str], ResultT], items: Collection[str], deadline_s: float
+) -> dict[str, Future[ResultT]]:
+    """Make one call for each item, in their order, on MAX_PARALLEL_CALLS threads; return the futures by item.
+
+    Returns when all have ended, or after `deadline_s`: then no other call is begun, and those under way go on alone.
+    `is_ended` tells whether a future has a result or an exception.
+    """
+    executor = ThreadPoolExecutor(MAX_PARALLEL_CALLS, thread_name_prefix="calls")
+    futures = {item: executor.submit(call, item) for item in items}
     wait(futures.values(), deadline_s)
     executor.shutdown(wait=False, cancel_futures=True)
-    return {uuid: _collect_server(future) for uuid, future in futures.items()}
+    return futures
+
+
+def is_ended(future: Future[Any]) -> bool:
+    """Return True if the call has ended, with a result or an exception."""
+    return future.done() and not future.cancelled()
 
 
 def _collect_server(future: Future[NovaServer | None]) -> NovaServer | NovaUnavailableError | None:
@@ -215,7 +232,7 @@ def call_with_deadline(call: Callable[[], ResultT], deadline_s: float) -> Result
 
 def _get_result(future: Future[ResultT]) -> ResultT:
     """Return the result of a call; raise what it raised, or NovaUnavailableError if it has not ended."""
-    if not future.done() or future.cancelled():
+    if not is_ended(future):
         raise NovaUnavailableError("Nova did not answer in time")
     return future.result()
 

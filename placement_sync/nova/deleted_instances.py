@@ -15,7 +15,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Collection, Mapping, Sequence
-from datetime import UTC, datetime, timedelta
+from datetime import timedelta
 from functools import partial
 from typing import Any
 
@@ -27,7 +27,7 @@ from accelerators.domain.caller import Caller
 from accelerators.domain.states import EventSource
 from accelerators.models import AcceleratorRequest
 from accelerators.requests import binding
-from accelerators.runtime import jobs
+from accelerators.runtime import database_clock, jobs
 from placement_sync.cloud import get_cloud_session
 from placement_sync.models import Look, NovaEndpoint, Vanished
 from placement_sync.nova import client, endpoints
@@ -153,7 +153,7 @@ def _read_listing(cloud: Any, endpoint: str, row: NovaEndpoint, holding: Collect
     one of the instances does not prove the address: other rules apply to it than to the look-ups. Raises
     NovaUnavailableError if a page is unusable or `end` (of `time.monotonic`) is reached before the first page is read.
     """
-    since = row.changes_since = row.changes_since or datetime.now(UTC) - FIRST_WINDOW
+    since = row.changes_since = row.changes_since or database_clock.now() - FIRST_WINDOW
     has_more = True
     while has_more:
         remaining_s = max(0.0, end - time.monotonic())

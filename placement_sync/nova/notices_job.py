@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 from uuid import UUID
@@ -16,6 +17,8 @@ from placement_sync.nova.notices import Notice, NoticeResult, send_notices
 
 KIND, JOB = "notice", "notices"
 INTENT_BATCH = 256
+SEND_DEADLINE_S = 20.0
+"""Seconds after which a batch begins no further call. The cluster kills a job after 60 s."""
 MAX_PARALLEL_CALLS = 8
 """Calls that are made at the same time. After a call that found Nova away, no other is started."""
 
@@ -41,11 +44,15 @@ def step() -> bool:
     for intent in due:
         by_instance.setdefault(intent.payload["instance"], []).append(intent)
     outages: list[NoticeResult] = []
+    give_up_at, has_more = time.monotonic() + SEND_DEADLINE_S, len(due) == INTENT_BATCH
 
     def send_to_instance(intents: list[outbox.DueIntent]) -> list[NoticeResult]:
-        """Send the notices of one instance and return their results; make no call once Nova was found away."""
+        """Send the notices of one instance and return their results; make no call once Nova was found away, or after
+        SEND_DEADLINE_S: then there are no results."""
         if outages:
             return outages[:1] * len(intents)
+        if time.monotonic() > give_up_at:
+            return []
         notices = [Notice(intent.key, intent.payload["instance"], intent.payload["completed"]) for intent in intents]
         answers = send_notices(cloud, settings.KEYS.nova_endpoint, notices)
         outages.extend(answer for answer in answers if answer.nova_unavailable)
@@ -55,9 +62,12 @@ def step() -> bool:
         for told, answers in zip(
             by_instance.values(), executor.map(send_to_instance, by_instance.values()), strict=True
         ):
+            if not answers:
+                has_more = True  # their intents stay due
+                continue
             with conductor.writing():
                 _store_results(told, answers)
-    return len(due) == INTENT_BATCH and not outages
+    return has_more and not outages
 
 
 def _store_results(intents: list[outbox.DueIntent], answers: list[NoticeResult]) -> None:

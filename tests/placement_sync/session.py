@@ -17,6 +17,7 @@ from placement_sync.client import PlacementConflictError
 from placement_sync.cloud import SERVICE_SESSION
 from placement_sync.reconcile import ObservedProvider
 from tests.placement_sync.model import PlacementModel
+from tests.support import callguard
 
 FIRST_VERSION, ERROR_CODES_VERSION = (1, 0), (1, 23)
 FIELD_VERSIONS = {
@@ -44,6 +45,7 @@ class PlacementModelSession:
         self, url: str, method: str, json: Any = None, headers: Mapping[str, str] | None = None, **_: Any
     ) -> requests.Response:
         """Answer one call. Fields that the microversion does not have are left out, as in Placement."""
+        callguard.refuse_call_in_transaction(f"{method} {url}")
         self.seen_calls.append(f"{method} {url}")
         version = _parse_microversion(headers or {})
         if self.away:

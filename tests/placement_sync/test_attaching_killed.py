@@ -34,6 +34,7 @@ from tests.placement_sync.attaching import (
 )
 from tests.placement_sync.failing_session import KilledError, Trouble
 from tests.placement_sync.session import PlacementModelSession
+from tests.support.callguard import open_transaction_of_test
 
 database = pytest.mark.django_db
 
@@ -55,7 +56,7 @@ def at_every_call(cloud: FakeCloud, troubles: Iterable[Trouble] = (Trouble.KILLE
         reached, number = True, 0
         while reached:
             number += 1
-            with transaction.atomic():
+            with open_transaction_of_test():
                 cloud.placement = copy.deepcopy(before)
                 troubled_session.__init__(cloud, number, trouble)  # type: ignore[misc]
                 _run_until_done()
@@ -78,10 +79,10 @@ def before_every_commit(cloud: FakeCloud) -> Iterator[str]:
     done, number = False, 0
     while not done:
         number += 1
-        with transaction.atomic():
+        with open_transaction_of_test():
             cloud.placement = copy.deepcopy(before)
             done = not all(attaching.step() for _ in range(number - 1))
-            with transaction.atomic():
+            with open_transaction_of_test():
                 attaching.step()
                 transaction.set_rollback(True)
             _run_until_done()

@@ -37,6 +37,7 @@ from tests.placement_sync.attaching import (
     request_states,
     run_steps,
 )
+from tests.support.callguard import open_transaction_of_test
 
 database = pytest.mark.django_db
 LATER = "2999-01-01T00:00:00Z"
@@ -104,7 +105,7 @@ def test_two_attachments_of_one_instance_on_one_provider_are_each_claimed_and_re
     rows += [ask_attachment() for _ in range(left)]
     before = cloud.placement
     for number in (1, 2):
-        with transaction.atomic():
+        with open_transaction_of_test():
             cloud.placement = copy.deepcopy(before)
             lose_write_answer(cloud, number, late)
             run_alternately(rows, turns)

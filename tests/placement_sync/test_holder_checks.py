@@ -6,6 +6,7 @@ refused.
 
 from __future__ import annotations
 
+import time
 import uuid
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -13,7 +14,6 @@ from typing import Any
 
 import keystoneauth1.session
 import pytest
-from django.test import TestCase
 from keystoneauth1.token_endpoint import Token
 
 from accelerators import conductor, safety
@@ -43,7 +43,7 @@ def real_session() -> keystoneauth1.session.Session:
 @pytest.fixture(autouse=True)
 def placement(monkeypatch: pytest.MonkeyPatch) -> Iterator[PlacementModelSession]:
     monkeypatch.setattr(holder_checks, "_outages", {})
-    with safety.HOLDER_CHECKS.replaced("placement", holder_checks.check_placement), using_placement_model() as session:
+    with safety.HOLDER_CHECKS.replaced("placement", holder_checks.PLACEMENT_CHECK), using_placement_model() as session:
         yield session
 
 
@@ -105,7 +105,7 @@ def nova(settings: Any, placement: PlacementModelSession, monkeypatch: pytest.Mo
     monkeypatch.setattr(holder_checks, "_unknown_instances", set())
     with (
         safety.HOLDER_CHECKS.replaced("placement", None),
-        safety.HOLDER_CHECKS.replaced("nova", holder_checks.check_nova),
+        safety.HOLDER_CHECKS.replaced("nova", holder_checks.NOVA_CHECK),
         SERVICE_SESSION.replaced("keystone", real_session),
         running_nova() as one,
     ):
@@ -113,6 +113,11 @@ def nova(settings: Any, placement: PlacementModelSession, monkeypatch: pytest.Mo
         settings.KEYS = SimpleNamespace(**known | {"nova_endpoint": one.url})
         NovaEndpoint.objects.create(url=one.url, proven_at=EARLIER)
         yield one
+
+
+def ask_nova(device: Device) -> safety.HolderCheckResult:
+    questions = holder_checks.load_former_holders([device])
+    return holder_checks.ask_nova(questions, 2.0).get(device.pk, holder_checks.NO_HOLDERS)
 
 
 def make_former_instance(device: Device, give_back: Any = binding.delete_requests) -> str:
@@ -187,9 +192,9 @@ def test_an_instance_that_ended_or_moved_does_not_prevent_retiring(
 
 def test_nova_is_asked_once_about_an_instance_that_it_does_not_know(device: Device, nova: FakeNova) -> None:
     make_former_instance(device)
-    assert holder_checks.check_nova(device) == holder_checks.NO_HOLDERS
+    assert ask_nova(device) == holder_checks.NO_HOLDERS
     assert len(nova.asked) == 1
-    assert holder_checks.check_nova(device) == holder_checks.NO_HOLDERS
+    assert ask_nova(device) == holder_checks.NO_HOLDERS
     assert len(nova.asked) == 1, "what Nova does not know it never will"
 
 
@@ -218,9 +223,7 @@ def test_an_instance_that_the_holder_check_is_shown_proves_the_address(device: D
     NovaEndpoint.objects.all().delete()
     make_former_instance(device)
     nova.shown[make_former_instance(device)] = ("ACTIVE", "cmp2")
-    assert holder_checks.check_nova(device) == holder_checks.NO_HOLDERS
-    with TestCase.captureOnCommitCallbacks(execute=True):
-        holder_checks.check_nova(device)
+    assert ask_nova(device) == holder_checks.NO_HOLDERS
     assert NovaEndpoint.objects.get().proven_at
 
 
@@ -230,23 +233,23 @@ def test_S1_what_an_address_did_not_know_before_it_was_distrusted_is_asked_for_a
     """Another Nova stood behind the address for a minute."""
     nova.shown[make_former_instance(device)] = ("ACTIVE", "cmp1")
     shown, nova.shown = nova.shown, {}
-    assert holder_checks.check_nova(device) == holder_checks.NO_HOLDERS
+    assert ask_nova(device) == holder_checks.NO_HOLDERS
     NovaEndpoint.objects.update(proven_at=None)
-    assert holder_checks.check_nova(device).unknown
+    assert ask_nova(device).unknown
     nova.shown = shown
     NovaEndpoint.objects.update(proven_at="2026-01-02T00:00:00Z")
-    assert holder_checks.check_nova(device).holders
+    assert ask_nova(device).holders
 
 
 def test_S1_what_one_address_of_nova_does_not_know_another_is_asked_for(
     device: Device, nova: FakeNova, settings: Any
 ) -> None:
     instance = make_former_instance(device)
-    assert holder_checks.check_nova(device) == holder_checks.NO_HOLDERS
+    assert ask_nova(device) == holder_checks.NO_HOLDERS
     with running_nova() as other:
         settings.KEYS.nova_endpoint = other.url
         other.shown[instance] = ("ACTIVE", "cmp1")
-        assert holder_checks.check_nova(device).holders
+        assert ask_nova(device).holders
 
 
 def test_retiring_is_refused_while_nova_is_away_or_unclear(device: Device, nova: FakeNova) -> None:
@@ -264,7 +267,7 @@ def test_retiring_is_refused_while_nova_is_away_or_unclear(device: Device, nova:
     assert (refused.reason, "does not describe a server" in refused.text) == (RefusalReason.UNAVAILABLE, True)
     nova.rubbish = False
     apply_report(device.host, make_driver_report(make_card(1), make_card(2)), seq=2)
-    assert holder_checks.check_nova(Device.objects.latest("id")) == holder_checks.NO_HOLDERS, (
+    assert ask_nova(Device.objects.latest("id")) == holder_checks.NO_HOLDERS, (
         "no instance has had it: Nova is not asked"
     )
     refused = try_to_retire(device)
@@ -274,3 +277,36 @@ def test_retiring_is_refused_while_nova_is_away_or_unclear(device: Device, nova:
     refused = try_to_retire(device)
     assert refused
     assert refused.reason is RefusalReason.IN_USE, "a Nova that does not tell hosts counts against the act"
+
+
+def test_placement_is_asked_about_many_devices_at_once_within_one_deadline(
+    placement: PlacementModelSession, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answer = placement.request
+
+    def answer_slowly(*arguments: Any, **options: Any) -> Any:
+        time.sleep(0.1)
+        return answer(*arguments, **options)
+
+    monkeypatch.setattr(placement, "request", answer_slowly)
+    questions = {number: (str(uuid.uuid4()), str(uuid.uuid4())) for number in range(200)}
+    began = time.monotonic()
+    answers = holder_checks.ask_placement(questions, 0.5)
+    assert time.monotonic() - began < 2.0, "one after the other they would take 40 s"
+    assert 1 <= len(answers) < 200 and set(answers.values()) == {holder_checks.NO_HOLDERS}
+    assert holder_checks.ask_placement({1: questions[1]}, 2.0), "a lack of time is no outage"
+
+
+def test_S1_the_answer_of_nova_does_not_count_if_the_device_was_bound_and_released_meanwhile(
+    device: Device, nova: FakeNova
+) -> None:
+    make_former_instance(device)
+    answers = safety.ask_holders([Device.objects.get()])
+    locked = [Device.objects.get()]
+    safety.find_holders(locked, answers).refuse_unless_free(locked[0], "retired")
+    instance = make_former_instance(device)
+    nova.shown[instance] = ("ACTIVE", "cmp1")
+    locked = [Device.objects.get()]
+    with pytest.raises(RefusedError, match="It is unknown whether") as refused:
+        safety.find_holders(locked, answers).refuse_unless_free(locked[0], "retired")
+    assert refused.value.reason is RefusalReason.UNAVAILABLE

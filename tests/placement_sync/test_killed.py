@@ -31,6 +31,7 @@ from placement_sync.reconcile import ObservedProvider
 from tests.placement_sync.failing_session import KilledError, Trouble, TroubledSession
 from tests.placement_sync.model import PlacementModel
 from tests.placement_sync.session import PlacementModelSession
+from tests.support.callguard import open_transaction_of_test
 from tests.support.nova import FakeNova, running_nova
 from tests.support.reports import apply_report, get_or_create_host, make_card, make_driver_report, make_report
 
@@ -68,7 +69,7 @@ def at_every_call(
         reached, number = True, 0
         while reached:
             number += 1
-            with transaction.atomic():
+            with open_transaction_of_test():
                 troubled_session.__init__(session(), number, trouble)  # type: ignore[misc]
                 try:
                     job()
@@ -157,7 +158,7 @@ def run_until_in_step() -> None:
 def test_placement_converges_when_the_worker_is_killed_or_unanswered_at_any_call() -> None:
     make_pending_changes()
     before = troubled_session.session
-    with transaction.atomic():
+    with open_transaction_of_test():
         troubled_session.session = copy.deepcopy(before)
         run_until_in_step()
         wanted, held = placement_content(), placement_model().allocated

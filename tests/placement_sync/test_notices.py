@@ -115,3 +115,16 @@ def test_each_entry_of_a_207_answer_is_judged_by_its_own_code() -> None:
         (False, True),
         (False, True),
     ]
+
+
+def test_notices_that_a_batch_has_no_time_to_send_are_sent_by_the_next_one(
+    nova: FakeNova, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    instance, request = str(uuid.uuid4()), str(uuid.uuid4())
+    nova.known[instance] = 200
+    conductor.raise_intents("notice", {request: {"instance": instance, "completed": True, "host": "cmp1"}})
+    monkeypatch.setattr(notices_job, "SEND_DEADLINE_S", -1.0)
+    assert notices_job.step() and not nova.calls
+    monkeypatch.setattr(notices_job, "SEND_DEADLINE_S", 20.0)
+    notices_job.step()
+    assert list(nova.received_statuses()) == [request]

@@ -230,3 +230,17 @@ def test_the_placement_sync_command_prints_the_differences_and_writes_them() -> 
     again = StringIO()
     call_command("placement_sync", stdout=again)
     assert again.getvalue().splitlines() == ["1 host, 0 written"]
+
+
+def test_hosts_that_a_batch_has_no_time_to_begin_are_left_for_the_next_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A slow Placement must not keep the job until the cluster kills it."""
+    conductor.raise_provider_intents([get_or_create_host("cmp1")])
+    monkeypatch.setattr(providers, "BEGIN_DEADLINE_S", -1.0)
+    calls = len(placement_session.seen_calls)
+    assert providers.step() and len(placement_session.seen_calls) == calls
+    intent = Intent.objects.get(kind="provider")
+    assert (intent.attempts, intent.last_error) == (0, "")
+    monkeypatch.setattr(providers, "BEGIN_DEADLINE_S", 20.0)
+    monkeypatch.setattr(providers, "CALL_DEADLINE_S", -1.0)
+    assert not providers.step() and len(placement_session.seen_calls) == calls
+    assert "Placement is too slow" in Intent.objects.get(kind="provider").last_error

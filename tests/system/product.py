@@ -24,6 +24,7 @@ import psycopg
 import pytest
 
 from cyborgweb.database.postgres import Postgres, choose_socket_folder
+from tests.support import callguard
 from tests.support.environment import without_settings
 from tests.support.migrated import copy_migrated
 from tests.support.webserver import until
@@ -31,6 +32,7 @@ from tests.system import processes
 from tests.system.processes import ObservedProcess
 
 ROOT = Path(__file__).resolve().parents[2]
+GUARD = ROOT / "tests/support/startup"
 START_S = 60.0
 ANSWER_S = 10.0
 STOP_S = 10.0
@@ -45,8 +47,12 @@ SERVES = {
 
 
 def environment(**more: str) -> dict[str, str]:
-    """Return this process's environment without the variables that configure the product, plus `more`."""
-    return without_settings() | {"PYTHONDONTWRITEBYTECODE": "1", "CYBORG_LISTEN": "127.0.0.1:0"} | more
+    """Return this process's environment without the variables that configure the product, plus `more`.
+
+    Processes that are started with it refuse calls to other services inside transactions (`tests.support.callguard`).
+    """
+    product = {"PYTHONDONTWRITEBYTECODE": "1", "CYBORG_LISTEN": "127.0.0.1:0", "PYTHONPATH": str(GUARD)}
+    return without_settings() | product | more
 
 
 @dataclass
@@ -294,7 +300,8 @@ class Product:
 
 @contextmanager
 def running(product: Product) -> Iterator[Product]:
-    """Start the product for the block; at its end stop the product, and fail if any of its processes still runs."""
+    """Start the product for the block; at its end stop the product, and fail if any of its processes still runs, or if
+    one has called another service inside a transaction."""
     try:
         yield product.start()
     finally:
@@ -303,6 +310,7 @@ def running(product: Product) -> Iterator[Product]:
                 product.interrupt()
         finally:
             wait_and_kill_remaining(product)
+    assert callguard.MESSAGE not in product.log(), product.log()[-4000:]
 
 
 def wait_and_kill_remaining(product: Product) -> None:

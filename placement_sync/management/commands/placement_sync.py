@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from typing import Any
 
@@ -50,7 +51,7 @@ class Command(shell.OperatorCommand):
         writes = out_of_step = 0
         for start in range(0, len(hosts), HOST_BATCH):
             part = hosts[start : start + HOST_BATCH]
-            for host, ended in zip(part, providers.sync_hosts(cloud, part, options["dry_run"]), strict=True):
+            for host, ended in zip(part, providers.sync_hosts(cloud, part, options["dry_run"], math.inf), strict=True):
                 write_count, is_in_step = self._print_and_store_result(host, ended, options["dry_run"])
                 writes, out_of_step = writes + write_count, out_of_step + (not is_in_step)
             self._print_progress(start + len(part), len(hosts))

@@ -20,6 +20,7 @@ from accelerators.models import Command, Device, Host
 from accelerators.workflows import bulk_commands, command_endings
 from drivers.inventory import DriverDeclaration, DriverReport
 from drivers.plan import get_affected_prefix
+from tests.support.holders import answer_each
 from tests.support.reports import apply_report, get_or_create_host, make_card, make_driver_report
 
 pytestmark = pytest.mark.django_db
@@ -73,7 +74,7 @@ def test_S1_a_reset_is_refused_while_another_device_that_it_affects_is_held(scop
         def check(one: Device, held: str = address) -> safety.HolderCheckResult:
             return hold(held) if one.address == held else safety.HolderCheckResult()
 
-        with safety.HOLDER_CHECKS.replaced("placement", check):
+        with safety.HOLDER_CHECKS.replaced("placement", answer_each(check)):
             if address in affected:
                 with pytest.raises(RefusedError, match=f"cannot be affected by the reset of device {device.uuid}") as e:
                     command_queue.order_device_command("reset", device.uuid, OLGA)
@@ -145,18 +146,18 @@ def slow_holder_checks(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str | N
         time.sleep(0.11)
         return safety.HolderCheckResult()
 
-    with safety.HOLDER_CHECKS.replaced("placement", check):
+    with safety.HOLDER_CHECKS.replaced("placement", answer_each(check)):
         yield asked
 
 
 def test_S1_a_reset_is_refused_in_time_if_the_holder_checks_of_what_it_affects_are_slow(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The rows of all affected devices and of their host are locked while Placement and Nova are asked."""
+    """A person waits for the answer, and the sweep and other jobs for their turn."""
     device = report_cards({"reset": "host"})
     with (
         slow_holder_checks(monkeypatch) as asked,
-        pytest.raises(RefusedError, match="took too long: try again") as refused,
+        pytest.raises(RefusedError, match="there was no time left to ask: try again") as refused,
     ):
         command_queue.order_device_command("reset", device.uuid, OLGA)
     assert (refused.value.reason, asked) == (RefusalReason.UNAVAILABLE, [FIRST])
@@ -167,7 +168,8 @@ def test_S1_the_resets_of_a_bulk_action_share_one_time_for_the_holder_checks(mon
     device = report_cards({"reset": "host"})
     chosen = {one.uuid: one.lifecycle_text for one in Device.objects.filter(address__in=[FIRST, SAME_CARD])}
     with slow_holder_checks(monkeypatch) as asked:
-        results = bulk_commands.place_command_for_each("reset", chosen, OLGA, "")
+        answers = command_queue.ask_holders_for_command("reset", Device.objects.filter(uuid__in=chosen))
+        results = bulk_commands.place_command_for_each("reset", chosen, OLGA, "", answers)
     assert device.uuid in chosen and asked == [FIRST]
     assert [(result.outcome, result.reason) for result in results] == [("refused", RefusalReason.UNAVAILABLE)] * 2
-    assert all("took too long: try again" in result.text for result in results)
+    assert all("there was no time left to ask: try again" in result.text for result in results)

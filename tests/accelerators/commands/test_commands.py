@@ -22,6 +22,7 @@ from accelerators.models import Command, Deployable, Device, Event, Host
 from accelerators.runtime import pubsub
 from accelerators.workflows import command_endings, retention_sweep
 from tests.accelerators.devices.test_admission import create_rule
+from tests.support.holders import answer_each
 from tests.support.reports import apply_report, get_or_create_host, make_card, make_driver_report
 
 pytestmark = pytest.mark.django_db
@@ -146,7 +147,7 @@ def test_a_merge_inserts_all_installations_with_one_statement(monkeypatch: pytes
 
 
 def test_installing_a_held_device_is_refused(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(safety, "find_requests_of_device", lambda device: safety.HolderCheckResult(("request x",)))
+    monkeypatch.setattr(safety, "find_own_holders", lambda device: ("request x",))
     with pytest.raises(RefusedError, match="held by request x: it cannot be installed"):
         lifecycle.enable_device(device.uuid, OLGA)
 
@@ -376,7 +377,7 @@ def test_S1_destructive_commands_are_refused_while_held_or_while_holders_are_unk
         (safety.HolderCheckResult(("instance i",)), RefusalReason.IN_USE),
         (safety.HolderCheckResult(unknown="no answer"), RefusalReason.UNAVAILABLE),
     ):
-        with safety.HOLDER_CHECKS.replaced("placement", lambda device, answer=result: answer):
+        with safety.HOLDER_CHECKS.replaced("placement", answer_each(lambda device, answer=result: answer)):
             for op, more in (
                 ("uninstall", {}),
                 ("reset", {}),

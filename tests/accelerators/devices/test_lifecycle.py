@@ -28,6 +28,7 @@ from accelerators.domain.states import DeviceState, DrainTarget, EventSource, Il
 from accelerators.models import AcceleratorRequest, Deployable, Device, DeviceProfile, Event, Intent
 from accelerators.requests import binding
 from accelerators.requests.binding import BindSpec
+from tests.support.holders import answer_each
 from tests.support.reports import apply_report, get_or_create_host, make_card, make_driver_report
 from tests.support.webserver import until
 
@@ -171,7 +172,7 @@ def test_S1_retiring_a_held_device_is_refused_naming_the_holder(device: Device) 
 
 def test_retiring_is_refused_while_a_holder_check_gets_no_answer(device: Device) -> None:
     unknown = safety.HolderCheckResult(unknown="it does not answer")
-    with safety.HOLDER_CHECKS.replaced("placement", lambda device: unknown):
+    with safety.HOLDER_CHECKS.replaced("placement", answer_each(lambda device: unknown)):
         lifecycle.disable_device(device.uuid, OLGA)
         with pytest.raises(RefusedError, match="placement: it does not answer") as refused:
             lifecycle.apply_action_to_device(Action.RETIRE, device.uuid, OLGA)

@@ -135,7 +135,7 @@ def test_S1_a_card_with_another_serial_number_in_the_slot_of_a_held_one_is_not_o
     failed = bind_request()
     assert failed.state == "BindFailed" and "same PCI address" in failed.fault
     with pytest.raises(RefusedError, match="held by request"):
-        safety.refuse_unless_free(newcomer, "reset")
+        safety.find_holders([newcomer], safety.NO_ANSWERS).refuse_unless_free(newcomer, "reset")
 
 
 def test_a_card_with_another_serial_number_in_the_slot_of_a_free_one_is_a_new_device(host: Host) -> None:
@@ -278,7 +278,8 @@ def test_S1_a_virtual_function_that_is_a_device_of_its_own_is_not_given_beside_i
     assert bind_request(str(compute_provider_uuid("node_0000:02:00.0"))).state == "BindFailed"
     assert bind_request(str(compute_provider_uuid("node_0000:02:00.0"))).state == "BindFailed"
     with pytest.raises(RefusedError, match="held by request"):
-        safety.refuse_unless_free(Device.objects.get(address="0000:01:00.0"), "reset")
+        device = Device.objects.get(address="0000:01:00.0")
+        safety.find_holders([device], safety.NO_ANSWERS).refuse_unless_free(device, "reset")
 
 
 def hold(handle: AttachHandle) -> None:
@@ -542,9 +543,9 @@ def test_S1_a_device_whose_function_was_released_through_another_device_is_not_r
     with conductor.writing():
         (one,), (two,) = (make_handles(host, address, ("PCI", "0")) for address in ("0000:01:00.0", second))
         ReleasedHandle.objects.create(handle=one, instance=uuid4(), ask_at=datetime.now(UTC))
-    holders = safety.find_releases_of_device(two.deployable.device).holders
+    holders = safety.find_own_holders(two.deployable.device)
     assert bool(holders) == is_refused
-    assert safety.find_releases_of_device(one.deployable.device).holders
+    assert safety.find_own_holders(one.deployable.device)
 
 
 @pytest.mark.parametrize(("address", "is_refused"), [("0000:01:00.0", True), ("0000:02:00.0", False)])

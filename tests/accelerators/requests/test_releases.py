@@ -367,7 +367,7 @@ def test_S1_no_destructive_act_touches_a_device_while_a_guest_may_use_one_of_its
     unbind(bind())
     device = Device.objects.get()
     with pytest.raises(RefusedError, match="held by a guest, perhaps: instance") as refused:
-        safety.refuse_unless_free(device, "reset")
+        safety.find_holders([device], safety.NO_ANSWERS).refuse_unless_free(device, "reset")
     assert refused.value.reason == RefusalReason.IN_USE
     with pytest.raises(RefusedError, match="its device cannot be programmed: instance"):
         bind(profile="adder")

@@ -22,6 +22,7 @@ from accelerators.workflows.driver_config import DriverChange, check_driver_chan
 from accelerators.workflows.driver_rollouts import RolloutPace
 from drivers.inventory import DriverReport
 from tests.accelerators.api.own.conftest import Fill, fill
+from tests.support.holders import answer_each
 from tests.support.reports import apply_report, get_or_create_host, make_card, make_driver_report
 
 pytestmark = pytest.mark.django_db
@@ -241,7 +242,7 @@ def test_S1_changing_a_driver_is_refused_while_a_holder_check_gets_no_answer() -
     (host,) = create_hosts(1, make_driver_report(make_card(1)))
     unknown = safety.HolderCheckResult(unknown="it does not answer")
     with (
-        safety.HOLDER_CHECKS.replaced("nova", lambda device: unknown),
+        safety.HOLDER_CHECKS.replaced("nova", answer_each(lambda device: unknown)),
         pytest.raises(RefusedError, match=r"unknown whether device .* is held \(nova: it does not answer\)") as refused,
     ):
         start_rollout(UNINSTALL, [host])
@@ -253,8 +254,10 @@ def test_S1_changing_a_driver_is_refused_if_the_holder_checks_take_too_long(monk
     (host,) = create_hosts(1, make_driver_report(make_card(1), make_card(2)))
     monkeypatch.setattr(safety, "HOLDER_CHECKS_TIMEOUT_S", -1.0)
     with (
-        safety.HOLDER_CHECKS.replaced("nova", lambda device: asked.append(device) or safety.HolderCheckResult()),
-        pytest.raises(RefusedError, match="took too long: try again") as refused,
+        safety.HOLDER_CHECKS.replaced(
+            "nova", answer_each(lambda device: asked.append(device) or safety.HolderCheckResult())
+        ),
+        pytest.raises(RefusedError, match="there was no time left to ask: try again") as refused,
     ):
         start_rollout(UNINSTALL, [host])
     assert (refused.value.reason, asked) == (RefusalReason.UNAVAILABLE, [])

@@ -15,6 +15,7 @@ from accelerators.safety import HolderCheckResult
 from accelerators.workflows import retention_sweep
 from accelerators.workflows.retention_sweep import remove_missing_devices
 from tests.support import emptying
+from tests.support.holders import answer_each
 from tests.support.reports import apply_report, get_or_create_host, make_card, make_driver_report
 
 pytestmark = pytest.mark.django_db
@@ -84,10 +85,10 @@ def test_a_missing_device_is_not_removed_while_its_driver_fails(host: Host) -> N
 def test_S1_a_missing_device_is_not_removed_unless_every_holder_check_says_it_is_free(
     host: Host, said: HolderCheckResult
 ) -> None:
-    with safety.HOLDER_CHECKS.replaced("stranger", lambda device: said):
+    with safety.HOLDER_CHECKS.replaced("stranger", answer_each(lambda device: said)):
         assert remove_missing_devices(LATER) is False
         assert count_missing() == 1
-    with safety.HOLDER_CHECKS.replaced("stranger", lambda device: HolderCheckResult()):
+    with safety.HOLDER_CHECKS.replaced("stranger", answer_each(lambda device: HolderCheckResult())):
         remove_missing_devices(LATER)
     assert count_missing() == 0
 
@@ -106,7 +107,7 @@ def test_holder_checks_of_many_missing_devices_end_in_time_and_the_others_are_re
         time.sleep(0.06)
         return HolderCheckResult()
 
-    with safety.HOLDER_CHECKS.replaced("stranger", check):
+    with safety.HOLDER_CHECKS.replaced("stranger", answer_each(check)):
         remove_missing_devices(LATER)
         assert 1 <= len(asked) <= 2 and count_missing() == 8 - len(asked)
         while count_missing():

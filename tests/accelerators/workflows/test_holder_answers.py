@@ -1,0 +1,152 @@
+"""Test for every act on a device that holders are asked for before anything is locked, and what an answer is worth.
+
+The holder check of these tests refuses to be asked while a transaction is open (`tests.support.callguard`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from datetime import UTC, datetime, timedelta
+from uuid import uuid4
+
+import pytest
+from django.db.models import F
+
+from accelerators import conductor, safety
+from accelerators.commands import command_queue
+from accelerators.devices import lifecycle, partitioning
+from accelerators.devices.partitioning import PartitionChange, PartitionTarget
+from accelerators.domain.caller import Caller
+from accelerators.domain.device_actions import Action
+from accelerators.domain.errors import RefusedError
+from accelerators.domain.states import DrainTarget, EventSource, RolloutOp
+from accelerators.models import Command, Device
+from accelerators.safety import HolderCheckResult
+from accelerators.workflows import bulk_actions, driver_rollouts, retention_sweep
+from accelerators.workflows.driver_config import DriverChange
+from tests.support.holders import answer_each
+from tests.support.reports import apply_report, get_or_create_host, make_card, make_driver_report
+
+pytestmark = pytest.mark.django_db
+OLGA = Caller("olga", "u", frozenset({"admin"}), "p1")
+LATER = datetime.now(UTC) + timedelta(days=2)
+FREE = HolderCheckResult()
+
+
+def order(op: str, **arguments: object) -> Callable[[Device], object]:
+    return lambda device: command_queue.order_device_command(op, device.uuid, OLGA, **arguments)  # type: ignore[arg-type]
+
+
+def apply(action: Action, drain_to: DrainTarget = DrainTarget.MAINTENANCE) -> Callable[[Device], object]:
+    def act(device: Device) -> None:
+        lifecycle.apply_action_to_device(action, device.uuid, OLGA, drain_to=drain_to)
+        lifecycle.run_drains()
+
+    return act
+
+
+def run_bulk(action: Action | str, drain_to: DrainTarget = DrainTarget.MAINTENANCE) -> Callable[[Device], object]:
+    def act(device: Device) -> None:
+        bulk = bulk_actions.create_draft(action, drain_to, Device.objects.filter(pk=device.pk), OLGA)
+        bulk_actions.confirm_draft(bulk, "", held_too=True)
+        bulk_actions.run()
+
+    return act
+
+
+def add_units(device: Device) -> None:
+    (result,) = partitioning.partition_devices([PartitionTarget(device.uuid)], PartitionChange(3), OLGA)
+    assert result.command or result.refused
+
+
+def change_driver(op: RolloutOp, hosts: int = 1, enabled: bool | None = None) -> Callable[[Device], object]:
+    def act(device: Device) -> None:
+        others = [get_or_create_host(f"other{number}") for number in range(hosts - 1)]
+        change = DriverChange(op, device.driver, enabled)
+        driver_rollouts.start_rollout(change, [device.host, *others], OLGA, source=EventSource.API)
+        driver_rollouts.run()
+
+    return act
+
+
+def sweep(device: Device) -> None:
+    retention_sweep.remove_missing_devices(LATER)
+
+
+ACTS = {
+    "retire": apply(Action.RETIRE),
+    "drain to retire": apply(Action.DRAIN, DrainTarget.RETIRED),
+    "retire in bulk": run_bulk(Action.RETIRE),
+    "drain to retire in bulk": run_bulk(Action.DRAIN, DrainTarget.RETIRED),
+    "uninstall": order("uninstall"),
+    "reset": order("reset"),
+    "reset in bulk": run_bulk("reset"),
+    "program": order("program", image=uuid4()),
+    "partition": order("partition", layout={"vfs": "4"}),
+    "change the layout": lambda device: partitioning.update_layout(device.uuid, {"vfs": "4"}, OLGA),
+    "add units": add_units,
+    "uninstall its driver": change_driver(RolloutOp.UNINSTALL),
+    "disable its driver": change_driver(RolloutOp.UPDATE, enabled=False),
+    "uninstall its driver on several hosts": change_driver(RolloutOp.UNINSTALL, hosts=2),
+    "sweep": sweep,
+}
+
+
+@pytest.fixture(params=ACTS)
+def act(request: pytest.FixtureRequest) -> str:
+    name: str = request.param
+    return name
+
+
+@pytest.fixture
+def device(act: str) -> Device:
+    """Return a device that every act is possible on: in maintenance, but missing for the sweep."""
+    host = get_or_create_host()
+    words = {"acts": "uninstall partition program reset", "changeable": "vfs", "sized_by": "vfs"}
+    apply_report(host, make_driver_report(make_card(1, **words)))
+    lifecycle.enable_device(Device.objects.get().uuid, OLGA)
+    if act == "sweep":
+        apply_report(host, make_driver_report(), seq=2)
+    elif not act.startswith("drain"):
+        lifecycle.disable_device(Device.objects.get().uuid, OLGA)
+    with conductor.writing():
+        Command.objects.all().delete()
+    return Device.objects.select_related("host").get()
+
+
+def is_done() -> bool:
+    """Return True if the act was carried out: a command was placed, or the device is retired or gone."""
+    is_ordered = Command.objects.exclude(host__name__startswith="other").exists()
+    return is_ordered or not Device.objects.exclude(state="retired").exists()
+
+
+def try_act(act: str, device: Device) -> None:
+    with suppress(RefusedError):
+        ACTS[act](device)
+
+
+def test_S1_holders_are_asked_outside_transactions_and_a_free_device_is_acted_on(act: str, device: Device) -> None:
+    asked: list[int] = []
+    with safety.HOLDER_CHECKS.replaced("nova", answer_each(lambda device: asked.append(device.pk) or FREE)):
+        try_act(act, device)
+    assert asked == [device.pk] and is_done()
+
+
+def test_S1_an_answer_does_not_count_if_the_device_has_changed_since_the_question(act: str, device: Device) -> None:
+    def answer(device: Device) -> HolderCheckResult:
+        """Answer that nobody holds the device; at this moment somebody changes it."""
+        with conductor.writing():
+            Device.objects.filter(pk=device.pk).update(generation=F("generation") + 1)
+        return FREE
+
+    with safety.HOLDER_CHECKS.replaced("nova", answer_each(answer)):
+        try_act(act, device)
+        assert not is_done()
+
+
+@pytest.mark.parametrize("result", [HolderCheckResult(("instance i",)), HolderCheckResult(unknown="no answer")])
+def test_S1_no_act_on_a_device_that_is_held_or_may_be_held(act: str, device: Device, result: HolderCheckResult) -> None:
+    with safety.HOLDER_CHECKS.replaced("nova", answer_each(lambda device: result)):
+        try_act(act, device)
+        assert not is_done()
