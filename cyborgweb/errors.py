@@ -12,9 +12,11 @@ All exceptions of this package, each with the module that defines it:
       TokenCheckUnavailableError        cyborgweb.auth.token_cache
       CensusBusyError                   cyborgweb.telemetry.census
       DecryptionError                   cyborgweb.notify.keyring
+      MailServerError                   cyborgweb.notify.mail
       WebhookUrlError                   cyborgweb.notify.webhook
       BackupError                       cyborgweb.server.backup
       StartError                        cyborgweb.server.supervisor
+      MailAddressError                  cyborgweb.settings.mail_address
       PostgresError                     cyborgweb.database.postgres
 """
 

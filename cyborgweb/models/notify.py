@@ -1,4 +1,5 @@
-"""Tables of notifications: subscriptions, deliveries, and the position up to which events were read."""
+"""Tables of notifications: subscriptions, deliveries, the state of the mail server, and the position up to which events
+were read."""
 
 from __future__ import annotations
 
@@ -164,6 +165,20 @@ class Delivery(models.Model):
 
     def __str__(self) -> str:
         return f"{self.kind} to {self.subscription}"
+
+
+class MailServer(models.Model):
+    """The circuit breaker of the mail server, in one row: after a failure no mail is tried before `retry_at`."""
+
+    failures = models.IntegerField(default=0)
+    retry_at = models.DateTimeField(db_default=Now())
+    last_error = models.TextField(default="")
+
+    class Meta:
+        default_permissions = ()
+
+    def __str__(self) -> str:
+        return self.last_error or "available"
 
 
 class Reader(models.Model):

@@ -13,8 +13,6 @@ from typing import Any
 
 from django.conf import settings
 from django.contrib.auth.models import User
-from django.core.exceptions import ValidationError
-from django.core.validators import validate_email
 from django.db import connection
 from django.db.models import Q, QuerySet
 
@@ -34,7 +32,8 @@ from cyborgweb.models.event_types import (
     SubscriptionStanding,
 )
 from cyborgweb.models.notify import Delivery, Subscription
-from cyborgweb.notify import keyring, webhook
+from cyborgweb.notify import keyring, mail, webhook
+from cyborgweb.settings.mail_address import MailAddressError
 
 MAX_SUBSCRIPTIONS = 50
 """Subscriptions that one person may have in a project, or one project for itself."""
@@ -247,7 +246,8 @@ def mark_as_read(rows: QuerySet[Delivery], messages: Iterable[Any] | None = None
 def validate_subscription(row: Subscription) -> None:
     """Raise RefusedError INVALID, with the reason, if the fields of a subscription do not fit together.
 
-    Checked are the kinds, the host filter, and whether the target fits the way and is allowed. No name is looked up.
+    Checked are the kinds, the host filter, and whether the target fits the way and is allowed. No name is looked up. A
+    mail address is brought into its plain form.
     """
     if not row.kinds or set(row.kinds) - set(NotificationKind):
         raise RefusedError(
@@ -266,23 +266,19 @@ def validate_subscription(row: Subscription) -> None:
         except webhook.WebhookUrlError as refused:
             raise RefusedError(RefusalReason.INVALID, str(refused)) from None
     if row.way == DeliveryWay.EMAIL:
-        _validate_mail_address(row.target)
+        row.target = _check_mail_target(row.target)
 
 
-def _validate_mail_address(address: str) -> None:
-    """Raise RefusedError INVALID, with the reason, if this installation sends no mail, if `address` is no e-mail
-    address, or if mail may not be sent to its domain.
+def _check_mail_target(address: str) -> str:
+    """Return the address in its plain form. Raises RefusedError INVALID, with the reason, if this installation sends no
+    mail, if `address` is no address that we accept, or if mail may not be sent to its domain.
     """
-    keys = settings.KEYS
-    if not keys.mail_host:
+    if not settings.KEYS.mail_host:
         raise RefusedError(RefusalReason.INVALID, "This installation sends no mail: CYBORG_MAIL_HOST is not set.")
     try:
-        validate_email(address)
-    except ValidationError:
-        raise RefusedError(RefusalReason.INVALID, "The target is no e-mail address: write NAME@DOMAIN.") from None
-    domains = keys.mail_domains or (keys.mail_from.rpartition("@")[2],)
-    if "*" not in domains and address.rpartition("@")[2].lower() not in {domain.lower() for domain in domains}:
-        raise RefusedError(RefusalReason.INVALID, f"Mail can be sent to addresses at {', '.join(domains)} only.")
+        return mail.check_mail_address(address)
+    except MailAddressError as error:
+        raise RefusedError(RefusalReason.INVALID, str(error)) from None
 
 
 def _recorded_values(row: Subscription) -> dict[str, Any]:
