@@ -44,6 +44,7 @@ REVIEWED_STEPS: dict[str, str] = {
     "trigger that rejects a bind of a released handle, as the unique index rejects one of a held handle: the former "
     "release retries and answers that the handles are taken",
     "cyborgweb 0002_mail_server: RunSQL": "it sets a time limit for the migration's locks",
+    "cyborgweb 0003_mail_confirmations: RunSQL": "it sets a time limit for the migration's locks",
     "placement_sync 0003_vanished_listed: RunSQL": "it sets a time limit for the migration's locks",
     "placement_sync 0002_nova_endpoints: RunSQL": "it sets a time limit for the migration's locks",
     "placement_sync 0002_nova_endpoints: AlterField placement_sync.vanished.since": "only its help text is another",

@@ -2,10 +2,11 @@
 and deliveries."""
 
 from cyborgweb.models.identity import ApiToken, KeystoneUser, Maintenance, SavedView, hash_token
-from cyborgweb.models.notify import Delivery, MailServer, Reader, Subscription
+from cyborgweb.models.notify import ConfirmationRequest, Delivery, MailServer, Reader, Subscription
 
 __all__ = [
     "ApiToken",
+    "ConfirmationRequest",
     "Delivery",
     "KeystoneUser",
     "MailServer",

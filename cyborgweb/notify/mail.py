@@ -17,6 +17,7 @@ from django.core.mail import EmailMessage, get_connection
 
 from cyborgweb.errors import CyborgwebError
 from cyborgweb.models.event_types import describe_event
+from cyborgweb.notify.mail_links import LinkAction, build_link
 from cyborgweb.notify.webhook import AttemptOutcome
 from cyborgweb.settings.mail_address import MailAddressError, parse_mail_address
 from drivers.errors import Failed
@@ -29,6 +30,14 @@ MailMessage = tuple[datetime, str, Mapping[str, Any]]
 CONNECT_TIMEOUT_S, MAIL_TIMEOUT_S = 10.0, 20.0
 """Seconds that connecting to the mail server and sending one mail may take at most, whatever the mail server does."""
 FOOTER = "You get this mail because of a subscription in the accelerator control plane. Change or delete it there."
+END_FOOTER = "To end these mails, without a login: "
+CONFIRMATION_TEXT = """{asker} wants the accelerator control plane to send messages to this address.
+They are sent only if you confirm it, within three days:
+
+{link}
+
+If you do not want them, ignore this mail.
+"""
 _LOGIN_NEEDED = (530, 534, 535, 538)
 """Answers of a mail server that wants another login: they concern all mail."""
 _TOO_BIG = 552
@@ -50,16 +59,34 @@ class MailOutcome(AttemptOutcome):
     is_connection_lost: bool = False
 
 
-def build_mail(to: str, messages: Sequence[MailMessage], message_id: str) -> EmailMessage:
+def build_mail(to: str, messages: Sequence[MailMessage], message_id: str, subscription: str) -> EmailMessage:
     """Build the mail about these messages (at least one), a line for each; it is not sent.
 
-    The header Message-ID is made from `message_id`, which is the id of the first message.
+    The header Message-ID is made from `message_id`, which is the id of the first message. `subscription` is the uuid of
+    the subscription.
     """
     lines = [f"{at.astimezone(UTC):%Y-%m-%d %H:%M:%S} UTC  {describe_event(kind, data)}" for at, kind, data in messages]
     subject = describe_event(*messages[0][1:])[:150] if len(messages) == 1 else f"{len(messages)} messages"
+    body = "\n".join([*map(_blank_unprintable, lines), "", FOOTER])
+    return _build_letter(to, _blank_unprintable(subject), body, message_id, subscription)
+
+
+def build_confirmation(to: str, asker: str, message_id: str, subscription: str) -> EmailMessage:
+    """Build the mail that asks the recipient to confirm the address; it is not sent. `asker` is a user's name."""
+    link = build_link(LinkAction.CONFIRM, subscription, to)
+    body = CONFIRMATION_TEXT.format(asker=_blank_unprintable(asker)[:100] or "Somebody", link=link)
+    return _build_letter(to, "Confirm this address", body, message_id, subscription)
+
+
+def _build_letter(to: str, subject: str, body: str, message_id: str, subscription: str) -> EmailMessage:
+    """Build a mail with the link that ends the subscription's mails: in the text, and in the headers of RFC 8058. The
+    link is left out if CYBORG_PUBLIC_URL is not set.
+    """
     headers = {"Auto-Submitted": "auto-generated", "Message-ID": f"<{message_id}@cyborgweb>"}
-    body = "\n".join([*map(_blank_unprintable, lines), "", FOOTER, ""])
-    return EmailMessage(f"[Accelerators] {_blank_unprintable(subject)}", body, to=[to], headers=headers)
+    if link := build_link(LinkAction.END, subscription, to):
+        headers |= {"List-Unsubscribe": f"<{link}>", "List-Unsubscribe-Post": "List-Unsubscribe=One-Click"}
+        body = f"{body}\n{END_FOOTER}\n{link}"
+    return EmailMessage(f"[Accelerators] {subject}", f"{body}\n", to=[to], headers=headers)
 
 
 def _blank_unprintable(line: str) -> str:

@@ -30,8 +30,15 @@ from django.db.models.functions import Now
 from accelerators import conductor
 from accelerators.domain.states import EventSource
 from accelerators.runtime import jobs
-from cyborgweb.models.event_types import JOB_BY_WAY, PAUSED_KIND, DeliveryProgress, DeliveryWay, SubscriptionStanding
-from cyborgweb.models.notify import Delivery, MailServer, Subscription
+from cyborgweb.models.event_types import (
+    CONFIRMATION_KIND,
+    JOB_BY_WAY,
+    PAUSED_KIND,
+    DeliveryProgress,
+    DeliveryWay,
+    SubscriptionStanding,
+)
+from cyborgweb.models.notify import ConfirmationRequest, Delivery, MailServer, Subscription
 from cyborgweb.notify import keyring, mail, subscriptions, webhook
 from cyborgweb.notify.webhook import AttemptOutcome
 from cyborgweb.settings.mail_address import MailAddressError
@@ -67,6 +74,7 @@ MAX_WAIT_S, PAUSE_AFTER_S, RETENTION_S = 3 * 86_400, 3 * 86_400, 30 * 86_400
 SELECT_DUE_WEBHOOKS = """
 SELECT * FROM (
   SELECT d.id, d.message::text, d.kind, d.at, d.data::text, d.attempts, s.id AS subscription, s.target, s.secret,
+    s.uuid::text AS subscription_uuid,
     row_number() OVER (PARTITION BY split_part(s.target, '/', 3) ORDER BY d.next_at, d.id) AS place, d.next_at
   FROM cyborgweb_subscription s CROSS JOIN LATERAL (
     SELECT * FROM cyborgweb_delivery d WHERE d.subscription_id = s.id AND d.progress = 'waiting'
@@ -76,17 +84,19 @@ SELECT * FROM (
 ) x WHERE x.place <= %(most)s ORDER BY x.next_at, x.id LIMIT %(batch)s
 """
 SELECT_DUE_MAILS = """
-SELECT d.id, d.message::text, d.kind, d.at, d.data::text, d.attempts, s.id, s.target, s.secret
+SELECT d.id, d.message::text, d.kind, d.at, d.data::text, d.attempts, s.id, s.target, s.secret, s.uuid::text
 FROM (
   SELECT s.*, f.next_at, row_number() OVER (PARTITION BY s.project_id ORDER BY f.next_at, s.id) AS turn
   FROM cyborgweb_subscription s CROSS JOIN LATERAL (
     SELECT d.next_at FROM cyborgweb_delivery d WHERE d.subscription_id = s.id AND d.progress = 'waiting'
-      AND d.next_at <= statement_timestamp() ORDER BY d.next_at LIMIT 1) f
+      AND d.next_at <= statement_timestamp() AND (s.confirmed_at IS NOT NULL OR d.kind = 'subscription.confirmation')
+      ORDER BY d.next_at LIMIT 1) f
   WHERE s.standing = 'active' AND s.way = 'email' AND s.retry_at <= statement_timestamp()
   ORDER BY turn, f.next_at, s.id LIMIT %(mails)s
 ) s CROSS JOIN LATERAL (
   SELECT * FROM cyborgweb_delivery d WHERE d.subscription_id = s.id AND d.progress = 'waiting'
-    AND d.next_at <= statement_timestamp() ORDER BY d.next_at, d.id LIMIT %(digest)s) d
+    AND d.next_at <= statement_timestamp() AND (s.confirmed_at IS NOT NULL OR d.kind = 'subscription.confirmation')
+  ORDER BY d.next_at, d.id LIMIT %(digest)s) d
 ORDER BY s.turn, s.next_at, s.id, d.next_at, d.id
 """
 """Plain SQL, because the ORM has no lateral join: each subscription has a limit of its own. Projects take turns."""
@@ -129,6 +139,7 @@ class DueDelivery:
     subscription: int
     target: str
     secret: str
+    subscription_uuid: str
 
     def build_body(self) -> bytes:
         """Return the JSON body of the webhook's request: the same bytes at every attempt."""
@@ -243,8 +254,8 @@ def _fetch(statement: str, parameters: dict[str, Any]) -> list[DueDelivery]:
     with connection.cursor() as cursor:
         cursor.execute(statement, parameters)
         return [
-            DueDelivery(id, message, kind, at, json.loads(data), attempts, subscription, target, secret)
-            for id, message, kind, at, data, attempts, subscription, target, secret, *_ in cursor.fetchall()
+            DueDelivery(id, message, kind, at, json.loads(data), attempts, subscription, target, secret, uuid)
+            for id, message, kind, at, data, attempts, subscription, target, secret, uuid, *_ in cursor.fetchall()
         ]
 
 
@@ -299,6 +310,7 @@ def give_up_and_delete_old() -> None:
     _give_up(waited_too_long, f"It waited for more than {MAX_WAIT_S // 86_400} days.")
     old = Delivery.objects.filter(created_at__lt=Now() - timedelta(seconds=RETENTION_S)).order_by("created_at")
     Delivery.objects.filter(pk__in=old.values("pk")[:1000]).delete()
+    ConfirmationRequest.objects.filter(asked_at__lt=Now() - timedelta(seconds=RETENTION_S)).delete()
 
 
 def _give_up(deliveries: QuerySet[Delivery], reason: str) -> None:
@@ -387,4 +399,9 @@ def _send_mail(deliveries: list[DueDelivery]) -> mail.MailOutcome:
         to = mail.check_mail_address(deliveries[0].target)
     except MailAddressError as error:
         return mail.MailOutcome(str(error), is_permanent=True)
-    return mail.send_mail(mail.build_mail(to, messages, deliveries[0].message))
+    first = deliveries[0]
+    if first.kind == CONFIRMATION_KIND:
+        letter = mail.build_confirmation(to, first.data["by"], first.message, first.subscription_uuid)
+    else:
+        letter = mail.build_mail(to, messages, first.message, first.subscription_uuid)
+    return mail.send_mail(letter)
