@@ -17,6 +17,7 @@ from accelerators.domain.states import AgentState
 from accelerators.models import Host
 from accelerators.ui import badges, permissions
 from accelerators.ui.changelist import ConsoleModelAdmin, ReadOnlyModelAdmin
+from accelerators.ui.permissions import Right
 from agents import key_revocation
 from agents.liveness import (
     build_state_condition,
@@ -25,6 +26,8 @@ from agents.liveness import (
     get_last_heard,
 )
 from agents.models import Agent, JoinToken
+
+UPDATE_AGENTS = Right("cyborg:agent:update", "agents.change_agent")
 
 
 def render_liveness_badge(agent: Agent) -> SafeString:
@@ -148,7 +151,7 @@ class AgentAdmin(ReadOnlyModelAdmin):
         The rule `cyborg:agent:update` or Django's permission `agents.change_agent` allows it, but not while everything
         is read only.
         """
-        return permissions.is_allowed(request, permissions.UPDATE_AGENTS, "agents.change_agent")
+        return permissions.is_allowed(request, UPDATE_AGENTS)
 
     @admin.action(description="Revoke: close their connections and bar their keys", permissions=["decide"])
     def revoke(self, request: HttpRequest, agents: QuerySet[Agent]) -> None:

@@ -6,7 +6,7 @@ from django.http import HttpRequest, HttpResponse, JsonResponse
 from django.urls import include, path, re_path
 
 from cyborgweb.monitoring import page
-from cyborgweb.pages import census, error_pages, inbox, mail_links, saved_views, search, usage
+from cyborgweb.pages import census, error_pages, inbox, mail_links, own_password, saved_views, search, usage
 
 
 def healthz(request: HttpRequest) -> HttpResponse:
@@ -38,6 +38,7 @@ urlpatterns = [
     path("admin/lists/<str:model>/", admin.site.admin_view(saved_views.store_list_memory), name="list_keep"),
     path("admin/inbox/", admin.site.admin_view(inbox.show_inbox), name="inbox"),
     path("admin/inbox/unread/", admin.site.admin_view(inbox.count_unread_as_json), name="inbox_unread"),
+    path("admin/password_change/", admin.site.admin_view(own_password.change_own_password), name="own_password"),
     path("admin/", admin.site.urls),
     re_path("^mail/(?P<action>confirm|end)/(?P<token>[A-Za-z0-9_:-]{1,1000})/$", mail_links.show_mail_link),
     path("help/", include("cyborgweb.manual.views")),

@@ -16,6 +16,7 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
+from django.apps import apps
 from django.core.management import get_commands
 
 from cyborgweb.cli.main import cli
@@ -26,6 +27,7 @@ FRONT = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]
 PAGES = [*FRONT, *sorted((ROOT / "docs").rglob("*.md"))]
 FLOWS_PAGE = (ROOT / "docs/request-flows.md").read_text()
 CODE_REFERENCE = re.compile(r"`((?:drivers|accelerators|agents|placement_sync|cyborgweb)(?:\.\w+)+)`")
+DJANGO_PERMISSION = re.compile(r"(\w+)\.(?:add|change|delete|view)_(\w+)")
 FILE_REFERENCE = re.compile(r"`((?:drivers|accelerators|agents|placement_sync|cyborgweb|tests|docs)/[\w/]+\.\w+)`")
 TEST_REFERENCE = re.compile(r"`(tests/[\w/]+\.py)::(\w+)`")
 MARKDOWN_LINK = re.compile(r"\]\(([^)\s]+)\)")
@@ -96,7 +98,10 @@ def test_every_link_of_a_page_has_an_existing_target_and_anchor(page: Path) -> N
 def test_the_code_files_and_tests_that_a_page_names_exist(page: Path) -> None:
     text = page.read_text()
     for name in CODE_REFERENCE.findall(text):
-        assert name.endswith(".toml") or pkgutil.resolve_name(name) is not None, name
+        if permission := DJANGO_PERMISSION.fullmatch(name):
+            assert apps.get_model(*permission.groups()), name
+        else:
+            assert name.endswith(".toml") or pkgutil.resolve_name(name) is not None, name
     assert not [path for path in FILE_REFERENCE.findall(text) if not (ROOT / path).exists()], "files that do not exist"
     gone = [f"{path}::{name}" for path, name in TEST_REFERENCE.findall(text) if name not in list_function_names(path)]
     assert not gone, "tests that do not exist"

@@ -9,7 +9,7 @@ from typing import Any
 
 from django.contrib import admin, messages
 from django.core.exceptions import PermissionDenied
-from django.db.models import QuerySet
+from django.db.models import Model, QuerySet
 from django.forms import ModelForm
 from django.http import HttpRequest, HttpResponse, HttpResponseRedirect
 from django.template.response import TemplateResponse
@@ -44,6 +44,22 @@ class AdmissionRuleAdmin(RefusalAsMessage, ConsoleModelAdmin):
         " match it ready, or quarantined, as soon as they are found."
     )
 
+    def has_view_permission(self, request: HttpRequest, obj: Model | None = None) -> bool:
+        """Return whether the user may view the rules: with Django's view permission, or if they may change them."""
+        return super().has_view_permission(request, obj) or self.has_change_permission(request, obj)
+
+    def has_add_permission(self, request: HttpRequest) -> bool:
+        """Return whether the user has the right `permissions.CREATE_RULE`."""
+        return permissions.is_allowed(request, permissions.CREATE_RULE)
+
+    def has_change_permission(self, request: HttpRequest, obj: Model | None = None) -> bool:
+        """Return whether the user has the right `permissions.UPDATE_RULE`."""
+        return permissions.is_allowed(request, permissions.UPDATE_RULE)
+
+    def has_delete_permission(self, request: HttpRequest, obj: Model | None = None) -> bool:
+        """Return whether the user has the right `permissions.DELETE_RULE`."""
+        return permissions.is_allowed(request, permissions.DELETE_RULE)
+
     @display(description="In force", ordering="enabled")
     def shown_enabled(self, rule: AdmissionRule) -> SafeString:
         """Render whether the rule is in force as a badge: on or off."""
@@ -64,6 +80,11 @@ class AdmissionRuleAdmin(RefusalAsMessage, ConsoleModelAdmin):
     def updated(self, rule: AdmissionRule) -> SafeString:
         """Render when the rule was last changed or, if it never was, when it was created."""
         return badges.render_relative_time(rule.updated_at or rule.created_at)
+
+    def changelist_view(self, request: HttpRequest, extra_context: dict[str, Any] | None = None) -> HttpResponse:
+        """Show the list, with a link to `apply_view` for a user who may apply the rules."""
+        context = {"may_apply": permissions.is_allowed(request, *permissions.APPLY_RULES)}
+        return super().changelist_view(request, context | (extra_context or {}))
 
     def save_model(
         self, request: HttpRequest, obj: AdmissionRule, form: ModelForm[AdmissionRule], change: bool
@@ -100,10 +121,9 @@ class AdmissionRuleAdmin(RefusalAsMessage, ConsoleModelAdmin):
         """GET: show how many inactive devices each rule would move. POST: move them and redirect to the list.
 
         Devices are moved in slices, each in one transaction. Raises PermissionDenied for a user who may not view rules,
-        or whom neither the rule `cyborg:rule:update` nor Django's permission `accelerators.change_device` allows to
-        change them.
+        or lacks one of the rights `permissions.APPLY_RULES`.
         """
-        permissions.require_permission(request, permissions.UPDATE_RULES)
+        permissions.require_permission(request, *permissions.APPLY_RULES)
         if not self.has_view_permission(request):
             raise PermissionDenied
         if request.method == "POST":

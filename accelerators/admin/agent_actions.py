@@ -24,11 +24,17 @@ from accelerators.domain.errors import RefusalReason, RefusedError
 from accelerators.domain.states import EventSource
 from accelerators.models import Command, Device, Host, Image
 from accelerators.ui import badges, permissions
+from accelerators.ui.permissions import Right
 
 KEPT_FIELDS = ("op", "layout", "image", "deployable", "driver")
 MAX_IMAGES = 50
 MAX_AFFECTED = 50
 """Maximum number of other affected devices that a confirmation page lists; the rest is counted."""
+
+
+def get_right_to_order(op: str) -> Right:
+    """Return the right that ordering this command needs."""
+    return permissions.RESCAN if op == "rescan" else permissions.CREATE_COMMAND
 
 
 def list_available_commands(request: HttpRequest, device: Device, held: int) -> list[OrderableCommand]:
@@ -65,7 +71,7 @@ def handle_order(admin: Any, request: HttpRequest, target: Device | Host) -> Htt
     target_type = "device" if isinstance(target, Device) else "host"
     if act is None or act.target != target_type:
         raise PermissionDenied("This page has no such button. Go back and try again.")
-    permissions.require_permission(request, permissions.RESCAN if act.op == "rescan" else permissions.CREATE_COMMAND)
+    permissions.require_permission(request, get_right_to_order(act.op))
     target_url = badges.page_url(target_type, target.pk)
     try:
         arguments = _parse_arguments(request, act)

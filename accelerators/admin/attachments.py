@@ -46,10 +46,9 @@ class AttachmentAdmin(ReadOnlyModelAdmin):
     def has_view_permission(self, request: HttpRequest, obj: Model | None = None) -> bool:
         """Return whether the user may view attachments: with Django's view permission, or if they may attach.
 
-        The rule `cyborg:attachment:elevated` or Django's permission `accelerators.change_device` allows a user to
-        attach. While everything is read only, only the view permission counts.
+        `permissions.ATTACH` are the rights to attach. While everything is read only, only the view permission counts.
         """
-        return super().has_view_permission(request, obj) or permissions.is_allowed(request, permissions.ATTACH)
+        return super().has_view_permission(request, obj) or permissions.is_allowed(request, *permissions.ATTACH)
 
     @display(description="Attachment", ordering="uuid")
     def shown_uuid(self, row: Attachment) -> SafeString:
@@ -81,6 +80,11 @@ class AttachmentAdmin(ReadOnlyModelAdmin):
         """Render when the attachment was ordered."""
         return badges.render_relative_time(row.created_at)
 
+    def changelist_view(self, request: HttpRequest, extra_context: dict[str, Any] | None = None) -> HttpResponse:
+        """Show the list, with a link to `attach_view` for a user who may attach."""
+        context = {"may_attach": permissions.is_allowed(request, *permissions.ATTACH)}
+        return super().changelist_view(request, context | (extra_context or {}))
+
     def get_urls(self) -> list[Any]:
         """Add the URL of `attach_view`."""
         attach_view = self.admin_site.admin_view(self.attach_view)
@@ -92,7 +96,7 @@ class AttachmentAdmin(ReadOnlyModelAdmin):
         The job `attachments` attaches the devices later. If the order is refused, the form is shown again with the
         reason. Raises PermissionDenied for a user who may not attach.
         """
-        permissions.require_permission(request, permissions.ATTACH)
+        permissions.require_permission(request, *permissions.ATTACH)
         if request.method == "POST":
             try:
                 row = _start_attachment(request)
@@ -147,7 +151,7 @@ class AttachmentAdmin(ReadOnlyModelAdmin):
             "open": row.state not in attachment_orders.REVERTING_OR_ENDED,
             "max_reason_length": MAX_REASON,
         }
-        context |= permissions.build_permission_context(request, permissions.DETACH)
+        context |= permissions.build_permission_context(request, *permissions.DETACH)
         return TemplateResponse(request, "accelerators/admin/attachment.html", context)
 
     def _handle_detach(self, request: HttpRequest, row: Attachment) -> HttpResponse:
@@ -155,7 +159,7 @@ class AttachmentAdmin(ReadOnlyModelAdmin):
 
         Raises PermissionDenied for a user who may not detach.
         """
-        permissions.require_permission(request, permissions.DETACH)
+        permissions.require_permission(request, *permissions.DETACH)
         try:
             attachment_orders.order_detachment(
                 row.uuid, device_actions.get_caller(request), request.POST.get("reason", ""), EventSource.PERSON

@@ -41,7 +41,7 @@ MOVED_PREDICTED = "will be done"
 class BulkAdmin(ReadOnlyModelAdmin):
     """List of bulk actions with their author, progress and outcomes, and the page of one.
 
-    Users who may change the state of devices can view it without Django's view permission.
+    Users who may make bulk actions can view it without Django's view permission.
     """
 
     list_display = ("shown_state", "what", "shown_progress", "by", "when")
@@ -53,12 +53,11 @@ class BulkAdmin(ReadOnlyModelAdmin):
     empty = "No bulk actions yet. To make one, select devices in the list of devices and choose an action."
 
     def has_view_permission(self, request: HttpRequest, obj: Model | None = None) -> bool:
-        """Return whether the user may view bulk actions: with Django's view permission, or if they may change devices.
+        """Return whether the user may view bulk actions: with Django's view permission, or if they may make some.
 
-        The rule `cyborg:device:update` or Django's permission `accelerators.change_device` allows a user to change
-        devices. While everything is read only, only the view permission counts.
+        While everything is read only, only the view permission counts.
         """
-        return super().has_view_permission(request, obj) or permissions.is_allowed(request)
+        return super().has_view_permission(request, obj) or _may_make_bulk_actions(request)
 
     @display(description="State", ordering="state")
     def shown_state(self, bulk: Bulk) -> SafeString:
@@ -121,21 +120,21 @@ class BulkAdmin(ReadOnlyModelAdmin):
 
         POST: confirm the bulk action, start a dry run, cancel it, or make a new draft of the refused devices, then
         redirect. If the POST is refused, the page is shown again with the reason. Raises Http404 if there is no such
-        bulk action, and PermissionDenied for a user who may not view it or, on POST, may not change devices.
+        bulk action, and PermissionDenied for a user who may not view it or, on POST, lacks the right of its action.
         """
         bulk = self._require_view_permission(request, self.get_object(request, object_id))
         if bulk is None:
             return self._get_obj_does_not_exist_redirect(request, self.opts, object_id)
-        context = build_progress_context(bulk)
+        context, right = build_progress_context(bulk), device_actions.find_choice_of_bulk(bulk).right
         if request.method == "POST":
-            permissions.require_permission(request)
+            permissions.require_permission(request, right)
             try:
                 return self._handle_post(request, bulk)
             except RefusedError as refused:
                 messages.error(request, refused.text)
                 context["reason"] = request.POST.get("reason", "")
         context |= self.admin_site.each_context(request) | {"title": describe_bulk(bulk), "opts": self.opts}
-        context |= permissions.build_permission_context(request) | {"max_reason_length": lifecycle.MAX_REASON}
+        context |= permissions.build_permission_context(request, right) | {"max_reason_length": lifecycle.MAX_REASON}
         context |= {"mine": bulk.actor == device_actions.get_caller(request).name}
         draft = bulk.state == BulkState.DRAFT
         context |= _build_confirmation_context(bulk) if draft else {}
@@ -194,7 +193,7 @@ class BulkItemAdmin(ReadOnlyModelAdmin):
 
     def has_view_permission(self, request: HttpRequest, obj: Model | None = None) -> bool:
         """Return the same as `BulkAdmin.has_view_permission`, with the view permission for bulk items."""
-        return super().has_view_permission(request, obj) or permissions.is_allowed(request)
+        return super().has_view_permission(request, obj) or _may_make_bulk_actions(request)
 
     @display(description="Device", ordering="device_name")
     def shown_device(self, item: BulkItem) -> SafeString | str:
@@ -215,6 +214,12 @@ class BulkItemAdmin(ReadOnlyModelAdmin):
     def shown_state(self, item: BulkItem) -> SafeString | str:
         """Render the state of the device after the action; a dash if none was stored."""
         return badges.render_device_state(item.state) if item.state else badges.DASH
+
+
+def _may_make_bulk_actions(request: HttpRequest) -> bool:
+    """Return whether the user has the right of at least one bulk action; False while everything is read only."""
+    rights = {choice.right for choice in device_actions.LIST_CHOICES}
+    return any(permissions.is_allowed(request, right) for right in rights)
 
 
 def render_bulk_state(bulk: Bulk) -> SafeString:

@@ -27,6 +27,7 @@ from accelerators.domain.errors import RefusedError
 from accelerators.domain.states import DrainTarget, EventSource, IllegalTransitionError
 from accelerators.models import Bulk, Device
 from accelerators.ui import badges, permissions
+from accelerators.ui.permissions import Right
 from accelerators.workflows import bulk_actions
 
 
@@ -43,6 +44,11 @@ class StateChoice:
     action: Action
     then: DrainTarget = DrainTarget.MAINTENANCE
     danger: bool = False
+
+    @property
+    def right(self) -> Right:
+        """Return the right that the action needs, on one device or on many."""
+        return permissions.UPDATE_DEVICE
 
     @property
     def meaning(self) -> str:
@@ -109,6 +115,11 @@ class CommandChoice:
     name: str
     label: str
     then: DrainTarget = DrainTarget.MAINTENANCE
+
+    @property
+    def right(self) -> Right:
+        """Return the right that the command needs, for one device or for many."""
+        return permissions.CREATE_COMMAND
 
     @property
     def action(self) -> str:
@@ -180,7 +191,7 @@ def handle_state_change(admin: Any, request: HttpRequest, device: Device) -> Htt
     """
     if request.method != "POST":
         return HttpResponseNotAllowed(["POST"])
-    permissions.require_permission(request)
+    permissions.require_permission(request, permissions.UPDATE_DEVICE)
     choice = STATE_CHOICES.get(request.POST.get("choice", ""))
     if choice is None:
         raise PermissionDenied("This page has no such button. Go back and try again.")
@@ -230,7 +241,8 @@ def _build_list_action(choice: StateChoice | CommandChoice) -> Callable[..., Htt
 
     create_draft.__name__ = choice.name
     create_draft.short_description = choice.label  # type: ignore[attr-defined]
-    create_draft.allowed_permissions = ("decide",)  # type: ignore[attr-defined]
+    permission = "order" if isinstance(choice, CommandChoice) else "decide"  # see `DeviceAdmin`
+    create_draft.allowed_permissions = (permission,)  # type: ignore[attr-defined]
     return create_draft
 
 

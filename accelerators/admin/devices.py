@@ -116,12 +116,16 @@ class DeviceAdmin(ReadOnlyModelAdmin):
         return badges.render_relative_time(device.state_since)
 
     def has_decide_permission(self, request: HttpRequest) -> bool:
-        """Return whether the user may run the actions of this list; Django asks this for the permission `decide`.
+        """Return whether the user may change the state of devices; Django asks this for the permission `decide`.
 
         The rule `cyborg:device:update` or Django's permission `accelerators.change_device` allows it, but not while
         everything is read only.
         """
-        return permissions.is_allowed(request)
+        return permissions.is_allowed(request, permissions.UPDATE_DEVICE)
+
+    def has_order_permission(self, request: HttpRequest) -> bool:
+        """Return whether the user may order commands from agents; Django asks this for the permission `order`."""
+        return permissions.is_allowed(request, permissions.CREATE_COMMAND)
 
     def has_units_permission(self, request: HttpRequest) -> bool:
         """Return whether the user may change the number of units of devices; Django asks this for `units`."""
@@ -175,7 +179,7 @@ class DeviceAdmin(ReadOnlyModelAdmin):
         orderable_commands = agent_actions.list_available_commands(request, device, held_count)
         deployables, permission_context = (
             _build_deployable_rows(device, card),
-            permissions.build_permission_context(request),
+            permissions.build_permission_context(request, permissions.UPDATE_DEVICE),
         )
         context = self.admin_site.each_context(request) | {
             "title": device.model,

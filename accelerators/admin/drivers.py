@@ -229,12 +229,12 @@ class RolloutAdmin(ReadOnlyModelAdmin):
         if not self.has_view_permission(request, rollout):
             raise PermissionDenied
         if request.method == "POST":
-            permissions.require_permission(request, permissions.START_ROLLOUT)
+            permissions.require_permission(request, permissions.CANCEL_ROLLOUT)
             driver_rollouts.cancel_rollout(rollout, device_actions.get_caller(request))
             return HttpResponseRedirect(badges.page_url("rollout", rollout.uuid))
         context = self.admin_site.each_context(request) | build_progress_context(rollout)
         context |= {"title": str(rollout), "opts": self.opts} | permissions.build_permission_context(
-            request, permissions.START_ROLLOUT
+            request, permissions.CANCEL_ROLLOUT
         )
         context |= {"settings": "" if rollout.settings is None else json.dumps(rollout.settings, indent=2)}
         return TemplateResponse(request, "accelerators/admin/rollout.html", context)

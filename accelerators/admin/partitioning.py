@@ -51,7 +51,7 @@ change_units.allowed_permissions = ("units",)  # type: ignore[attr-defined]
 
 def may_change_units(request: HttpRequest) -> bool:
     """Return whether the user may add units or remove them; False while everything is read only."""
-    return any(permissions.is_allowed(request, rule) for rule in (permissions.ADD_UNITS, permissions.REMOVE_UNITS))
+    return any(permissions.is_allowed(request, right) for right in (permissions.ADD_UNITS, permissions.REMOVE_UNITS))
 
 
 def build_units_context(request: HttpRequest, device: Device) -> dict[str, Any]:
@@ -70,13 +70,12 @@ def handle_units_page(admin: Any, request: HttpRequest) -> HttpResponse:
 
     If the only device got a command, redirects to that command instead. Redirects to the list of devices if no valid
     device is chosen. If the whole change is refused, the page is shown with the reason. Raises PermissionDenied for
-    users whom neither a policy rule nor Django's permission `accelerators.change_device` allows this: the rule
-    `cyborg:accelerator:create` to add units, `cyborg:accelerator:delete` to remove some or all, one of them to see the
-    page.
+    users without the right that this needs: `permissions.ADD_UNITS` to add units, `permissions.REMOVE_UNITS` to remove
+    some or all, one of them to see the page.
     """
-    rule = permissions.ADD_UNITS if request.POST.get("change") == "more" else permissions.REMOVE_UNITS
+    right = permissions.ADD_UNITS if request.POST.get("change") == "more" else permissions.REMOVE_UNITS
     if request.method == "POST" or not may_change_units(request):
-        permissions.require_permission(request, rule)
+        permissions.require_permission(request, right)
     devices = _load_chosen_devices(request)
     if not devices:
         messages.error(request, "Select devices on which the number of units can be changed.")

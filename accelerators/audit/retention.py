@@ -1,9 +1,10 @@
 """The job `seals`, and the deletion of old events in whole months (CYBORG_EVENT_RETENTION_MONTHS); each month is a
 partition of the table.
 
-When a month is dropped, an event and a seal without events record it. The seals of the dropped month are kept, so that
-the remaining events can still be verified. A month is dropped only if it has exactly as many events as were sealed.
-Whether they are the same events is not checked here: run `manage.py verify_events` before.
+When a month is dropped, an event and a signed seal without events record it, with the retention that justified it. The
+seals of the dropped month are kept, so that the remaining events can still be verified. A month is dropped only if it
+has exactly as many events as were sealed. Whether they are the same events is not checked here: run `manage.py
+verify_events` before.
 """
 
 from __future__ import annotations
@@ -17,7 +18,9 @@ from django.db.models import Sum
 
 from accelerators import conductor
 from accelerators.audit import sealing
+from accelerators.audit.signing import AuditKeyError
 from accelerators.domain import hash_chain
+from accelerators.domain.hash_chain import SealKind
 from accelerators.domain.states import EventSource
 from accelerators.models import Seal
 from accelerators.runtime import jobs
@@ -37,8 +40,23 @@ WHERE inhparent = 'accelerators_event'::regclass AND inhrelid::regclass::text ~ 
 
 
 def run() -> None:
-    """Run the job `seals`: seal all events that can be sealed, then drop the months past their retention."""
-    jobs.run_steps(sealing.SEALS_JOB, lambda: sealing.seal_oldest_events() or drop_oldest_month())
+    """Run the job `seals`: seal all events that can be sealed, then drop the months past their retention.
+
+    If this process may not seal, log why and do nothing; if CYBORG_AUDIT_KEY_FILE is off, only do nothing.
+    """
+    if settings.KEYS.audit_key_path is None:
+        jobs.clear_tick(sealing.SEALS_JOB)
+        return
+    try:
+        jobs.run_steps(sealing.SEALS_JOB, seal_or_drop)
+    except AuditKeyError as error:
+        log.error("nothing is sealed: %s", error)
+
+
+def seal_or_drop() -> bool:
+    """Seal the oldest events; if there are none to seal, drop the oldest month if it is past its retention. Return True
+    if there may be more to do. Raises AuditKeyError."""
+    return sealing.seal_oldest_events() or drop_oldest_month()
 
 
 def create_month_partitions() -> None:
@@ -65,7 +83,8 @@ def drop_oldest_month(now: datetime | None = None) -> bool:
     if not months:
         return False
     oldest = conductor.open_cursor().execute(SELECT_OLDEST_MONTH).fetchone()[0]
-    if oldest is None or oldest >= _get_oldest_month_to_keep(now or datetime.now(UTC), months):
+    kept = hash_chain.get_oldest_month_to_keep(now or datetime.now(UTC), months)
+    if oldest is None or oldest.replace("_", "-") >= kept:
         return False
     try:
         with conductor.writing():
@@ -75,18 +94,12 @@ def drop_oldest_month(now: datetime | None = None) -> bool:
         return False
 
 
-def _get_oldest_month_to_keep(now: datetime, months: int) -> str:
-    """Return the oldest month to keep, as partitions are named (YYYY_MM): `now`'s month and `months` before it stay."""
-    year, month = divmod(now.year * 12 + now.month - 1 - months, 12)
-    return f"{year:04d}_{month + 1:02d}"
-
-
 def _drop_month(partition_month: str, months: int) -> bool:
     """Drop the partition of one month (YYYY_MM) and record it by an event and a seal; in the caller's transaction.
 
-    Clears the column `marks` of the month's seals, too. `months` is the retention, for the reason of the event. Returns
-    False, and logs an error, if the month has more or fewer events than were sealed. Raises OperationalError if a lock
-    is not free within LOCK_TIMEOUT.
+    Clears the column `marks` of the month's seals, too. `months` is the retention, which the event and the seal record.
+    Returns False, and logs an error, if the month has more or fewer events than were sealed. Raises OperationalError if
+    a lock is not free within LOCK_TIMEOUT, AuditKeyError if this process cannot sign the seal.
     """
     month, table, cursor = (
         partition_month.replace("_", "-"),
@@ -101,7 +114,7 @@ def _drop_month(partition_month: str, months: int) -> bool:
         text = "the events of %s are not dropped: %d are stored, but %d were sealed; run manage.py verify_events"
         log.error(text, month, event_count, sealed_count)
         return False
-    last = sealing.get_newest_seal()
+    chain = sealing.open_chain(sealing.get_newest_seal())
     conductor.record_event(
         "events.dropped",
         EventSource.SYSTEM,
@@ -111,9 +124,8 @@ def _drop_month(partition_month: str, months: int) -> bool:
         reason=f"older than {months} months (CYBORG_EVENT_RETENTION_MONTHS)",
     )
     seals.update(marks=b"")
-    sealing.append_seal(
-        last, last.month, tx=last.tx, event=last.event, events=0, digest=hash_chain.digest_events(()), drops=month
-    )
+    justified = {"retention_months": months, "events": event_count}
+    sealing.append_mark(chain, SealKind.DROP, justified, drops=month)
     cursor.execute(f"DROP TABLE {table}")
     log.info("dropped the %d events of %s", event_count, month)
     return True

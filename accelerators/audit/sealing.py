@@ -1,22 +1,31 @@
-"""Seal events: each seal is a hash over the events since the previous seal, and over that seal's hash.
+"""Seal events: each seal is a signed hash over the events since the previous seal, and over that seal's hash.
 
 The job `seals` (`retention.run`) makes seals once a minute, in one process, so that writers of events have no extra
 work. It seals only events of transactions that are older than every running one (SQL function
 `accelerators_event_final`). Events are ordered by transaction and id, so no event can be added between sealed ones
-later. A seal has events of one month only: when a month is dropped (`retention`), all events of its seals are dropped,
-and none of other seals.
+later. A seal is only appended to one that was signed with the same key, so that nobody can have seals signed that were
+added or changed by SQL (`open_chain`). A seal has events of one month only: when a month is dropped (`retention`), all
+events of its seals are dropped, and none of other seals.
 """
 
 from __future__ import annotations
 
+import json
 import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from itertools import takewhile
 from typing import Any
 
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from django.conf import settings
+
 from accelerators import conductor
+from accelerators.audit import signing
+from accelerators.audit.signing import AuditKeyError
 from accelerators.domain import hash_chain
-from accelerators.domain.hash_chain import SealContent
+from accelerators.domain.hash_chain import SealContent, SealKind
 from accelerators.models import Event, Seal
 
 log = logging.getLogger(__name__)
@@ -41,13 +50,21 @@ WHERE (e.tx, e.id) > (%s, %s) AND e.tx < %s ORDER BY e.tx, e.id LIMIT %s
 for the reasons of `verification.SELECT_SEALED_EVENTS`."""
 
 
+@dataclass(frozen=True)
+class SealChain:
+    """The newest seal, and the key that signs the next one."""
+
+    last: Seal
+    key: Ed25519PrivateKey
+
+
 def seal_oldest_events(max_events: int = MAX_EVENTS_PER_SEAL) -> bool:
     """Seal the oldest events that are not sealed, at most `max_events` and of one month; return True if there may be
     more.
 
     The caller must hold the lock of the job. If the database was restored, so that its transaction numbers are lower
     than those of the last seal, this logs an error, continues the numbering of events above the old ones, and returns
-    False.
+    False. Raises AuditKeyError if there is no key that may sign the next seal.
     """
     with conductor.writing():
         last = get_newest_seal()
@@ -62,8 +79,8 @@ def seal_oldest_events(max_events: int = MAX_EVENTS_PER_SEAL) -> bool:
         if not rows:
             return False
         (tx, event, month, _), digests = rows[-1], [row[3] for row in rows]
-        made = append_seal(last, month, tx=tx, event=event, events=len(rows), digest=hash_chain.digest_events(digests))
-        Seal.objects.filter(pk=made.pk).update(marks=hash_chain.join_marks(digests))
+        columns = {"tx": tx, "event": event, "events": len(rows), "digest": hash_chain.digest_events(digests)}
+        made = append_seal(open_chain(last), SealKind.EVENTS, month, marks=hash_chain.join_marks(digests), **columns)
     log.info("sealed %d events: №%d %s", made.events, made.number, made.hash)
     return len(unsealed) == max_events or len(rows) < len(unsealed)
 
@@ -75,15 +92,69 @@ def get_newest_seal() -> Seal:
     return Seal.objects.order_by("-number").first() or before_first
 
 
-def append_seal(last: Seal, month: str, **columns: Any) -> Seal:
-    """Store the seal that follows `last`, with the next number, the present time and its hash, and return it.
+def open_chain(last: Seal) -> SealChain:
+    """Return the chain that ends with the seal `last`, with the key of CYBORG_AUDIT_KEY_FILE.
 
-    `columns` are the other columns: `tx`, `event`, `events`, `digest`, `drops`.
+    Creates the key if there is no signed seal yet. Raises AuditKeyError if there is no key, or if `last` was not signed
+    with this key, and does not introduce it: then it may be forged, and nothing may be appended. Costs one statement.
     """
-    seal = Seal(number=last.number + 1, month=month, sealed_at=datetime.now(UTC), **columns)
-    seal.hash = build_link(seal, last.hash).hash
+    path = settings.KEYS.audit_key_path
+    if path is None:
+        raise AuditKeyError("CYBORG_AUDIT_KEY_FILE is off: this process seals nothing")
+    if not last.signature:
+        if Seal.objects.exclude(signature="").exists():
+            raise AuditKeyError(f"seal №{last.number} is not signed, but seals before it are: run verify_events")
+        return SealChain(last, signing.create_key(path))
+    key = signing.load_key(path)
+    if get_next_key(last) != signing.get_public_key(key):
+        raise AuditKeyError(
+            f"the newest seal, №{last.number}, is signed with another key than that in {path}: copy the right key to"
+            f" this file; if it is lost, run `manage.py seal_events --begin-again` (docs/audit.md)"
+        )
+    previous = Seal.objects.filter(number=last.number - 1).values_list("hash", flat=True).first()
+    if not has_valid_signature(last, previous or hash_chain.FIRST_PREVIOUS_HASH, last.key):
+        raise AuditKeyError(f"the newest seal, №{last.number}, is forged: run verify_events; nothing is sealed")
+    return SealChain(last, key)
+
+
+def append_seal(chain: SealChain, kind: SealKind, month: str, **columns: Any) -> Seal:
+    """Store the seal that follows `chain.last`, with the next number, the present time, its hash and its signature;
+    return it.
+
+    `columns` are the other columns: `tx`, `event`, `events`, `digest`, and for some kinds `drops`, `details`, `marks`.
+    """
+    key = signing.get_public_key(chain.key)
+    seal = Seal(number=chain.last.number + 1, kind=kind, month=month, sealed_at=datetime.now(UTC), key=key, **columns)
+    link = build_link(seal, chain.last.hash)
+    seal.hash, seal.signature = link.hash, chain.key.sign(link.text).hex()
     seal.save(force_insert=True)
     return seal
+
+
+def append_mark(chain: SealChain, kind: SealKind, details: Mapping[str, object], drops: str = "") -> Seal:
+    """Store a seal without events that records something about the chain itself, and return it."""
+    last = chain.last
+    columns = {"tx": last.tx, "event": last.event, "events": 0, "digest": hash_chain.digest_events(())}
+    return append_seal(chain, kind, last.month, details=json.dumps(details), drops=drops, **columns)
+
+
+def get_next_key(seal: Seal) -> str:
+    """Return the public key that must sign the seal after this one, '' if this one is not signed."""
+    return str(read_details(seal).get("new_key", "")) if seal.kind == SealKind.KEY else seal.key
+
+
+def read_details(seal: Seal) -> dict[str, Any]:
+    """Return the details of a seal; {} if they are no JSON object, as in a forged seal."""
+    try:
+        details = json.loads(seal.details or "{}")
+    except ValueError:
+        return {}
+    return details if isinstance(details, dict) else {}
+
+
+def has_valid_signature(seal: Seal, previous_hash: str, key: str) -> bool:
+    """Return whether a seal that follows the hash `previous_hash` is signed with the public key `key`."""
+    return seal.key == key and signing.is_signed_by(key, seal.signature, build_link(seal, previous_hash).text)
 
 
 def build_link(seal: Seal, previous_hash: str) -> SealContent:
@@ -92,9 +163,8 @@ def build_link(seal: Seal, previous_hash: str) -> SealContent:
     `hash` of the result is the hash that the seal must have.
     """
     sealed_at = seal.sealed_at.astimezone(UTC).isoformat(timespec="microseconds")
-    return SealContent(
-        seal.number, previous_hash, seal.month, seal.tx, seal.event, seal.events, seal.digest, seal.drops, sealed_at
-    )
+    covered = seal.month, seal.tx, seal.event, seal.events, seal.digest, seal.drops
+    return SealContent(seal.number, previous_hash, *covered, sealed_at, seal.kind, seal.details, seal.key)
 
 
 def find_seal_of_event(event: Event) -> Seal | None:

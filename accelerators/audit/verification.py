@@ -1,20 +1,21 @@
-"""Verify that events are unchanged since they were sealed: compute the digest of each seal from the stored events, and
-the hash of each seal from the previous one.
+"""Verify that events are unchanged since they were sealed: compute the digest of each seal from the stored events, the
+hash of each seal from the previous one, and verify its signature.
 
 Events that are not sealed yet cannot be verified; they are only counted. Hashes of seals that were kept outside the
 database (anchors) also show what the chain alone cannot: that its end was cut off, or that the whole chain was computed
-again.
+again with another key.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 
 from django.db import connection
 from django.db.models import Sum
 
-from accelerators.audit.sealing import EVENT_DIGEST, build_link, get_newest_seal
+from accelerators.audit.sealing import EVENT_DIGEST, build_link, get_newest_seal, has_valid_signature
+from accelerators.audit.trust import ChainTrust, read_trust
 from accelerators.domain import hash_chain
 from accelerators.models import Event, Seal
 
@@ -32,6 +33,14 @@ SELECT l.id, l.digest FROM (SELECT e.tx, e.id, {EVENT_DIGEST} AS digest FROM acc
 ORDER BY l.tx, l.id
 """
 """The last events between two seals, with their digests: those of the later seal, if seals between the two are gone."""
+
+
+@dataclass(frozen=True)
+class Anchor:
+    """A seal that was kept outside the database: its hash, and the public key that signed it ('' if none is known)."""
+
+    hash: str
+    key: str = ""
 
 
 @dataclass(frozen=True)
@@ -62,45 +71,55 @@ class VerificationResult:
     """Number of events after the newest seal; counted only if the verification goes to the newest seal."""
     number: int = 0
     hash: str = ""
-    """`number` and `hash` of the newest seal that is stored. Keep both outside the database, as an anchor for later
-    verifications."""
+    key: str = ""
+    """`number`, `hash` and public key of the newest seal that is stored. Keep them outside the database, as an anchor
+    for later verifications."""
+    notices: list[str] = field(default_factory=list)
+    """What is no contradiction, but what the person who verifies must know: seals that are not signed, and changes of
+    the key."""
     findings: list[SealFinding] = field(default_factory=list)
 
 
 def verify_seals(
     first: int = 1,
     last: int | None = None,
-    anchors: Mapping[int, str] | None = None,
+    anchors: Mapping[int, Anchor] | None = None,
     progress: Callable[[int, int], None] = lambda done, of: None,
+    trusted_keys: Collection[str] = (),
 ) -> VerificationResult:
     """Verify the seals from `first` to `last` with their events, by default all; stop when there are MAX_FINDINGS
     findings.
 
-    `anchors` maps numbers of seals to hashes that were kept outside the database. An anchor is compared if its seal is
-    verified; a number above that of the newest seal is a finding. `progress` is called after each seal with the number
-    of events done and the number of all. Only reads, and takes no lock; costs about one statement per seal, in which
-    the database computes a sha256 of each event.
+    `anchors` maps numbers of seals to what was kept of them outside the database. An anchor is compared if its seal is
+    verified; a number above that of the newest seal is a finding. `trusted_keys` are public keys that the caller knows
+    from elsewhere (`trust.read_trust`). Changes of the key and drops of months are always verified for the whole chain.
+    `progress` is called after each seal with the number of events done and the number of all. Only reads, and takes no
+    lock; costs about one statement per seal, in which the database computes a sha256 of each event.
     """
     result, newest_seal = VerificationResult(), get_newest_seal()
-    result.number, result.hash = newest_seal.number, newest_seal.hash
+    result.number, result.hash, result.key = newest_seal.number, newest_seal.hash, newest_seal.key
+    run = _Run(read_trust(trusted_keys), anchors or {}, result)
+    result.findings += [SealFinding(number, 0, text) for number, text in run.trust.problems]
+    result.notices += [text for _, text in run.trust.notices]
     seals = Seal.objects.filter(number__gte=first, number__lte=newest_seal.number if last is None else last)
     events_total = seals.aggregate(events=Sum("events", default=0))["events"]
     previous = Seal.objects.filter(number__lt=first).order_by("-number").first() or Seal(
         number=0, tx=-1, event=0, hash=hash_chain.FIRST_PREVIOUS_HASH
     )
-    dropped = set(Seal.objects.exclude(drops="").values_list("drops", flat=True))
     for seal in seals.order_by("number").iterator(chunk_size=500):
         if len(result.findings) >= MAX_FINDINGS:
             break
         _report_gap(previous.number, seal.number, result)
-        _verify_seal(seal, previous, anchors or {}, dropped, result)
+        _verify_seal(seal, previous, run)
         previous = seal
         progress(result.events + result.dropped, events_total)
     else:
         _report_gap(previous.number, min(newest_seal.number, last or newest_seal.number) + 1, result)
     for number, anchor in sorted((anchors or {}).items()):
         if number > newest_seal.number:
-            text = f"seal №{number} ({anchor[:12]}…) was kept elsewhere and is gone: the end of the chain was cut off"
+            text = (
+                f"seal №{number} ({anchor.hash[:12]}…) was kept elsewhere and is gone: the end of the chain was cut off"
+            )
             result.findings.append(SealFinding(number, 0, text))
     if last is None:
         events_from_seal = Event.objects.filter(tx__gte=newest_seal.tx)
@@ -121,31 +140,34 @@ def _report_gap(present: int, next_present: int, result: VerificationResult) -> 
         result.findings.append(SealFinding(last, 0, f"{which} gone"))
 
 
-def _verify_seal(
-    seal: Seal, previous: Seal, anchors: Mapping[int, str], dropped: set[str], result: VerificationResult
-) -> None:
-    """Verify one seal and its events; add counts and findings to `result`.
+@dataclass
+class _Run:
+    """What one verification knows, and its result so far."""
+
+    trust: ChainTrust
+    anchors: Mapping[int, Anchor]
+    result: VerificationResult
+
+
+def _verify_seal(seal: Seal, previous: Seal, run: _Run) -> None:
+    """Verify one seal and its events; add counts and findings to the result.
 
     `previous` is the seal before. If seals between the two are gone, an event that was inserted before those of the
-    later one is not found, because the events of the gone seals stand there. `dropped` holds the months that were
-    dropped; a month that was dropped during the verification is added.
+    later one is not found, because the events of the gone seals stand there. If events are gone, the marks of the chain
+    are read again, because their month may have been dropped during the verification.
     """
+    result = run.result
     result.seals += 1
-    if build_link(seal, previous.hash).hash != seal.hash:
-        text = f"seal №{seal.number} does not fit: it was changed, or does not follow №{previous.number}"
-        result.findings.append(SealFinding(seal.number, 0, text))
-    if anchors.get(seal.number, seal.hash) != seal.hash:
-        text = f"seal №{seal.number} differs from the one that was kept elsewhere: the chain was computed again"
-        result.findings.append(SealFinding(seal.number, 0, text))
+    _verify_link(seal, previous, run)
     statement, count = SELECT_SEALED_EVENTS, seal.events + 1
     if seal.number > previous.number + 1:
         statement, count = SELECT_LAST_SEALED_EVENTS, seal.events
     with connection.cursor() as cursor:
         cursor.execute(statement, [previous.tx, previous.event, seal.tx, seal.event, count])
         rows = cursor.fetchall()
-    if seal.events and not rows and seal.month not in dropped and Seal.objects.filter(drops=seal.month).exists():
-        dropped.add(seal.month)  # the month was dropped during this verification
-    if seal.events and seal.month in dropped:
+    if seal.events and not rows and not run.trust.is_dropped(seal):
+        run.trust.dropped |= read_trust().dropped
+    if seal.events and run.trust.is_dropped(seal):
         result.dropped += seal.events
         if rows:
             text = f"event {rows[0][0]} was inserted: those of seal №{seal.number} were dropped with {seal.month}"
@@ -155,6 +177,23 @@ def _verify_seal(
     digests = [bytes(row[1]) for row in rows]
     if len(rows) != seal.events or hash_chain.digest_events(digests) != seal.digest:
         result.findings.append(_find_first_difference(seal, [row[0] for row in rows], digests))
+
+
+def _verify_link(seal: Seal, previous: Seal, run: _Run) -> None:
+    """Verify the hash and the signature of a seal, and compare it with its anchor; add findings to the result."""
+    key = run.trust.get_key(seal.number)
+    if build_link(seal, previous.hash).hash != seal.hash:
+        text = f"seal №{seal.number} does not fit: it was changed, or does not follow №{previous.number}"
+        run.result.findings.append(SealFinding(seal.number, 0, text))
+    elif (key or seal.key) and not has_valid_signature(seal, previous.hash, key):
+        text = f"seal №{seal.number} is not signed with the key in force, {key}: it is forged"
+        run.result.findings.append(SealFinding(seal.number, 0, text))
+    anchor = run.anchors.get(seal.number)
+    if anchor and anchor.hash != seal.hash:
+        text = f"seal №{seal.number} differs from the one that was kept elsewhere: the chain was computed again"
+        if anchor.key and anchor.key != seal.key:
+            text = f"{text}, and signed with another key ({seal.key or 'none'} instead of {anchor.key})"
+        run.result.findings.append(SealFinding(seal.number, 0, text))
 
 
 def _find_first_difference(seal: Seal, ids: list[int], digests: list[bytes]) -> SealFinding:

@@ -7,6 +7,7 @@ All exceptions of this package, each with the module that defines it:
       GroupError                        accelerators.domain.groups
       IllegalTransitionError            accelerators.domain.states
       RegistrationError                 accelerators.runtime.registry
+      AuditKeyError                     accelerators.audit.signing
       ImageUnusableError                accelerators.images.download
       ImageServiceUnavailableError      accelerators.images.download
       ConcurrentUpdateError             accelerators.workflows.attachment_orders

@@ -9,6 +9,8 @@ import hashlib
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import astuple, dataclass
+from datetime import datetime
+from enum import StrEnum
 from itertools import zip_longest
 
 FIRST_PREVIOUS_HASH = "0" * 64
@@ -17,12 +19,23 @@ MARK_BYTES = 4
 """Number of bytes of each event's digest that are stored with its seal."""
 
 
+class SealKind(StrEnum):
+    """What a seal records."""
+
+    EVENTS = "events"
+    """It covers events. Seals of releases that did not sign have no kind; they cover events, or record a drop."""
+    DROP = "drop"
+    """The events of a month were dropped by retention."""
+    KEY = "key"
+    """From the next seal on, another key signs."""
+
+
 @dataclass(frozen=True)
 class SealContent:
-    """The values of a seal that its hash covers, in this order.
+    """The values of a seal that its hash and its signature cover, in this order.
 
     `previous_hash` is the hash of the previous seal, `sealed_at` is ISO 8601 in UTC with microseconds; the others are
-    columns of `accelerators_seal`.
+    columns of `accelerators_seal`. The last three are '' if the seal is not signed; then the hash does not cover them.
     """
 
     number: int
@@ -34,11 +47,26 @@ class SealContent:
     digest: str
     drops: str
     sealed_at: str
+    kind: str = ""
+    details: str = ""
+    key: str = ""
+
+    @property
+    def text(self) -> bytes:
+        """The values as a JSON array in UTF-8: what is hashed and signed."""
+        values = astuple(self)
+        return json.dumps(values if self.key else values[:-3], ensure_ascii=False).encode()
 
     @property
     def hash(self) -> str:
-        """The hash of the seal: sha256, in hex, of the values as a JSON array in UTF-8."""
-        return hashlib.sha256(json.dumps(astuple(self), ensure_ascii=False).encode()).hexdigest()
+        """The hash of the seal: sha256, in hex, of its text."""
+        return hashlib.sha256(self.text).hexdigest()
+
+
+def get_oldest_month_to_keep(now: datetime, months: int) -> str:
+    """Return the oldest month to keep, as YYYY-MM: the month of `now` and the `months` before it are kept."""
+    year, month = divmod(now.year * 12 + now.month - 1 - months, 12)
+    return f"{year:04d}-{month + 1:02d}"
 
 
 def digest_events(event_digests: Iterable[bytes]) -> str:

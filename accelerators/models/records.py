@@ -71,7 +71,7 @@ class Seal(models.Model):
     and including the event in `event`.
 
     `accelerators.audit.sealing` adds seals. Triggers make the table append-only, with one exception: the column `marks`
-    is cleared when the events are dropped (`migrations/sql/seals.sql`).
+    is cleared when the events are dropped (`migrations/sql/seals.sql`, `migrations/sql/signed_seals.sql`).
     """
 
     number = models.BigIntegerField(primary_key=True)
@@ -92,6 +92,37 @@ class Seal(models.Model):
     sealed_at = models.DateTimeField()
     hash = models.CharField(
         max_length=64, db_collation="C", help_text="Hash over this seal's fields and the hash of the previous seal."
+    )
+    kind = models.CharField(
+        max_length=8,
+        db_collation="C",
+        default="",
+        db_default="",
+        blank=True,
+        help_text="What it records: `events`, `drop` (of a month) or `key` (another key signs from the next seal on). "
+        "Empty in seals that are not signed.",
+    )
+    details = models.TextField(
+        default="",
+        db_default="",
+        blank=True,
+        help_text="A JSON object: what justified the drop of a month, or the new key and why it signs.",
+    )
+    key = models.CharField(
+        max_length=64,
+        db_collation="C",
+        default="",
+        db_default="",
+        blank=True,
+        help_text="The public key (Ed25519, in hex) that verifies its signature; empty: it is not signed.",
+    )
+    signature = models.CharField(
+        max_length=128,
+        db_collation="C",
+        default="",
+        db_default="",
+        blank=True,
+        help_text="Signature (Ed25519, in hex) over the same values as the hash.",
     )
     marks = models.BinaryField(default=b"", help_text="Four bytes for each event, by which a changed event is found.")
 

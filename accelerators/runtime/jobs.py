@@ -127,7 +127,7 @@ def enqueue_periodic_jobs() -> None:
 
 
 def backstop() -> None:
-    """Wake all jobs. django-q2's scheduler calls this once a minute.
+    """Wake all jobs. The process of the cluster `work` calls this once a minute.
 
     Therefore a job that some code forgot to wake is late by at most a minute.
     """

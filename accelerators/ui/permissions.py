@@ -1,7 +1,11 @@
-"""Check whether a console user may do something, by the same policy rules as in the APIs, and explain refusals."""
+"""Check whether a console user may do something, by the same policy rules as in the APIs, and explain refusals.
+
+Every action of the console names what it needs (`Right`); there is no default. `docs/rights.md` lists all actions.
+"""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 from django.core.exceptions import PermissionDenied
@@ -9,46 +13,61 @@ from django.http import HttpRequest
 
 from accelerators.ui.extensions import DENIAL_REASON
 
-UPDATE_DEVICE = "cyborg:device:update"
-CREATE_COMMAND = "cyborg:command:create"
-RESCAN = "cyborg:service:discover"
-ADD_UNITS, REMOVE_UNITS = "cyborg:accelerator:create", "cyborg:accelerator:delete"
-START_ROLLOUT = "cyborg:driver:rollout"
-ATTACH = DETACH = "cyborg:attachment:elevated"
-"""The elevated rule, because the console shows the attachments of all projects and does not check which project owns an
-instance."""
-UPDATE_RULES = "cyborg:rule:update"
-UPDATE_AGENTS = "cyborg:agent:update"
-CONFIRM_NOVA = "cyborg:nova_endpoint:update"
+
+@dataclass(frozen=True)
+class Right:
+    """What an action of the console needs: a policy rule, or a Django permission that is sufficient in its place."""
+
+    rule: str
+    permission: str
 
 
-def explain_denial(
-    request: HttpRequest, rule: str = UPDATE_DEVICE, permission: str = "accelerators.change_device"
-) -> str:
-    """Return why the user may not do what the policy rule `rule` covers, and what would help; '' if they may.
+UPDATE_DEVICE = Right("cyborg:device:update", "accelerators.change_device")
+CREATE_COMMAND = Right("cyborg:command:create", "accelerators.add_command")
+RESCAN = Right("cyborg:service:discover", "accelerators.change_host")
+ADD_UNITS = Right("cyborg:accelerator:create", "accelerators.add_attachhandle")
+REMOVE_UNITS = Right("cyborg:accelerator:delete", "accelerators.delete_attachhandle")
+START_ROLLOUT = Right("cyborg:driver:rollout", "accelerators.add_rollout")
+CANCEL_ROLLOUT = Right("cyborg:driver:rollout", "accelerators.change_rollout")
+ATTACH = (
+    Right("cyborg:attachment:create", "accelerators.add_attachment"),
+    Right("cyborg:attachment:elevated", "accelerators.add_attachment"),
+)
+"""Both rights, because the console attaches for all projects and does not check which project owns an instance."""
+DETACH = (
+    Right("cyborg:attachment:delete", "accelerators.delete_attachment"),
+    Right("cyborg:attachment:elevated", "accelerators.delete_attachment"),
+)
+"""Both rights, because the console shows the attachments of all projects."""
+CREATE_RULE = Right("cyborg:rule:create", "accelerators.add_admissionrule")
+UPDATE_RULE = Right("cyborg:rule:update", "accelerators.change_admissionrule")
+DELETE_RULE = Right("cyborg:rule:delete", "accelerators.delete_admissionrule")
+APPLY_RULES = (UPDATE_RULE, UPDATE_DEVICE)
+"""Both rights, because applying the rules changes the state of devices."""
 
-    The Django permission `permission` is sufficient, too. While everything is read only, nobody may.
+
+def explain_denial(request: HttpRequest, right: Right, *more_rights: Right) -> str:
+    """Return why the user lacks one of these rights, and what would help; '' if the user has all of them.
+
+    While everything is read only, nobody has any.
     """
-    return DENIAL_REASON.only()(request, rule, permission)
+    denials = (DENIAL_REASON.only()(request, one.rule, one.permission) for one in (right, *more_rights))
+    return next((denial for denial in denials if denial), "")
 
 
-def is_allowed(request: HttpRequest, rule: str = UPDATE_DEVICE, permission: str = "accelerators.change_device") -> bool:
-    """Return whether the user may do what `rule` covers, as `explain_denial` decides; False while all is read only."""
-    return not explain_denial(request, rule, permission)
+def is_allowed(request: HttpRequest, right: Right, *more_rights: Right) -> bool:
+    """Return whether the user has all of these rights, as `explain_denial` decides; False while all is read only."""
+    return not explain_denial(request, right, *more_rights)
 
 
-def require_permission(
-    request: HttpRequest, rule: str = UPDATE_DEVICE, permission: str = "accelerators.change_device"
-) -> None:
-    """Raise PermissionDenied, with the sentence of `explain_denial`, if the user may not do what `rule` covers."""
-    if denial := explain_denial(request, rule, permission):
+def require_permission(request: HttpRequest, right: Right, *more_rights: Right) -> None:
+    """Raise PermissionDenied, with the sentence of `explain_denial`, if the user lacks one of these rights."""
+    if denial := explain_denial(request, right, *more_rights):
         raise PermissionDenied(denial)
 
 
-def build_permission_context(
-    request: HttpRequest, rule: str = UPDATE_DEVICE, permission: str = "accelerators.change_device"
-) -> dict[str, Any]:
-    """Return the template context of a page with buttons: `may_change`, and `read_only_reason`, which says why the user
-    may not change anything."""
-    denial = explain_denial(request, rule, permission)
+def build_permission_context(request: HttpRequest, right: Right, *more_rights: Right) -> dict[str, Any]:
+    """Return the template context of a page with buttons that need all of these rights: `may_change`, and
+    `read_only_reason`, which says why the user may not change anything."""
+    denial = explain_denial(request, right, *more_rights)
     return {"may_change": not denial, "read_only_reason": denial}

@@ -17,21 +17,20 @@ from accelerators.domain.errors import RefusedError
 from accelerators.domain.states import EventSource
 from accelerators.ui import badges
 from accelerators.ui.changelist import ReadOnlyModelAdmin
-from cyborgweb.auth import read_only
+from accelerators.ui.permissions import Right
+from cyborgweb.auth import read_only, roles
 
-CHANGE_PERMISSION = "cyborgweb.change_maintenance"
+SWITCH_READ_ONLY = Right("cyborg:maintenance:update", "cyborgweb.change_maintenance")
 
 
 class MaintenanceAdmin(ReadOnlyModelAdmin):
-    """The page of the read-only switch. A person with the permission to change it can use it also while it is on."""
+    """The page of the read-only switch. A person with the right to change it can use it also while it is on."""
 
     list_display = ("since", "by", "reason")  # the columns of the export; the list itself is not shown
 
     def has_change_permission(self, request: HttpRequest, obj: Model | None = None) -> bool:
-        """Return whether the user has Django's permission `cyborgweb.change_maintenance`; the switch does not
-        matter.
-        """
-        return bool(request.user.has_perm(CHANGE_PERMISSION))
+        """Return whether the user has the right `SWITCH_READ_ONLY`, also while everything is read only."""
+        return roles.has_right(request, SWITCH_READ_ONLY.rule, SWITCH_READ_ONLY.permission)
 
     def changelist_view(self, request: HttpRequest, extra_context: dict[str, Any] | None = None) -> HttpResponse:
         """Redirect to the page of the read-only switch, because there is never more than one row to list."""

@@ -113,12 +113,14 @@ class AuthenticatedPerson:
     domain: str
 
 
-def check_password(name: str, password: str, domain: str, project: str) -> AuthenticatedPerson | None:
+def check_password(
+    name: str, password: str, domain: str, project: str, project_domain: str
+) -> AuthenticatedPerson | None:
     """Ask Keystone to check a password; return the person, or None if Keystone refuses the login: wrong name, password,
     domain or project.
 
-    `domain` is the name of the domain of both the user and the project. Password and token are not stored. Raises
-    TokenCheckUnavailableError if Keystone cannot be asked.
+    `domain` is the name of the user's domain, `project_domain` that of the project's. Password and token are not
+    stored. Raises TokenCheckUnavailableError if Keystone cannot be asked.
     """
     from keystoneauth1 import exceptions
     from keystoneauth1.identity.v3 import Password
@@ -130,7 +132,7 @@ def check_password(name: str, password: str, domain: str, project: str) -> Authe
             password=password,
             user_domain_name=domain,
             project_name=project,
-            project_domain_name=domain,
+            project_domain_name=project_domain,
             include_catalog=False,
         )
         try:

@@ -1,4 +1,4 @@
-"""The console's login: with a local password, or with Keystone by name, password, domain and project (docs/adr/0004).
+"""The console's login: with a local password, or with Keystone by name, password, project and domains (docs/adr/0004).
 
 The settings use `LoginForm` when `CYBORG_AUTH=keystone`; local passwords are not accepted then. Neither password nor
 token is stored: a session holds the person's roles and project, from which `cyborgweb.auth.roles` makes a Caller.
@@ -23,7 +23,9 @@ from django.utils import timezone
 from django.views.decorators.debug import sensitive_variables
 from unfold.forms import AuthenticationForm
 
+from accelerators import conductor
 from accelerators.domain.caller import ADMIN_ROLE
+from accelerators.domain.states import EventSource
 from cyborgweb.auth import keystone, login_throttle, roles
 from cyborgweb.auth.token_cache import TokenCheckUnavailableError
 from cyborgweb.models import KeystoneUser
@@ -78,12 +80,16 @@ class LoginForm(AuthenticationForm):
     )
     domain = forms.CharField(max_length=64, initial="Default")
     project = forms.CharField(max_length=64)
+    project_domain = forms.CharField(
+        max_length=64, required=False, widget=forms.TextInput({"placeholder": "the same domain"})
+    )
 
     def __init__(self, request: Any = None, *args: Any, **kwargs: Any) -> None:
         super().__init__(request, *args, **kwargs)
         self.fields["username"].label = "Name"
         self.fields["username"].widget.attrs["maxlength"] = 255
-        for name in ("domain", "project"):
+        self.fields["project_domain"].label = "Domain of the project"
+        for name in ("domain", "project", "project_domain"):
             self.fields[name].widget.attrs["class"] = self.fields["username"].widget.attrs["class"]
 
     @sensitive_variables()
@@ -99,7 +105,10 @@ class LoginForm(AuthenticationForm):
             return data
         with _throttle_attempt(self.request, f"{data['username']}@{data['domain']}") as take_back:
             try:
-                person = keystone.check_password(data["username"], data["password"], data["domain"], data["project"])
+                project_domain = data["project_domain"] or data["domain"]
+                person = keystone.check_password(
+                    data["username"], data["password"], data["domain"], data["project"], project_domain
+                )
             except TokenCheckUnavailableError as error:
                 take_back(False)
                 log.warning("a login could not be checked: %s", error.reason)
@@ -134,9 +143,9 @@ def update_user(person: keystone.AuthenticatedPerson) -> Any:
     """Create or update the person's user, set the group that their roles give now, and return the user.
 
     Returns None if the roles give no group: a known user then loses all groups and staff rights, and an unknown one is
-    not created. The user may be inactive. The user is found by Keystone's id, because a name can be given to another
-    person later, or exist in another domain. Locks on that id and on the name serialize logins of one person, and of
-    persons with one name.
+    not created. A change of the name, the rights or the groups records an event. The user may be inactive. The user is
+    found by Keystone's id, because a name can be given to another person later, or exist in another domain. Locks on
+    that id and on the name serialize logins of one person, and of persons with one name.
     """
     caller, console_roles = person.caller, (get_keys().console_viewer_roles, get_keys().console_tenant_roles)
     group = roles.choose_group(caller.roles, caller.project_id, *console_roles)
@@ -149,6 +158,7 @@ def update_user(person: keystone.AuthenticatedPerson) -> Any:
         if keystone_user is None and not group:
             return None
         user = keystone_user.user if keystone_user else get_user_model()(password=make_password(None))
+        before = _describe_user(user)
         user.username = username
         if users.filter(username=username).exclude(pk=user.pk).exists():
             user.username = f"{username} {person.caller.user_id[:8]}"
@@ -157,9 +167,27 @@ def update_user(person: keystone.AuthenticatedPerson) -> Any:
         if keystone_user is None:
             KeystoneUser.objects.create(keystone_id=person.caller.user_id, user=user)
         user.groups.set([roles.get_group(group)] if group else [])
+        after = _describe_user(user)
+        if changes := {name: [before[name], value] for name, value in after.items() if before[name] != value}:
+            action = "user.changed" if keystone_user else "user.created"
+            subject = (None, user.get_username())
+            conductor.record_event(action, EventSource.SYSTEM, "Keystone", subject=subject, changes=changes)
     # Django's login reads `backend`; `_store_caller_in_session` reads `keystone_caller`.
     vars(user).update(backend=BACKEND_PATH, keystone_caller=person.caller)
     return user if group else None
+
+
+def _describe_user(user: Any) -> dict[str, Any]:
+    """Return the name, the rights and the groups of a user as events record them; None for each if it is not stored."""
+    if user.pk is None:
+        return dict.fromkeys(("username", "is_staff", "is_superuser", "groups"))
+    groups = list(user.groups.order_by("name").values_list("name", flat=True))
+    return {
+        "username": user.username,
+        "is_staff": user.is_staff,
+        "is_superuser": user.is_superuser,
+        "groups": groups,
+    }
 
 
 @receiver(user_logged_in)

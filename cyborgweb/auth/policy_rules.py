@@ -331,6 +331,18 @@ OWN_RULES = (
         "Confirm an address of Nova, or withdraw that: requests of instances that it does not know are deleted.",
         ("POST /api/nova_endpoints/{uuid}/confirm/", "POST /api/nova_endpoints/{uuid}/withdraw/"),
     ),
+    PolicyRule(
+        "cyborg:placement_writer:update",
+        ADMIN,
+        "Decide in the console whether the conductor or the agents write to Placement.",
+        ("POST /admin/placement_sync/writer/1/change/",),
+    ),
+    PolicyRule(
+        "cyborg:maintenance:update",
+        ADMIN,
+        "Switch read-only mode on or off in the console.",
+        ("POST /admin/cyborgweb/maintenance/1/change/",),
+    ),
     PolicyRule("cyborg:command:get_all", STRICT_MANAGER, "List commands to agents.", ("GET /api/commands/",)),
     PolicyRule("cyborg:command:get_one", STRICT_MANAGER, "Show a command.", ("GET /api/commands/{uuid}/",)),
     PolicyRule("cyborg:command:create", ADMIN, "Command a host's agent.", ("POST /api/commands/",)),

@@ -161,6 +161,16 @@ def get_caller(request: HttpRequest) -> Caller | None:
     return get_session_caller(request.user, getattr(request, "session", {}))
 
 
+def has_right(request: HttpRequest, rule: str, permission: str) -> bool:
+    """Return whether the request's user satisfies the policy rule or has the Django permission, directly or by a group.
+
+    Read-only mode is not considered. Raises KeyError for an unknown rule.
+    """
+    user: Any = request.user
+    caller = get_caller(request)
+    return bool(user.has_perm(permission) or (caller and policy.is_allowed(caller, rule)))
+
+
 def explain_refusal(request: HttpRequest, rule: str, permission: str) -> str:
     """Return why the request's user may not do what `rule` covers, and what would help; '' if the user may.
 
@@ -169,10 +179,9 @@ def explain_refusal(request: HttpRequest, rule: str, permission: str) -> str:
     """
     if maintenance := read_only.get_maintenance():
         return read_only.describe_maintenance(maintenance)
-    user: Any = request.user
-    caller = get_caller(request)
-    if user.has_perm(permission) or (caller and policy.is_allowed(caller, rule)):
+    if has_right(request, rule, permission):
         return ""
+    caller = get_caller(request)
     if caller is None:
         return "Your session no longer contains your roles. Log out and log in again."
     sufficient_role = policy.find_sufficient_role(caller, rule)

@@ -27,6 +27,9 @@ SELECT json_build_object(
   'discrepancies', (SELECT count(*) FROM placement_sync_discrepancy),
   'unknown_to_nova', (SELECT coalesce(sum(unknown_instances), 0) FROM placement_sync_novaendpoint
     WHERE proven_at IS NULL AND confirmed_at IS NULL),
+  'unsealed_oldest', (SELECT e.at FROM accelerators_event e WHERE (e.tx, e.id) > (
+    coalesce((SELECT tx FROM accelerators_seal ORDER BY number DESC LIMIT 1), -1),
+    coalesce((SELECT event FROM accelerators_seal ORDER BY number DESC LIMIT 1), 0)) ORDER BY e.tx, e.id LIMIT 1),
   'degraded', (SELECT count(*) FROM accelerators_device WHERE status = 'degraded'),
   'broken', (SELECT count(*) FROM accelerators_device WHERE status = 'failed'),
   'devices', (SELECT coalesce(json_agg(json_build_array(state, type, n)), '[]') FROM (
@@ -43,7 +46,7 @@ SELECT json_build_object(
       coalesce((array_agg(last_error ORDER BY attempts DESC) FILTER (WHERE last_error <> ''))[1], '') AS error
     FROM accelerators_intent GROUP BY kind) i))::text
 """
-"""Plain SQL, because it reads fourteen tables in one statement; the dashboard may run at most ten (promise P3)."""
+"""Plain SQL, because it reads sixteen tables in one statement; the dashboard may run at most ten (promise P3)."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +69,8 @@ class Backlog:
     `tick_oldest`: when the oldest wake-up of a job was requested. `binding`: binds under way; `near` of them have less
     than NEAR_DEADLINE_S seconds left, `overdue` are past their deadline and also counted as near. `commands`: commands
     that have not ended. `draining`: devices that drain. `bulks`: running bulk actions. `unknown_to_nova`: instances
-    that hold requests and are unknown to a Nova whose answer is not believed. `degraded`, `broken`: devices whose
+    that hold requests and are unknown to a Nova whose answer is not believed. `unsealed_oldest`: when the oldest event
+    was written that is not sealed yet. `degraded`, `broken`: devices whose
     reported health is `degraded`, or `failed`. `missing_held`: missing devices that a request holds. `released`:
     released handles that wait until their hosts confirm that no guest uses them; `unconfirmed`: those of them that
     were not confirmed in time, so that their devices were quarantined. `mail_error`: why no mail is sent now, '' if
@@ -85,6 +89,7 @@ class Backlog:
     bulks: int
     discrepancies: int
     unknown_to_nova: int
+    unsealed_oldest: datetime | None
     degraded: int
     broken: int
     missing_held: int

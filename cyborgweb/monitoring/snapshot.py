@@ -148,6 +148,11 @@ def _add_work(gauges: GaugeList) -> None:
         "How long the oldest unmerged report has waited; 0: there is none.",
         age(work.spool_oldest),
     )
+    gauges.add_gauge(
+        "cyborg_events_unsealed_seconds",
+        "How long the oldest event that is not sealed yet has waited; 0: there is none.",
+        age(work.unsealed_oldest),
+    )
     gauges.add_gauge("cyborg_tasks_queued", "Tasks that wait for a worker of the clusters.", work.tasks)
     gauges.add_gauge(
         "cyborg_wakeup_oldest_seconds",

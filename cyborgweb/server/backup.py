@@ -26,12 +26,12 @@ from cyborgweb.database import libpq
 from cyborgweb.database.postgres import Postgres, find_client_program
 from cyborgweb.errors import CyborgwebError
 from cyborgweb.server import tls
-from cyborgweb.settings.keys import get_keys
+from cyborgweb.settings.keys import AUDIT_KEY_FILE, get_keys
 from drivers.files import sync_directory, write_private
 
 DUMP_FILE, DESCRIPTION_FILE = "database.dump", "backup.json"
 SECRET_KEY_FILE = "secret-key"
-STATE_FILES = (SECRET_KEY_FILE, tls.CERTIFICATE_FILE, "policy.yaml", "drivers.toml")
+STATE_FILES = (SECRET_KEY_FILE, tls.CERTIFICATE_FILE, AUDIT_KEY_FILE, "policy.yaml", "drivers.toml")
 """Files of the state directory that are part of a backup if they exist."""
 UNFINISHED_RESTORE_FILE = "restore-unfinished"
 """File of the state directory that exists from the beginning of a restore until the database may be used.

@@ -233,6 +233,7 @@ Q_CLUSTER = {
     "catch_up": False,
     "recycle": 5000,
     "log_level": "WARNING",
+    "scheduler": False,  # it would call any function that somebody writes into its table
     "ALT_CLUSTERS": {"ingest": {"workers": 1, "poll": 0.05, "queue_limit": 2}},
 }
 

@@ -15,6 +15,9 @@ from pathlib import Path
 from cyborgweb.settings.mail_address import MailAddressError, parse_mail_domain, parse_sender
 from drivers.configuration import ConfigurationError, declare_key, load_configuration
 
+AUDIT_KEY_FILE = "audit-key.pem"
+"""The file in the state directory with the key that signs seals, unless CYBORG_AUDIT_KEY_FILE names another."""
+
 
 @dataclass(frozen=True)
 class Keys:
@@ -151,6 +154,12 @@ class Keys:
         "CYBORG_EVENT_RETENTION_MONTHS",
         0,
         "How many whole months of events are kept before the present one; older ones are dropped. 0: all are kept.",
+    )
+    audit_key_file: str = declare_key(
+        "CYBORG_AUDIT_KEY_FILE",
+        "",
+        "The file with the private key that signs the seals over events; `off`: this process seals nothing.",
+        "*(`audit-key.pem` in the state directory; the cluster `work` creates it)*",
     )
     join_token_hours: int = declare_key("CYBORG_JOIN_TOKEN_HOURS", 24, "How long a join token is valid.")
     auth: str = declare_key(
@@ -294,6 +303,13 @@ class Keys:
         if self.mail_domains:
             return tuple(word if word == "*" else parse_mail_domain(word) for word in self.mail_domains)
         return (parse_sender(self.mail_from).rpartition("@")[2],)
+
+    @property
+    def audit_key_path(self) -> Path | None:
+        """The path of the private key that signs seals, None if this process is not to seal."""
+        if self.audit_key_file == "off":
+            return None
+        return Path(self.audit_key_file).absolute() if self.audit_key_file else self.state_path / AUDIT_KEY_FILE
 
     @property
     def policy_path(self) -> Path:

@@ -137,7 +137,7 @@ class TreeAdmin(ReadOnlyModelAdmin):
         tree = self.get_object(request, object_id)
         if request.method != "POST":
             raise PermissionDenied
-        permissions.require_permission(request, permissions.RESCAN, "accelerators.change_host")
+        permissions.require_permission(request, permissions.RESCAN)
         if tree is None:
             return self._get_obj_does_not_exist_redirect(request, self.opts, object_id)
         if request.POST.get("op") == "compare":
@@ -174,7 +174,7 @@ class TreeAdmin(ReadOnlyModelAdmin):
             ],
             "comparison_lines": comparison_lines,
         }
-        context |= permissions.build_permission_context(request, permissions.RESCAN, "accelerators.change_host")
+        context |= permissions.build_permission_context(request, permissions.RESCAN)
         return TemplateResponse(request, "placement_sync/admin/host_providers.html", context)
 
     @display(description="Host", ordering="host__name")
@@ -209,7 +209,7 @@ class TreeAdmin(ReadOnlyModelAdmin):
         The rule `cyborg:service:discover` or Django's permission `accelerators.change_host` allows it, but not while
         everything is read only.
         """
-        return permissions.is_allowed(request, permissions.RESCAN, "accelerators.change_host")
+        return permissions.is_allowed(request, permissions.RESCAN)
 
     @admin.action(description="Compare with Placement now", permissions=["look"])
     def look_now(self, request: HttpRequest, trees: QuerySet[Tree]) -> None:

@@ -20,8 +20,11 @@ from accelerators.domain.errors import RefusedError
 from accelerators.models import AcceleratorRequest
 from accelerators.ui import badges, permissions
 from accelerators.ui.changelist import ReadOnlyModelAdmin
+from accelerators.ui.permissions import Right
 from placement_sync.models import NovaEndpoint
 from placement_sync.nova import endpoints
+
+CONFIRM_NOVA = Right("cyborg:nova_endpoint:update", "placement_sync.change_novaendpoint")
 
 
 @admin.register(NovaEndpoint)
@@ -66,13 +69,11 @@ class NovaEndpointAdmin(ReadOnlyModelAdmin):
         The rule `cyborg:nova_endpoint:update` or Django's permission `placement_sync.change_novaendpoint` allows it,
         but not while everything is read only.
         """
-        return permissions.is_allowed(request, permissions.CONFIRM_NOVA, "placement_sync.change_novaendpoint")
+        return permissions.is_allowed(request, CONFIRM_NOVA)
 
     def changelist_view(self, request: HttpRequest, extra_context: dict[str, Any] | None = None) -> HttpResponse:
         """Show the list, and above it what it means and, to a user who may not decide, which role is needed."""
-        context = permissions.build_permission_context(
-            request, permissions.CONFIRM_NOVA, "placement_sync.change_novaendpoint"
-        )
+        context = permissions.build_permission_context(request, CONFIRM_NOVA)
         return super().changelist_view(request, context | (extra_context or {}))
 
     @admin.action(description="Confirm", permissions=["decide"])

@@ -14,7 +14,8 @@ from unfold.decorators import display
 
 from accelerators.admin import device_actions
 from accelerators.models import Host
-from accelerators.ui import badges
+from accelerators.ui import badges, permissions
+from accelerators.ui.permissions import Right
 from accelerators.ui.refusals import RefusalAsMessage
 from placement_sync.jobs import writer_election
 from placement_sync.models import Writer
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 else:  # at run time Django's class takes no type parameter
     WriterModelForm = forms.ModelForm
 
+CHANGE_WRITER = Right("cyborg:placement_writer:update", "placement_sync.change_writer")
 MAX_SHOWN = 100
 """Largest number of hosts that are listed because their agent cannot write. If the same wrong credentials cause it on
 all hosts, a longer list adds nothing.
@@ -52,7 +54,7 @@ class WriterForm(WriterModelForm):
 
 
 class WriterAdmin(RefusalAsMessage):
-    """The page of the single writer row. Users with Django's permission `accelerators.change_host` may change it."""
+    """The page of the single writer row. Users with the right `CHANGE_WRITER` may change it."""
 
     form = WriterForm
     fields = ("who", "reason", "shown_since", "shown_unable")
@@ -75,8 +77,8 @@ class WriterAdmin(RefusalAsMessage):
         return False
 
     def has_change_permission(self, request: HttpRequest, obj: Model | None = None) -> bool:
-        """Return whether the user has Django's permission `accelerators.change_host`."""
-        return bool(request.user.has_perm("accelerators.change_host"))
+        """Return whether the user has the right `CHANGE_WRITER`; False while everything is read only."""
+        return permissions.is_allowed(request, CHANGE_WRITER)
 
     def save_model(self, request: HttpRequest, obj: Writer, form: forms.ModelForm[Writer], change: bool) -> None:
         """Switch the writer, with its event, instead of saving the row.

@@ -91,8 +91,11 @@ AREAS = (
             "accelerators/audit/verification.py",
             "accelerators/audit/retention.py",
             "accelerators/audit/sealing.py",
+            "accelerators/audit/signing.py",
+            "accelerators/audit/trust.py",
+            "accelerators/audit/key_change.py",
         ),
-        ("tests/accelerators/audit/test_seals.py",),
+        ("tests/accelerators/audit/test_seals.py", "tests/accelerators/audit/test_signed_seals.py"),
     ),
     Area(
         "commands",

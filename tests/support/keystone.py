@@ -28,12 +28,13 @@ SERVICE = {"OS_USERNAME": "cyborg", "OS_PASSWORD": "service-secret", "OS_PROJECT
 
 @dataclass
 class User:
-    """A user with a password and the roles in each project."""
+    """A user with a password and the roles in each project; all these projects are in `project_domain`."""
 
     name: str
     password: str
     roles: dict[str, list[str]]
     domain: str = "Default"
+    project_domain: str = "Default"
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
 
 
@@ -91,10 +92,13 @@ class Keystone:
     def log_in(self, wanted: dict[str, Any]) -> str | None:
         """Return a new token for a login request; None if the name, password, domain or project is wrong."""
         asked = wanted["auth"]["identity"]["password"]["user"]
-        project = wanted["auth"].get("scope", {}).get("project", {}).get("name", "")
+        scope = wanted["auth"].get("scope", {}).get("project", {})
+        project, project_domain = scope.get("name", ""), scope.get("domain", {}).get("name", "Default")
         for user in self.users:
             if (user.name, user.password, user.domain) == (asked["name"], asked["password"], asked["domain"]["name"]):
-                return self.token(*user.roles[project], project=project, user=user) if project in user.roles else None
+                if project not in user.roles or project_domain != user.project_domain:
+                    return None
+                return self.token(*user.roles[project], project=project, user=user)
         return None
 
     def valid(self, secret: str, query: dict[str, list[str]]) -> bool:

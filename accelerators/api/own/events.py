@@ -104,11 +104,26 @@ class SealSerializer(RowSerializer):
 
     class Meta:
         model = Seal
-        fields = ("number", "url", "sealed_at", "month", "events", "tx", "event", "digest", "drops", "hash")
+        fields = (
+            "number",
+            "url",
+            "sealed_at",
+            "month",
+            "events",
+            "tx",
+            "event",
+            "digest",
+            "drops",
+            "kind",
+            "details",
+            "key",
+            "hash",
+            "signature",
+        )
 
 
 class SealView(CollectionView):
-    """Seals over events, newest first. `manage.py verify_events` recomputes and compares them."""
+    """Seals over events, newest first. `manage.py verify_events` computes them again and verifies their signatures."""
 
     policy = "seal"
     sort_fields = {"number": "number"}

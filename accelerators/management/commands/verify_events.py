@@ -17,19 +17,24 @@ from accelerators.audit import sealing, verification
 from accelerators.management import shell
 
 EPILOG = """\
-Every minute the events of all finished transactions are sealed: a seal is a hash over these events and the previous
-seal. This command computes all seals again and prints the first event and the first seal that do not match. Events that
-are not sealed yet are only counted.
+Every minute the events of all finished transactions are sealed: a seal is a signed hash over these events and the
+previous seal. This command computes all seals again, verifies their signatures, and prints each event and seal that
+does not match. Events that are not sealed yet are only counted.
 
-An attacker who can change the whole database can also compute the whole chain again. Therefore store the newest
-seal elsewhere from time to time, and compare the chain with the stored seals:
+An attacker who can change the whole database can remove its end, or make another chain with another key. Therefore
+store the newest seal elsewhere from time to time, and compare the chain with the stored seals. A line is the number of
+the seal, its hash, and the public key that signed it:
 
   manage.py verify_events --anchor >> /elsewhere/anchors
   manage.py verify_events --seal-file /elsewhere/anchors
 
+`manage.py seal_events --show-key` prints the public key on the machine that seals. If a key was lost, trust begins
+again with another one: verify_events fails until you name that key with --trust-key. The key of the first signed seal
+must then be named, too.
+
 Exit code 1: something does not match. docs/audit.md describes how to verify events without this program.
 """
-ANCHOR_LINE = re.compile(r"(\d{1,18}) ([0-9a-f]{64})")
+ANCHOR_LINE = re.compile(r"(\d{1,18}) ([0-9a-f]{64})(?: ([0-9a-f]{64}))?")
 BAR_WIDTH = 40
 
 
@@ -40,10 +45,13 @@ class Command(shell.OperatorCommand):
     help = "Verify the hash chain over events, or print its newest seal, to be stored elsewhere."
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        """Add the options `--from`, `--to`, `--seal-file`, `--anchor` and `--json`."""
+        """Add the options `--from`, `--to`, `--seal-file`, `--trust-key`, `--anchor` and `--json`."""
         parser.add_argument("--from", dest="first", type=int, default=1, metavar="N", help="start with this seal")
         parser.add_argument("--to", dest="last", type=int, metavar="N", help="end with this seal")
-        parser.add_argument("--seal-file", type=Path, help="file of stored seals: a number and a hash per line")
+        parser.add_argument("--seal-file", type=Path, help="file of stored seals: a number, a hash and a key per line")
+        parser.add_argument(
+            "--trust-key", action="append", default=[], metavar="KEY", help="a public key that you know; repeatable"
+        )
         parser.add_argument("--anchor", action="store_true", help="only print the newest seal")
         parser.add_argument("--json", action="store_true", help="print one JSON object")
 
@@ -57,12 +65,14 @@ class Command(shell.OperatorCommand):
             last = sealing.get_newest_seal()
             if not last.number:
                 raise CommandError("no event is sealed yet: the job `seals` seals events within a minute")
-            self.stdout.write(f"{last.number} {last.hash}")
+            self.stdout.write(f"{last.number} {last.hash} {last.key}".strip())
             return
         if options["first"] < 1 or (options["last"] or options["first"]) < options["first"]:
             raise CommandError("--from and --to: seals are numbered from 1 on")
         anchors = _read_anchors(options["seal_file"]) if options["seal_file"] else {}
-        proof = verification.verify_seals(options["first"], options["last"], anchors, self._show_progress)
+        proof = verification.verify_seals(
+            options["first"], options["last"], anchors, self._show_progress, options["trust_key"]
+        )
         if options["json"]:
             self.stdout.write(json.dumps(asdict(proof) | {"ok": not proof.findings}))
         else:
@@ -71,7 +81,10 @@ class Command(shell.OperatorCommand):
             sys.exit(1)
 
     def _print_proof(self, proof: verification.VerificationResult) -> None:
-        """Print each finding in a line that begins with `!`, then the counts and, if there is one, the newest seal."""
+        """Print each notice in a line that begins with `NOTICE:`, each finding in a line that begins with `!`, then the
+        counts and, if there is one, the newest seal with the key that signed it."""
+        for notice in proof.notices:
+            self.stdout.write(f"NOTICE: {notice}")
         for finding in proof.findings:
             self.stdout.write(f"! {finding.text}")
         dropped = f", {proof.dropped} dropped by retention" if proof.dropped else ""
@@ -80,7 +93,7 @@ class Command(shell.OperatorCommand):
             + ("they do not match" if proof.findings else "they match")
         )
         if proof.number:
-            self.stdout.write(f"newest seal: {proof.number} {proof.hash}")
+            self.stdout.write(f"newest seal: {proof.number} {proof.hash} {proof.key or '(not signed)'}")
 
     def _show_progress(self, done: int, total: int) -> None:
         """Draw a progress bar on stderr; `done` and `total` are numbers of events.
@@ -94,24 +107,24 @@ class Command(shell.OperatorCommand):
             sys.stderr.flush()
 
 
-def _read_anchors(path: Path) -> dict[int, str]:
-    """Read stored seals from a file; return the hashes by seal number. Empty lines are skipped.
+def _read_anchors(path: Path) -> dict[int, verification.Anchor]:
+    """Read stored seals from a file; return them by their number. Empty lines are skipped.
 
-    Raises CommandError if the file cannot be read or has no seals, if a line is not a number and a hash, or if two
-    lines have different hashes for the same seal.
+    Raises CommandError if the file cannot be read or has no seals, if a line is not a number, a hash and, unless an
+    earlier release printed it, a key, or if two lines have different hashes or keys for the same seal.
     """
     try:
         lines = path.read_text().split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise CommandError(f"{path} cannot be read: {error}") from None
-    hashes: dict[int, str] = {}
+    anchors: dict[int, verification.Anchor] = {}
     for line in filter(None, map(str.strip, lines)):
         match = ANCHOR_LINE.fullmatch(line)
         if match is None:
-            raise CommandError(f"{path}: {line[:80]!r} is not a line of `verify_events --anchor` (a number and a hash)")
-        number, kept_hash = int(match[1]), match[2]
-        if hashes.setdefault(number, kept_hash) != kept_hash:
-            raise CommandError(f"{path}: there are two different hashes of seal {number}")
-    if not hashes:
+            raise CommandError(f"{path}: {line[:80]!r} is not a line of `verify_events --anchor`")
+        number, anchor = int(match[1]), verification.Anchor(match[2], match[3] or "")
+        if anchors.setdefault(number, anchor) != anchor:
+            raise CommandError(f"{path}: there are two different lines for seal {number}")
+    if not anchors:
         raise CommandError(f"{path} is empty: there is nothing to compare with")
-    return hashes
+    return anchors

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from datetime import UTC, datetime
 from io import StringIO
 from pathlib import Path
@@ -21,9 +22,9 @@ from psycopg import sql
 
 from accelerators import conductor
 from accelerators.audit import retention, sealing, verification
+from accelerators.domain.hash_chain import SealKind
 from accelerators.domain.states import EventSource
 from accelerators.models import Event, Seal
-from cyborgweb.settings.keys import Keys
 from tests.support.reports import apply_report, get_or_create_host, make_card, make_driver_report
 
 pytestmark = pytest.mark.django_db(transaction=True)
@@ -264,7 +265,7 @@ def test_retention_drops_whole_sealed_months_and_the_remaining_seals_still_verif
     assert [(one.month, one.events) for one in create_seals()][:2] == [("2024-01", 5), ("2024-02", 3)]
     (tmp_path / "anchors").write_text(run_verify_events("--anchor"))
     assert retention.drop_oldest_month() is False, "by default events are kept for ever"
-    settings.KEYS = Keys(event_retention_months=3)
+    settings.KEYS = replace(settings.KEYS, event_retention_months=3)
     assert not retention.drop_oldest_month(datetime(2024, 4, 30, tzinfo=UTC)), "January is the third month before April"
     assert retention.drop_oldest_month(datetime(2024, 5, 1, tzinfo=UTC))
     assert retention.drop_oldest_month() and not retention.drop_oldest_month()
@@ -288,7 +289,7 @@ def test_retention_drops_whole_sealed_months_and_the_remaining_seals_still_verif
 def test_a_month_that_is_dropped_during_the_verification_is_no_finding(
     months: Callable[[str, int], None], settings: Any
 ) -> None:
-    settings.KEYS = Keys(event_retention_months=3)
+    settings.KEYS = replace(settings.KEYS, event_retention_months=3)
     months("2024-01", 5)
     months("2024-02", 3)
     create_seals()
@@ -306,7 +307,7 @@ def test_a_month_that_is_dropped_during_the_verification_is_no_finding(
 def test_retention_keeps_a_month_that_is_unsealed_or_does_not_match_its_seal(
     months: Callable[[str, int], None], settings: Any
 ) -> None:
-    settings.KEYS = Keys(event_retention_months=3)
+    settings.KEYS = replace(settings.KEYS, event_retention_months=3)
     months("2024-01", 5)
     assert retention.drop_oldest_month() is False, "it is not sealed"
     create_seals()
@@ -318,7 +319,7 @@ def test_retention_keeps_a_month_that_is_unsealed_or_does_not_match_its_seal(
 def test_retention_gives_up_while_events_are_being_written_and_drops_the_month_later(
     months: Callable[[str, int], None], settings: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    settings.KEYS = Keys(event_retention_months=3)
+    settings.KEYS = replace(settings.KEYS, event_retention_months=3)
     monkeypatch.setattr(retention, "LOCK_TIMEOUT", "50ms")
     months("2024-01", 1)
     create_seals()
@@ -355,8 +356,9 @@ def test_after_renumbering_a_restored_database_with_lower_transaction_numbers_se
 def test_adding_a_seal_with_an_existing_number_is_refused_by_the_database(transactional_db: None) -> None:
     record_events("a")
     (first,) = create_seals()
+    chain = replace(sealing.open_chain(first), last=Seal(number=0, hash="0" * 64))
     with pytest.raises(DatabaseError), conductor.writing():
-        sealing.append_seal(Seal(number=0, hash="0" * 64), first.month, tx=1, event=1, events=1, digest="")
+        sealing.append_seal(chain, SealKind.EVENTS, first.month, tx=1, event=1, events=1, digest="")
 
 
 def test_the_program_in_the_manual_verifies_seals_and_finds_a_forgery(transactional_db: None, tmp_path: Path) -> None:
@@ -383,6 +385,7 @@ def run_program_of_the_manual(program: Path) -> subprocess.CompletedProcess[str]
     params = connection.get_connection_params()
     wanted = {key: params[key] for key in ("dbname", "user", "password", "host", "port") if key in params}
     command = [sys.executable, str(program), psycopg.conninfo.make_conninfo("", **wanted)]
+    command.append(Seal.objects.get(number=1).key)
     return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
 
 

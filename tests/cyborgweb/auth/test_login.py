@@ -18,6 +18,7 @@ from django.http import HttpResponse
 from django.test import Client
 
 from accelerators.domain.caller import Caller
+from accelerators.models import Event
 from cyborgweb.auth import login_throttle, roles
 from cyborgweb.auth.keystone import AuthenticatedPerson, get_token_cache
 from cyborgweb.auth.login import BACKEND_PATH, INACTIVE_TEXT, REFUSED_TEXT, UNAVAILABLE_TEXT, LoginForm, update_user
@@ -47,10 +48,12 @@ def keystone(console: None) -> Iterator[Keystone]:
         yield known
 
 
-def log_in(client: Client, name: str, password: str = PASSWORD, project: str = "p1", domain: str = "Default") -> str:
-    """Log in and return the error message, or '' on success."""
+def log_in(
+    client: Client, name: str, password: str = PASSWORD, project: str = "p1", domain: str = "Default", **more: str
+) -> str:
+    """Log in and return the error message, or '' on success. `more` are further fields of the form."""
     fields = {"username": name, "password": password, "domain": domain, "project": project, "next": "/admin/"}
-    response = client.post("/admin/login/", fields)
+    response = client.post("/admin/login/", fields | more)
     return "" if response.status_code == 302 else get_error_message(response)
 
 
@@ -63,12 +66,12 @@ def get_user(keystone: Keystone, name: str) -> User:
     return KeystoneUser.objects.get(keystone_id=next(u.id for u in keystone.users if u.name == name)).user
 
 
-def test_the_login_page_with_keystone_asks_for_name_password_domain_and_project(
+def test_the_login_page_with_keystone_asks_for_name_password_project_and_domains(
     client: Client, keystone: Keystone
 ) -> None:
     page = client.get("/admin/login/").content.decode()
     assert re.findall(r'<input type="(?:text|password)" name="(\w+)"', page) == [
-        *("username", "password", "domain", "project")
+        *("username", "password", "domain", "project", "project_domain")
     ]
     assert 'value="Default"' in page
 
@@ -181,6 +184,43 @@ def test_keystone_roles_are_mapped_again_at_every_login(client: Client, keystone
     assert client.get("/admin/").status_code == 302  # the earlier session has lost its access, too
 
 
+def test_every_change_of_a_persons_rights_by_a_login_is_an_event(client: Client, keystone: Keystone) -> None:
+    person = next(user for user in keystone.users if user.name == "manager")
+    for words in (["manager"], ["manager"], ROLES_BY_USER["admin"], ["member"]):
+        person.roles = {"p1": words}
+        log_in(client, "manager")
+    recorded = Event.objects.filter(action__startswith="user.").order_by("id")
+    assert {(one.subject_name, one.actor, one.source) for one in recorded} == {
+        ("manager@Default", "Keystone", "system")
+    }
+    viewers, administrators = [roles.VIEWERS.group], [roles.ADMINISTRATORS.group]
+    assert [(one.action, one.changes) for one in recorded] == [
+        (
+            "user.created",
+            {
+                "username": [None, "manager@Default"],
+                "is_staff": [None, True],
+                "is_superuser": [None, False],
+                "groups": [None, viewers],
+            },
+        ),
+        ("user.changed", {"is_superuser": [False, True], "groups": [viewers, administrators]}),
+        (
+            "user.changed",
+            {"is_staff": [True, False], "is_superuser": [True, False], "groups": [administrators, []]},
+        ),
+    ]
+
+
+def test_a_person_of_one_domain_enters_with_a_project_of_another(client: Client, keystone: Keystone) -> None:
+    keystone.users.append(Person("lena", PASSWORD, {"p1": ["manager"]}, domain="people", project_domain="projects"))
+    assert log_in(client, "lena", domain="people") == REFUSED_TEXT
+    assert log_in(client, "lena", domain="people", project_domain="people") == REFUSED_TEXT
+    assert log_in(client, "lena", domain="people", project_domain="projects") == ""
+    assert get_user(keystone, "lena").username == "lena@people"
+    assert client.get("/admin/accelerators/host/").status_code == 200
+
+
 WRONG_FIELDS = {
     "password": {"password": "wrong"},
     "name": {"name": "nobody"},
@@ -217,7 +257,7 @@ def test_the_login_page_says_that_keystone_is_unavailable(client: Client, keysto
 
 
 def test_users_are_identified_by_their_keystone_id_and_not_by_name(client: Client, keystone: Keystone) -> None:
-    elsewhere = Person("admin", PASSWORD, {"p1": ["manager"]}, domain="other")
+    elsewhere = Person("admin", PASSWORD, {"p1": ["manager"]}, domain="other", project_domain="other")
     keystone.users.append(elsewhere)
     assert log_in(client, "admin") == "" and log_in(Client(), "admin", domain="other") == ""
     first = get_user(keystone, "admin")

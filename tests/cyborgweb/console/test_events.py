@@ -136,6 +136,19 @@ def test_the_page_of_an_event_shows_its_seal(operator: Client, fill: Fill) -> No
     sealing.seal_oldest_events()
     seal = Seal.objects.get()
     assert f"in №{seal.number}" in (shown := operator.get(event_page(event)).content.decode()) and seal.hash in shown
+    assert "signed with the key" in shown and seal.key in shown
+
+
+def test_a_change_of_ones_own_password_is_an_event_and_a_refused_one_is_not(client: Client) -> None:
+    client.force_login(User.objects.create_user("vera", password="Xu7-secret-x", is_staff=True))
+    anew = {"old_password": "wrong", "new_password1": "Yu8-secret-y", "new_password2": "Yu8-secret-y"}
+    assert client.post("/admin/password_change/", anew).status_code == 200
+    assert not Event.objects.exists()
+    assert client.post("/admin/password_change/", anew | {"old_password": "Xu7-secret-x"}).status_code == 302
+    assert User.objects.get().check_password("Yu8-secret-y")
+    event = Event.objects.get()
+    assert (event.action, event.actor, event.subject_name) == ("user.changed", "vera", "vera")
+    assert event.changes == {"password": [None, "another one"]}
 
 
 def test_changes_of_users_and_tokens_are_recorded_as_events_without_secrets(operator: Client) -> None:

@@ -1,0 +1,65 @@
+"""Replace the key that signs seals, and begin again with a new key after the old one was lost."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from django.conf import settings
+
+from accelerators import conductor
+from accelerators.audit import sealing, signing
+from accelerators.audit.sealing import SealChain
+from accelerators.audit.signing import AuditKeyError
+from accelerators.domain.hash_chain import SealKind
+from accelerators.domain.states import EventSource
+from accelerators.models import Seal
+
+MAX_REASON = 1024
+"""Maximum length of the reason of a change."""
+
+
+def replace_key(new_path: Path, operator: str, reason: str) -> Seal:
+    """Let the key in `new_path` sign from the next seal on, and return the seal by which the present key says so.
+
+    The key is created if there is no such file. Nothing is sealed until CYBORG_AUDIT_KEY_FILE has this key. Raises
+    AuditKeyError if the present key may not sign, or if the new one is the same.
+    """
+    with conductor.writing():
+        chain = sealing.open_chain(sealing.get_newest_seal())
+        if not chain.last.signature:
+            raise AuditKeyError("there is no signed seal yet: put the new key in place of the present one")
+        new_key = signing.get_public_key(signing.create_key(new_path))
+        if new_key == signing.get_public_key(chain.key):
+            raise AuditKeyError(f"{new_path} has the key that signs already")
+        return _record_key(chain, new_key, "audit.key_replaced", operator, reason)
+
+
+def begin_again(operator: str, reason: str) -> Seal:
+    """Let the key of CYBORG_AUDIT_KEY_FILE sign from now on, although the old key does not say so; return the seal that
+    records it. Verification reports it until the person who verifies trusts the new key.
+
+    The key is created if there is no such file. Raises AuditKeyError if there is no signed seal, or if this is the key
+    that signs already.
+    """
+    path = settings.KEYS.audit_key_path
+    if path is None:
+        raise AuditKeyError("CYBORG_AUDIT_KEY_FILE is off: name the file of the new key")
+    with conductor.writing():
+        last = sealing.get_newest_seal()
+        if not Seal.objects.exclude(signature="").exists():
+            raise AuditKeyError("no seal is signed yet: the first seal begins with the key, nothing was lost")
+        key = signing.create_key(path)
+        if sealing.get_next_key(last) == signing.get_public_key(key):
+            raise AuditKeyError(f"{path} has the key that signs already: nothing was lost")
+        chain = SealChain(last, key)
+        return _record_key(chain, signing.get_public_key(key), "audit.key_lost", operator, reason)
+
+
+def _record_key(chain: SealChain, new_key: str, action: str, operator: str, reason: str) -> Seal:
+    """Append the seal that introduces `new_key`, with an event; in the caller's transaction."""
+    details = {"new_key": new_key, "reason": reason[:MAX_REASON], "by": operator}
+    changes = {"key": [sealing.get_next_key(chain.last), new_key]}
+    conductor.record_event(
+        action, EventSource.SYSTEM, operator, subject=(None, "seals"), changes=changes, reason=reason[:MAX_REASON]
+    )
+    return sealing.append_mark(chain, SealKind.KEY, details)
