@@ -14,9 +14,11 @@ All exceptions of this package, each with the module that defines it:
       ClientDisconnectedError           cyborgweb.http.refusals
       RefusedRequestError               cyborgweb.http.refusals
       DecryptionError                   cyborgweb.notify.keyring
+      MailServerError                   cyborgweb.notify.mail
       WebhookUrlError                   cyborgweb.notify.webhook
       BackupError                       cyborgweb.server.backup
       StartError                        cyborgweb.server.supervisor
+      MailAddressError                  cyborgweb.settings.mail_address
       PostgresError                     cyborgweb.database.postgres
 """
 

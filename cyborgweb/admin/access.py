@@ -8,6 +8,7 @@ from django.contrib import admin
 from django.contrib.auth.admin import GroupAdmin as StockGroupAdmin
 from django.contrib.auth.admin import UserAdmin as StockUserAdmin
 from django.contrib.auth.models import Group, User
+from django.core.exceptions import ValidationError
 from django.db.models import Model
 from django.http import HttpRequest
 from django.utils.safestring import SafeString
@@ -25,6 +26,7 @@ from cyborgweb.models import ApiToken, Maintenance
 from cyborgweb.models.notify import Delivery, Subscription
 from cyborgweb.notify.admin import DeliveryAdmin, SubscriptionAdmin
 from cyborgweb.pages.host import HostPage
+from cyborgweb.settings.mail_address import MailAddressError, parse_mail_address
 from placement_sync.admin.writer import WriterAdmin
 from placement_sync.models import Writer
 
@@ -44,12 +46,25 @@ admin.site.register(Delivery, DeliveryAdmin)
 admin.site.register(Maintenance, MaintenanceAdmin)
 
 
+class PlainAddressForm(UserChangeForm):
+    """Form of a user. Accepts the same mail addresses as subscriptions do."""
+
+    def clean_email(self) -> str:
+        """Return the mail address in its plain form, '' if there is none. Raises ValidationError if it is none that we
+        accept.
+        """
+        try:
+            return parse_mail_address(self.cleaned_data["email"]) if self.cleaned_data["email"] else ""
+        except MailAddressError as error:
+            raise ValidationError(str(error)) from None
+
+
 @admin.register(User)
 class UserAdmin(AuditedAdminMixin, UserAdminBase, ConsoleModelAdmin):
     """List and form of the people who log in to the console and of the owners of API tokens. Changes become events."""
 
     kind = "user"
-    form, add_form, change_password_form = UserChangeForm, UserCreationForm, AdminPasswordChangeForm
+    form, add_form, change_password_form = PlainAddressForm, UserCreationForm, AdminPasswordChangeForm
     list_display = ("username", "email", "access", "shown_login")
     list_filter = ("is_staff", "is_superuser", "is_active")
     search_help_text = "name, mail address"

@@ -16,6 +16,7 @@ from cyborgweb.cli import (
     drivers,
     images,
     nova,
+    subscriptions,
     usage,
 )
 from cyborgweb.cli.options import VerbCommand, connection_options, output_options
@@ -107,6 +108,8 @@ VERB_COMMANDS = (
     nova.nova_list,
     nova.nova_confirm,
     nova.nova_withdraw,
+    subscriptions.subscription_list,
+    subscriptions.subscription_resend,
     usage.show_usage,
     census.load_census,
     devices.agent_list,

@@ -2,6 +2,17 @@
 and deliveries."""
 
 from cyborgweb.models.identity import ApiToken, KeystoneUser, Maintenance, SavedView, hash_token
-from cyborgweb.models.notify import Delivery, Reader, Subscription
+from cyborgweb.models.notify import ConfirmationRequest, Delivery, MailServer, Reader, Subscription
 
-__all__ = ["ApiToken", "Delivery", "KeystoneUser", "Maintenance", "Reader", "SavedView", "Subscription", "hash_token"]
+__all__ = [
+    "ApiToken",
+    "ConfirmationRequest",
+    "Delivery",
+    "KeystoneUser",
+    "MailServer",
+    "Maintenance",
+    "Reader",
+    "SavedView",
+    "Subscription",
+    "hash_token",
+]

@@ -81,11 +81,13 @@ JOB_BY_WAY: Mapping[str, str] = {DeliveryWay.WEBHOOK: "deliveries", DeliveryWay.
 """The job that sends the messages of each way. An inbox needs no job: its messages are delivered when written."""
 TEST_KIND = "subscription.test"
 PAUSED_KIND = "subscription.paused"
-"""The kinds `TEST_KIND` and `PAUSED_KIND` are messages about a subscription itself."""
+CONFIRMATION_KIND = "subscription.confirmation"
+"""The kinds `TEST_KIND`, `PAUSED_KIND` and `CONFIRMATION_KIND` are messages about a subscription itself."""
 KIND_TITLES: Mapping[str, str] = {
     **{kind: kind.label for kind in NotificationKind},
     TEST_KIND: "Test",
     PAUSED_KIND: "Subscription paused",
+    CONFIRMATION_KIND: "Request to confirm the address",
 }
 _WORD_BY_FIELD = {
     "profile": "profile",

@@ -1,4 +1,5 @@
-"""Tables of notifications: subscriptions, deliveries, and the position up to which events were read."""
+"""Tables of notifications: subscriptions, deliveries, the state of the mail server, and the position up to which events
+were read."""
 
 from __future__ import annotations
 
@@ -80,6 +81,13 @@ class Subscription(fields.Row):
     failures = models.IntegerField(default=0, help_text="Failed attempts since the last success.")
     failing_since = models.DateTimeField(null=True, blank=True, help_text="Since when attempts have failed.")
     retry_at = models.DateTimeField(db_default=Now(), help_text="No attempt is made before this time.")
+    confirmed_at = models.DateTimeField(
+        null=True,
+        blank=True,
+        editable=False,
+        db_default=Now(),
+        help_text="When the recipient of the mails confirmed the address; empty while it waits for confirmation.",
+    )
 
     class Meta:
         ordering = ["id"]
@@ -93,6 +101,11 @@ class Subscription(fields.Row):
 
     def __str__(self) -> str:
         return self.name
+
+    @property
+    def is_unconfirmed(self) -> bool:
+        """Whether it waits until the recipient of its mails confirms the address."""
+        return self.way == DeliveryWay.EMAIL and self.confirmed_at is None
 
     @property
     def personal(self) -> bool:
@@ -164,6 +177,40 @@ class Delivery(models.Model):
 
     def __str__(self) -> str:
         return f"{self.kind} to {self.subscription}"
+
+
+class ConfirmationRequest(models.Model):
+    """A letter that asked somebody to confirm an address; it limits how many more are sent. It outlives its
+    subscription. `address` is the mailbox (`subscriptions.find_mailbox`), `asked_by` the id of the caller.
+    """
+
+    address = models.CharField(max_length=320, db_collation="C")
+    asked_by = models.CharField(max_length=255, db_collation="C")
+    asked_at = models.DateTimeField(db_default=Now())
+
+    class Meta:
+        default_permissions = ()
+        indexes = [
+            models.Index(fields=["address", "asked_at"], name="confirmation_address"),
+            models.Index(fields=["asked_by", "asked_at"], name="confirmation_asker"),
+        ]
+
+    def __str__(self) -> str:
+        return self.address
+
+
+class MailServer(models.Model):
+    """The circuit breaker of the mail server, in one row: after a failure no mail is tried before `retry_at`."""
+
+    failures = models.IntegerField(default=0)
+    retry_at = models.DateTimeField(db_default=Now())
+    last_error = models.TextField(default="")
+
+    class Meta:
+        default_permissions = ()
+
+    def __str__(self) -> str:
+        return self.last_error or "available"
 
 
 class Reader(models.Model):

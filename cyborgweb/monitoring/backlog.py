@@ -40,12 +40,13 @@ SELECT json_build_object(
   'released', (SELECT count(*) FROM accelerators_releasedhandle),
   'unconfirmed', (SELECT count(*) FROM accelerators_releasedhandle w
     JOIN accelerators_attachhandle t ON t.id = w.handle_id WHERE w.ask_until IS NULL AND t.attach_type = 'PCI'),
+  'mail_error', coalesce((SELECT last_error FROM cyborgweb_mailserver WHERE retry_at > now()), ''),
   'intents', (SELECT coalesce(json_object_agg(kind, i), '{}') FROM (
     SELECT kind, count(*) AS number, count(*) FILTER (WHERE attempts >= %(stuck)s) AS stuck, min(created_at) AS oldest,
       coalesce((array_agg(last_error ORDER BY attempts DESC) FILTER (WHERE last_error <> ''))[1], '') AS error
     FROM accelerators_intent GROUP BY kind) i))::text
 """
-"""Plain SQL, because it reads fifteen tables in one statement; the dashboard may run at most ten (promise P3)."""
+"""Plain SQL, because it reads sixteen tables in one statement; the dashboard may run at most ten (promise P3)."""
 
 
 @dataclass(frozen=True)
@@ -72,8 +73,8 @@ class Backlog:
     was written that is not sealed yet. `degraded`, `broken`: devices whose
     reported health is `degraded`, or `failed`. `missing_held`: missing devices that a request holds. `released`:
     released handles that wait until their hosts confirm that no guest uses them; `unconfirmed`: those of them that
-    were not confirmed in time, so that their devices were quarantined. `intents` are by kind. A time is None if there
-    is nothing.
+    were not confirmed in time, so that their devices were quarantined. `mail_error`: why no mail is sent now, '' if
+    mail is sent. `intents` are by kind. A time is None if there is nothing.
     """
 
     spool: int
@@ -94,6 +95,7 @@ class Backlog:
     missing_held: int
     released: int
     unconfirmed: int
+    mail_error: str = ""
     intents: dict[str, IntentBacklog] = field(default_factory=dict)
     devices: list[tuple[str, str, int]] = field(default_factory=list)
     """State, type, and number of devices."""

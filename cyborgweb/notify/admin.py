@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 else:  # at run time Django's class takes no type parameter
     SubscriptionModelForm = forms.ModelForm
 
-SUBSCRIPTION_ACTIONS = ("test", "rotate")
+SUBSCRIPTION_ACTIONS = ("test", "rotate", "resend")
 HIDDEN_FIELDS = ("target", "secret")
 """Fields by which no list can be filtered."""
 MAX_RECENT_DELIVERIES = 10
@@ -131,8 +131,10 @@ class SubscriptionAdmin(RefusalAsMessage, ConsoleModelAdmin):
     @display(description="Standing", ordering="standing")
     def shown_standing(self, row: Subscription) -> SafeString:
         """Return the subscription's standing as a badge with the last error. It is `failing` for an active subscription
-        whose last attempts failed.
+        whose last attempts failed, and `waiting for confirmation` until the recipient of its mails has confirmed.
         """
+        if row.is_unconfirmed and row.standing == SubscriptionStanding.ACTIVE:
+            return badges.render_badge("waiting for confirmation", "warn", row.last_error)
         if row.failures and row.standing == SubscriptionStanding.ACTIVE:
             return badges.render_badge("failing", "warn", row.last_error)
         return badges.render_choice(SubscriptionStanding(row.standing), row.last_error)
@@ -285,7 +287,8 @@ class SubscriptionAdmin(RefusalAsMessage, ConsoleModelAdmin):
         return [path("<int:pk>/do/<str:verb>/", action_view, name="cyborgweb_subscription_do"), *super().get_urls()]
 
     def perform_action(self, request: HttpRequest, pk: int, verb: str) -> HttpResponseBase:
-        """On POST, send a test message (`verb` is `test`) or rotate the secret (`rotate`), then redirect to the
+        """On POST, send a test message (`verb` is `test`), rotate the secret (`rotate`) or send the request to confirm
+        the address again (`resend`), then redirect to the
         subscription's page.
 
         A message there has the new secret, or the reason of a refusal. For another verb, or a subscription that the
@@ -303,6 +306,9 @@ class SubscriptionAdmin(RefusalAsMessage, ConsoleModelAdmin):
             if verb == "test":
                 subscriptions.queue_test_message(row.pk, caller, EventSource.PERSON)
                 messages.success(request, "A test message is being sent. Its outcome is shown below in a moment.")
+            elif verb == "resend":
+                subscriptions.resend_confirmation(row.pk, caller, EventSource.PERSON)
+                messages.success(request, "The request to confirm the address is being sent again.")
             else:
                 _, secret = subscriptions.rotate_secret(row.pk, caller, EventSource.PERSON)
                 messages.warning(

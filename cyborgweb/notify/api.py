@@ -110,6 +110,7 @@ class SubscriptionSerializer(RowSerializer):
             "way",
             "target",
             "standing",
+            "confirmed_at",
             "last_error",
             "failing_since",
             "created_at",
@@ -217,13 +218,14 @@ class SubscriptionView(CollectionView):
     policy = "subscription"
     serializer_class = SubscriptionSerializer
     filterset_class = SubscriptionFilter
-    member_actions = {"test": EmptySerializer, "rotate": EmptySerializer}
+    member_actions = {"test": EmptySerializer, "rotate": EmptySerializer, "resend": EmptySerializer}
     actions_to_confirm = ("rotate",)
     response_serializers = {
         "create": (201, SecretSerializer),
         "partial_update": (200, SubscriptionSerializer),
         "test": (202, DeliverySerializer),
         "rotate": (200, SecretSerializer),
+        "resend": (202, SubscriptionSerializer),
     }
     queryset = Subscription.objects.all()
 
@@ -277,6 +279,15 @@ class SubscriptionView(CollectionView):
         delivery = subscriptions.queue_test_message(self.get_object().pk, self.caller)
         representation = DeliverySerializer(delivery, context=super().get_serializer_context() | {"fields": ()}).data
         return Response(representation, 202, headers={"Location": representation["url"]})
+
+    def resend(self, request: Request, **kwargs: str) -> Response:
+        """Send the request to confirm the mail address again.
+
+        409: the subscription is not active, it waits for no confirmation, or too many requests were sent.
+        """
+        self.validate_body()
+        row = subscriptions.resend_confirmation(self.get_object().pk, self.caller)
+        return Response(self.get_serializer(row).data, 202)
 
     def rotate(self, request: Request, **kwargs: str) -> Response:
         """Replace the webhook's secret. The new one is used from the next attempt on and is shown only this once. 409:

@@ -4,9 +4,10 @@ subscriptions that have failed for days.
 No transaction is open while messages are posted: it would hold up everything that waits for older transactions to end.
 
 Delivery is at least once: if the process is killed after an attempt and before its outcome is committed, the message is
-sent again with the same id. At most `MAX_ATTEMPTS_PER_HOST` simultaneous attempts go to one host and
-`MAX_WEBHOOKS_PER_ROUND` in all, on threads that do not use the database. A subscription whose last attempt failed gets
-one message at a time, with a growing back-off.
+sent again with the same id. The outcome of each mail is committed before the next mail is sent. If the mail server
+fails, a circuit breaker (`MailServer`) puts off all mail, and none of it counts as tried. At most
+`MAX_ATTEMPTS_PER_HOST` simultaneous attempts go to one host and `MAX_WEBHOOKS_PER_ROUND` in all, on threads that do not
+use the database. A subscription whose last attempt failed gets one message at a time, with a growing back-off.
 """
 
 from __future__ import annotations
@@ -14,24 +15,33 @@ from __future__ import annotations
 import json
 import random
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import timedelta
+from itertools import groupby
 from typing import Any
 
 import orjson
 from django.db import connection, transaction
 from django.db.models import Case, F, QuerySet, TextField, Value, When
-from django.db.models.functions import Greatest, Now
+from django.db.models.functions import Now
 
 from accelerators import conductor
 from accelerators.domain.states import EventSource
 from accelerators.runtime import jobs
-from cyborgweb.models.event_types import JOB_BY_WAY, PAUSED_KIND, DeliveryProgress, DeliveryWay, SubscriptionStanding
-from cyborgweb.models.notify import Delivery, Subscription
+from cyborgweb.models.event_types import (
+    CONFIRMATION_KIND,
+    JOB_BY_WAY,
+    PAUSED_KIND,
+    DeliveryProgress,
+    DeliveryWay,
+    SubscriptionStanding,
+)
+from cyborgweb.models.notify import ConfirmationRequest, Delivery, MailServer, Subscription
 from cyborgweb.notify import keyring, mail, subscriptions, webhook
 from cyborgweb.notify.webhook import AttemptOutcome
+from cyborgweb.settings.mail_address import MailAddressError
 
 MAX_RUN_S = 10.0
 """Seconds after which no new round begins. With `MAX_MAIL_ROUND_S` and one last mail, a job ends well below the
@@ -49,24 +59,47 @@ MAIL_COLLECT_S = 15
 """Seconds after a mail during which further messages are collected for the next mail."""
 MAX_MAIL_ROUND_S = 10
 """Seconds after which no new mail is begun in a round."""
-MAIL_SERVER_RETRY_S = 30
-"""Seconds during which no mail is tried for anybody after the mail server was unavailable."""
+MAIL_SERVER_RETRY_S, MAX_MAIL_SERVER_RETRY_S = 30, 600
+"""Seconds during which no mail is tried after the mail server has failed: the first pause, which doubles with each
+failure, and the longest.
+"""
+MAX_LOST_CONNECTIONS = 3
+"""Mails after one another during which the connection was lost, which count as a failure of the mail server."""
+MAX_REFUSED_MAILS = 5
+"""Failed attempts after one another, the last of them refused permanently, after which a subscription is paused."""
 MAX_WAIT_S, PAUSE_AFTER_S, RETENTION_S = 3 * 86_400, 3 * 86_400, 30 * 86_400
 """Seconds that a message waits at most, that a subscription may fail before it is paused, and that deliveries are kept.
 """
 
-SELECT_DUE_DELIVERIES = """
+SELECT_DUE_WEBHOOKS = """
 SELECT * FROM (
   SELECT d.id, d.message::text, d.kind, d.at, d.data::text, d.attempts, s.id AS subscription, s.target, s.secret,
+    s.uuid::text AS subscription_uuid,
     row_number() OVER (PARTITION BY split_part(s.target, '/', 3) ORDER BY d.next_at, d.id) AS place, d.next_at
   FROM cyborgweb_subscription s CROSS JOIN LATERAL (
     SELECT * FROM cyborgweb_delivery d WHERE d.subscription_id = s.id AND d.progress = 'waiting'
       AND d.next_at <= statement_timestamp() ORDER BY d.next_at, d.id
-    LIMIT CASE WHEN s.way = 'email' THEN %(digest)s WHEN s.failures > 0 THEN 1 ELSE %(most)s END) d
-  WHERE s.standing = 'active' AND s.way = %(way)s AND s.retry_at <= statement_timestamp()
-) x WHERE x.place <= %(most)s OR %(way)s = 'email' ORDER BY x.next_at, x.id LIMIT %(batch)s
+    LIMIT CASE WHEN s.failures > 0 THEN 1 ELSE %(most)s END) d
+  WHERE s.standing = 'active' AND s.way = 'webhook' AND s.retry_at <= statement_timestamp()
+) x WHERE x.place <= %(most)s ORDER BY x.next_at, x.id LIMIT %(batch)s
 """
-"""Plain SQL, because the ORM has no lateral join: each subscription has a limit of its own."""
+SELECT_DUE_MAILS = """
+SELECT d.id, d.message::text, d.kind, d.at, d.data::text, d.attempts, s.id, s.target, s.secret, s.uuid::text
+FROM (
+  SELECT s.*, f.next_at, row_number() OVER (PARTITION BY s.project_id ORDER BY f.next_at, s.id) AS turn
+  FROM cyborgweb_subscription s CROSS JOIN LATERAL (
+    SELECT d.next_at FROM cyborgweb_delivery d WHERE d.subscription_id = s.id AND d.progress = 'waiting'
+      AND d.next_at <= statement_timestamp() AND (s.confirmed_at IS NOT NULL OR d.kind = 'subscription.confirmation')
+      ORDER BY d.next_at LIMIT 1) f
+  WHERE s.standing = 'active' AND s.way = 'email' AND s.retry_at <= statement_timestamp()
+  ORDER BY turn, f.next_at, s.id LIMIT %(mails)s
+) s CROSS JOIN LATERAL (
+  SELECT * FROM cyborgweb_delivery d WHERE d.subscription_id = s.id AND d.progress = 'waiting'
+    AND d.next_at <= statement_timestamp() AND (s.confirmed_at IS NOT NULL OR d.kind = 'subscription.confirmation')
+  ORDER BY d.next_at, d.id LIMIT %(digest)s) d
+ORDER BY s.turn, s.next_at, s.id, d.next_at, d.id
+"""
+"""Plain SQL, because the ORM has no lateral join: each subscription has a limit of its own. Projects take turns."""
 UPDATE_DELIVERIES = """
 UPDATE cyborgweb_delivery d SET attempts = d.attempts + 1, last_error = x.error,
   progress = CASE WHEN x.error = '' THEN 'delivered' WHEN x.pause IS NULL THEN 'given up' ELSE 'waiting' END,
@@ -84,7 +117,7 @@ UPDATE cyborgweb_subscription s SET failures = CASE WHEN x.error = '' THEN 0 ELS
   last_error = x.error, retry_at = statement_timestamp() + make_interval(secs => CASE WHEN x.error = '' THEN x.pause
     ELSE least(%s, 5 * 6 ^ least(s.failures, 8)) END)
 FROM jsonb_to_recordset(%s::jsonb) AS x(id bigint, error text, pause float8) WHERE s.id = x.id AND s.standing = 'active'
-RETURNING s.id, s.failing_since < statement_timestamp() - make_interval(secs => %s)
+RETURNING s.id, s.failing_since < statement_timestamp() - make_interval(secs => %s), s.failures
 """
 """Plain SQL, because the ORM's updates return no columns."""
 
@@ -106,6 +139,7 @@ class DueDelivery:
     subscription: int
     target: str
     secret: str
+    subscription_uuid: str
 
     def build_body(self) -> bytes:
         """Return the JSON body of the webhook's request: the same bytes at every attempt."""
@@ -129,26 +163,55 @@ def send_webhooks() -> bool:
     Return True if there may be more. No rows are locked while it posts.
     """
     give_up_and_delete_old()
-    deliveries = fetch_due_deliveries(DeliveryWay.WEBHOOK, MAX_WEBHOOKS_PER_ROUND)
+    deliveries = fetch_due_webhooks(MAX_WEBHOOKS_PER_ROUND)
     store_outcomes(deliveries, _post_all(deliveries), 0)
     return bool(deliveries)
 
 
 def send_mails() -> bool:
-    """Send the due mails, at most MAX_MAILS_PER_ROUND, and store the outcomes. Return True if there may be more.
+    """Send one mail for each of at most MAX_MAILS_PER_ROUND subscriptions, for about `MAX_MAIL_ROUND_S` seconds at
+    most. Return True if there may be more. The outcome of each mail is committed before the next one is sent.
 
-    If the mail server is unavailable, return False, and put off all mail by `MAIL_SERVER_RETRY_S` seconds. No rows are
+    If the mail server fails, return False, and try no mail for a time (`_count_mail_server_failure`). No rows are
     locked while it sends.
     """
-    tried, outcomes, is_server_unavailable = _send_mails(
-        fetch_due_deliveries(DeliveryWay.EMAIL, MAX_MAILS_PER_ROUND * MAX_MESSAGES_PER_MAIL)
-    )
-    store_outcomes(tried, outcomes, MAIL_COLLECT_S)
-    if is_server_unavailable:
-        next_try_at = Now() + timedelta(seconds=MAIL_SERVER_RETRY_S)
-        active_mails = Subscription.objects.filter(way=DeliveryWay.EMAIL, standing=SubscriptionStanding.ACTIVE)
-        active_mails.update(retry_at=Greatest("retry_at", next_try_at))
-    return bool(tried) and not is_server_unavailable
+    mails = [] if _is_breaker_open() else fetch_due_mails(MAX_MAILS_PER_ROUND)
+    end = time.monotonic() + MAX_MAIL_ROUND_S
+    for deliveries in mails:
+        try:
+            outcome = _send_mail(deliveries)
+        except mail.MailServerError as error:
+            _count_mail_server_failure(str(error), 1)
+            return False
+        store_outcomes(deliveries, [outcome] * len(deliveries), MAIL_COLLECT_S)
+        if not outcome.is_connection_lost:
+            MailServer.objects.filter(failures__gt=0).update(failures=0, last_error="")
+        elif _count_mail_server_failure(outcome.error, MAX_LOST_CONNECTIONS):
+            return False
+        if time.monotonic() > end:
+            break
+    return bool(mails)
+
+
+def _is_breaker_open() -> bool:
+    """Return whether the mail server has failed, and must not be tried yet."""
+    return MailServer.objects.filter(retry_at__gt=Now()).exists()
+
+
+def _count_mail_server_failure(error: str, threshold: int) -> bool:
+    """Count a failure of the mail server, and return whether the circuit breaker is open now: there were `threshold`
+    failures after one another.
+
+    No mail is tried then for MAIL_SERVER_RETRY_S seconds, and for twice as long after each further failure, up to
+    MAX_MAIL_SERVER_RETRY_S. The next mail after that is the probe.
+    """
+    server, _ = MailServer.objects.get_or_create(pk=1)
+    further_failures = server.failures + 1 - threshold
+    must_open = further_failures >= 0
+    pause_s = min(MAIL_SERVER_RETRY_S * 2 ** min(further_failures, 16), MAX_MAIL_SERVER_RETRY_S) if must_open else 0
+    retry_at = Now() + timedelta(seconds=pause_s)
+    MailServer.objects.filter(pk=1).update(failures=server.failures + 1, last_error=error[:1000], retry_at=retry_at)
+    return must_open
 
 
 def _run_rounds(job: str, step: Callable[[], bool]) -> None:
@@ -167,41 +230,50 @@ def _run_rounds(job: str, step: Callable[[], bool]) -> None:
         jobs.enqueue_job(job)
 
 
-def fetch_due_deliveries(way: DeliveryWay, count: int) -> list[DueDelivery]:
-    """Read at most `count` due deliveries of active subscriptions, the longest due first. Locks no rows.
+def fetch_due_webhooks(count: int) -> list[DueDelivery]:
+    """Read at most `count` due deliveries to active webhooks, the longest due first. Locks no rows.
 
-    `way` is `webhook` or `email` (`DeliveryWay`). The caller must hold the lock of that way's job, otherwise two
-    processes may send the same message. At most MAX_ATTEMPTS_PER_HOST webhooks go to one destination host, and one to a
-    failing subscription; at most MAX_MESSAGES_PER_MAIL messages belong to one mail subscription.
+    The caller must hold the lock of the job, otherwise two processes may send the same message. At most
+    MAX_ATTEMPTS_PER_HOST go to one destination host, and one to a failing subscription.
     """
-    parameters: dict[str, Any] = {
-        "way": way,
-        "batch": count,
-        "most": MAX_ATTEMPTS_PER_HOST,
-        "digest": MAX_MESSAGES_PER_MAIL,
-    }
+    return _fetch(SELECT_DUE_WEBHOOKS, {"batch": count, "most": MAX_ATTEMPTS_PER_HOST})
+
+
+def fetch_due_mails(count: int) -> list[list[DueDelivery]]:
+    """Read the due deliveries of at most `count` active mail subscriptions, and return a list for each: the messages of
+    its next mail, at most MAX_MESSAGES_PER_MAIL. Projects take turns. Locks no rows.
+
+    The caller must hold the lock of the job, otherwise two processes may send the same message.
+    """
+    due = _fetch(SELECT_DUE_MAILS, {"mails": count, "digest": MAX_MESSAGES_PER_MAIL})
+    return [list(deliveries) for _, deliveries in groupby(due, key=lambda one: one.subscription)]
+
+
+def _fetch(statement: str, parameters: dict[str, Any]) -> list[DueDelivery]:
+    """Execute one of the two SELECT statements and return its rows."""
     with connection.cursor() as cursor:
-        cursor.execute(SELECT_DUE_DELIVERIES, parameters)
+        cursor.execute(statement, parameters)
         return [
-            DueDelivery(id, message, kind, at, json.loads(data), attempts, subscription, target, secret)
-            for id, message, kind, at, data, attempts, subscription, target, secret, *_ in cursor.fetchall()
+            DueDelivery(id, message, kind, at, json.loads(data), attempts, subscription, target, secret, uuid)
+            for id, message, kind, at, data, attempts, subscription, target, secret, uuid, *_ in cursor.fetchall()
         ]
 
 
-def store_outcomes(tried: list[DueDelivery], outcomes: list[AttemptOutcome], pause_s: float) -> None:
+def store_outcomes(tried: Sequence[DueDelivery], outcomes: Sequence[AttemptOutcome], pause_s: float) -> None:
     """Store the outcomes of these attempts in one transaction: the deliveries' progress, and the subscriptions'
     failures and next attempt.
 
     `outcomes` are in the order of `tried`. A subscription counts as working if one of its attempts succeeded; it may
     get its next message after `pause_s` seconds. If all failed, its next attempt waits for its back-off. It is stopped
-    if its destination answered 410, or if it has failed for `PAUSE_AFTER_S` seconds.
+    if its destination answered 410, if it has failed for `PAUSE_AFTER_S` seconds, or if the last of MAX_REFUSED_MAILS
+    failed attempts was refused permanently.
     """
     if not tried:
         return
     rows: list[dict[str, Any]] = []
     outcome_by_subscription: dict[int, AttemptOutcome] = {}
     for delivery, outcome in zip(tried, outcomes, strict=True):
-        is_last_attempt = outcome.is_gone or delivery.attempts >= len(RETRY_DELAYS_S)
+        is_last_attempt = outcome.is_gone or outcome.is_permanent or delivery.attempts >= len(RETRY_DELAYS_S)
         pause = None if is_last_attempt else RETRY_DELAYS_S[delivery.attempts] * random.uniform(0.9, 1.1)
         rows.append({"id": delivery.id, "error": outcome.error[:1000], "pause": pause})
         if outcome_by_subscription.get(delivery.subscription, AttemptOutcome("-")).error:
@@ -213,13 +285,16 @@ def store_outcomes(tried: list[DueDelivery], outcomes: list[AttemptOutcome], pau
     with transaction.atomic(), connection.cursor() as cursor:
         # Subscriptions before deliveries: deleting a subscription locks the rows in the same order.
         cursor.execute(UPDATE_SUBSCRIPTIONS, [MAX_BACKOFF_S, orjson.dumps(subscription_rows).decode(), PAUSE_AFTER_S])
-        failing_for_long = dict(cursor.fetchall())
+        standings = cursor.fetchall()
         cursor.execute(UPDATE_DELIVERIES, [orjson.dumps(rows).decode()])
-        for id, must_pause in failing_for_long.items():
+        for id, has_failed_for_days, failures in standings:
             outcome = outcome_by_subscription[id]
             if outcome.is_gone:
                 _stop_subscription(id, SubscriptionStanding.GONE, "Its destination answered 410 Gone.")
-            elif must_pause:
+            elif outcome.is_permanent and failures >= MAX_REFUSED_MAILS:
+                reason = f"Its mails were refused {failures} times. The last error: {outcome.error}"
+                _stop_subscription(id, SubscriptionStanding.PAUSED, reason)
+            elif has_failed_for_days:
                 _stop_subscription(
                     id,
                     SubscriptionStanding.PAUSED,
@@ -235,6 +310,7 @@ def give_up_and_delete_old() -> None:
     _give_up(waited_too_long, f"It waited for more than {MAX_WAIT_S // 86_400} days.")
     old = Delivery.objects.filter(created_at__lt=Now() - timedelta(seconds=RETENTION_S)).order_by("created_at")
     Delivery.objects.filter(pk__in=old.values("pk")[:1000]).delete()
+    ConfirmationRequest.objects.filter(asked_at__lt=Now() - timedelta(seconds=RETENTION_S)).delete()
 
 
 def _give_up(deliveries: QuerySet[Delivery], reason: str) -> None:
@@ -314,26 +390,18 @@ def _post_delivery(
     return webhook.post_message(delivery.target, headers, body, allowed)
 
 
-def _send_mails(due_deliveries: Iterable[DueDelivery]) -> tuple[list[DueDelivery], list[AttemptOutcome], bool]:
-    """Send one mail for each of at most `MAX_MAILS_PER_ROUND` subscriptions, for about `MAX_MAIL_ROUND_S` seconds at
-    most.
-
-    Return the deliveries that were tried, their outcomes in the same order, and whether the mail server is unavailable.
-    No further mail is sent once it is. Stores nothing.
+def _send_mail(deliveries: list[DueDelivery]) -> mail.MailOutcome:
+    """Send these messages of one subscription as one mail. Return the outcome; an address that is not accepted any more
+    is a permanent refusal. Raises MailServerError if the mail server sends no mail for anybody now.
     """
-    deliveries_by_subscription: dict[int, list[DueDelivery]] = {}
-    end = time.monotonic() + MAX_MAIL_ROUND_S
-    for delivery in due_deliveries:
-        deliveries_by_subscription.setdefault(delivery.subscription, []).append(delivery)
-    tried: list[DueDelivery] = []
-    outcomes: list[AttemptOutcome] = []
-    is_server_unavailable = False
-    for rows in list(deliveries_by_subscription.values())[:MAX_MAILS_PER_ROUND]:
-        outcome, is_server_unavailable = mail.send_mail(
-            rows[0].target, [(row.at, row.kind, row.data) for row in rows], rows[0].message
-        )
-        tried += rows
-        outcomes += [outcome] * len(rows)
-        if is_server_unavailable or time.monotonic() > end:
-            break
-    return tried, outcomes, is_server_unavailable
+    messages = [(one.at, one.kind, one.data) for one in deliveries]
+    try:
+        to = mail.check_mail_address(deliveries[0].target)
+    except MailAddressError as error:
+        return mail.MailOutcome(str(error), is_permanent=True)
+    first = deliveries[0]
+    if first.kind == CONFIRMATION_KIND:
+        letter = mail.build_confirmation(to, first.data["by"], first.message, first.subscription_uuid)
+    else:
+        letter = mail.build_mail(to, messages, first.message, first.subscription_uuid)
+    return mail.send_mail(letter)

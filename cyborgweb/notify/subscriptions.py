@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
+from datetime import timedelta
 from typing import Any
 
 from django.conf import settings
 from django.contrib.auth.models import User
-from django.core.exceptions import ValidationError
-from django.core.validators import validate_email
 from django.db import connection
 from django.db.models import Q, QuerySet
 
@@ -24,6 +23,7 @@ from accelerators.domain.states import EventSource
 from accelerators.runtime import database_clock, jobs
 from accelerators.runtime.after_commit import call_after_commit
 from cyborgweb.models.event_types import (
+    CONFIRMATION_KIND,
     JOB_BY_WAY,
     TEST_KIND,
     DeliveryProgress,
@@ -32,17 +32,23 @@ from cyborgweb.models.event_types import (
     SubscriptionScope,
     SubscriptionStanding,
 )
-from cyborgweb.models.notify import Delivery, Subscription
-from cyborgweb.notify import keyring, webhook
+from cyborgweb.models.notify import ConfirmationRequest, Delivery, Subscription
+from cyborgweb.notify import keyring, mail, webhook
+from cyborgweb.settings.mail_address import MailAddressError
 
 MAX_SUBSCRIPTIONS = 50
 """Subscriptions that one person may have in a project, or one project for itself."""
 MAX_REPLAYED = 1000
+MAX_ASKED_OF_ADDRESS, MAX_ASKED_OF_ADDRESS_IN_MONTH, MAX_ASKED_BY_USER = 3, 10, 10
+"""Requests to confirm that one address gets in a day, and in 30 days, and that one user can have sent in a day."""
 RECORDED_FIELDS = ("name", "scope", "kinds", "host", "type", "label", "way", "target", "standing")
 SETTABLE_STANDINGS = (SubscriptionStanding.ACTIVE, SubscriptionStanding.OFF)
 """The standings that a person may set."""
 HOST_GLOB = re.compile(r"[A-Za-z0-9._*?-]*")
-_CREATE_LOCK_ID = 0x73756273
+NO_MAILS = "This subscription sends no mails to this address, so there is nothing to do."
+ENDED = "Its recipient ended it with the link in a mail."
+BY_LINK = "with the link in a mail"
+_CREATE_LOCK_ID, _ASK_LOCK_ID = 0x73756273, 0x61736B73
 
 
 def allowed_destinations() -> webhook.AllowedDestinations:
@@ -62,14 +68,17 @@ def create(
     """Create a subscription with these field values and record an event.
 
     Return it with the webhook's secret in plain text ('' for other ways), which cannot be read again later. With
-    `personal`, and always for an inbox, it belongs to the caller alone, otherwise to the caller's project. Raises
-    RefusedError INVALID for values that do not fit together, CONFLICT if that owner has `MAX_SUBSCRIPTIONS` already.
+    `personal`, and always for an inbox, it belongs to the caller alone, otherwise to the caller's project. A mail
+    address that the same owner has not proven yet gets a request to confirm it. Raises RefusedError INVALID for values
+    that do not fit together, CONFLICT if that owner has `MAX_SUBSCRIPTIONS` already, or if too many requests to confirm
+    were sent.
     """
     person = caller.user_id if personal or values["way"] == DeliveryWay.INBOX else ""
     subscription = Subscription(**values, project_id=caller.project_id, person=person, user=_owning_user(caller))
     validate_subscription(subscription)
     secret = webhook.generate_secret() if subscription.way == DeliveryWay.WEBHOOK else ""
     subscription.secret = keyring.encrypt_secret(secret) if secret else ""
+    subscription.confirmed_at = database_clock.now()
     with conductor.writing():
         with connection.cursor() as cursor:  # the lock serializes creations, so that the limit holds
             cursor.execute("SELECT pg_advisory_xact_lock(%s)", [_CREATE_LOCK_ID])
@@ -86,6 +95,8 @@ def create(
             caller,
             source,
         )
+        if subscription.way == DeliveryWay.EMAIL:
+            _require_confirmation(subscription, caller, source)
     return subscription, secret
 
 
@@ -95,7 +106,9 @@ def edit(pk: int, values: Mapping[str, Any], caller: Caller, source: EventSource
     The row is locked meanwhile. A change also resets the failures and the back-off, so a paused subscription that is
     made active starts afresh. Without any change no event is recorded and nothing is reset; a `target` in `values`
     always counts as a change. Raises RefusedError NOT_FOUND if the subscription does not exist, CONFLICT if `way` would
-    change, INVALID if the values do not fit together.
+    change or too many requests to confirm an address were sent, INVALID if the values do not fit together.
+
+    A new mail address that the same owner has not proven yet gets a request to confirm it.
     """
     with conductor.writing():
         row = _lock_subscription(pk)
@@ -104,7 +117,7 @@ def edit(pk: int, values: Mapping[str, Any], caller: Caller, source: EventSource
                 RefusalReason.CONFLICT,
                 "A subscription cannot change how it delivers messages: create another subscription.",
             )
-        before = _recorded_values(row)
+        before, target_before = _recorded_values(row), row.target
         for name, value in values.items():
             setattr(row, name, value)
         validate_subscription(row)
@@ -116,6 +129,8 @@ def edit(pk: int, values: Mapping[str, Any], caller: Caller, source: EventSource
             row.updated_at = database_clock.now()
             row.save()
             _record_event("changed", row, changes, caller, source)
+            if row.way == DeliveryWay.EMAIL and row.target != target_before:
+                _require_confirmation(row, caller, source)
     _enqueue_delivery_jobs(row.way)
     return row
 
@@ -165,6 +180,8 @@ def queue_test_message(pk: int, caller: Caller, source: EventSource = EventSourc
         row = _lock_subscription(pk)
         if row.standing != SubscriptionStanding.ACTIVE:
             raise RefusedError(RefusalReason.WRONG_STATE, f"This subscription is {row.standing}: make it active first.")
+        if row.is_unconfirmed:
+            raise RefusedError(RefusalReason.WRONG_STATE, "The recipient has not confirmed this address yet.")
         waiting = row.deliveries.filter(kind=TEST_KIND, progress=DeliveryProgress.WAITING)
         if waiting.exists():
             raise RefusedError(
@@ -189,11 +206,12 @@ def replay_deliveries(deliveries: QuerySet[Delivery], caller: Caller, source: Ev
     """Queue these messages again with the same ids, and record an event for each subscription. Return how many were
     queued. At most `MAX_REPLAYED` deliveries are considered; the rows are locked.
 
-    Inbox messages and deliveries that are still waiting are left out. Raises RefusedError WRONG_STATE if the
-    subscription of one of the others is not active; then nothing is queued.
+    Inbox messages, requests to confirm and deliveries that are still waiting are left out. Raises RefusedError
+    WRONG_STATE if the subscription of one of the others is not active; then nothing is queued.
     """
     with conductor.writing():
-        ids = list(deliveries.exclude(subscription__way=DeliveryWay.INBOX).values_list("pk", flat=True)[:MAX_REPLAYED])
+        replayed = deliveries.exclude(subscription__way=DeliveryWay.INBOX).exclude(kind=CONFIRMATION_KIND)
+        ids = list(replayed.values_list("pk", flat=True)[:MAX_REPLAYED])
         replayable = Delivery.objects.filter(pk__in=ids, reader="").exclude(progress=DeliveryProgress.WAITING)
         rows = list(replayable.select_related("subscription").select_for_update(of=("self",)).order_by("id"))
         inactive_subscription = next(
@@ -214,6 +232,134 @@ def replay_deliveries(deliveries: QuerySet[Delivery], caller: Caller, source: Ev
             _record_event("replayed", subscription, changes, caller, source)
     _enqueue_delivery_jobs(*{row.subscription.way for row in rows})
     return len(rows)
+
+
+def resend_confirmation(pk: int, caller: Caller, source: EventSource = EventSource.API) -> Subscription:
+    """Send the request to confirm the address again, record an event, and return the subscription.
+
+    Raises RefusedError NOT_FOUND if it does not exist, WRONG_STATE if it is not active or waits for no confirmation,
+    CONFLICT if too many requests to confirm were sent.
+    """
+    with conductor.writing():
+        row = _lock_subscription(pk)
+        if not row.is_unconfirmed or row.standing != SubscriptionStanding.ACTIVE:
+            raise RefusedError(RefusalReason.WRONG_STATE, "This subscription is not waiting for confirmation.")
+        _ask_recipient(row, caller, source)
+    return row
+
+
+def confirm_address(uuid: str, address: str) -> str:
+    """Let the recipient confirm the address of the subscription with this uuid, and record an event. Return the
+    sentence that tells the recipient what is the case now.
+    """
+    with conductor.writing():
+        row = _lock_mails(uuid, address)
+        if row is None or row.standing != SubscriptionStanding.ACTIVE:
+            return NO_MAILS
+        if row.is_unconfirmed:
+            row.confirmed_at = row.retry_at = row.updated_at = database_clock.now()
+            row.save(update_fields=["confirmed_at", "retry_at", "updated_at"])
+            _give_up_requests(row)
+            _record_recipient_event("confirmed", row, {"confirmed": [False, True]})
+    _enqueue_delivery_jobs(row.way)
+    return f"The address {address} is confirmed. Each mail has a link that ends the mails."
+
+
+def end_mails(uuid: str, address: str) -> str:
+    """Let the recipient end the mails of the subscription with this uuid, and record an event. Return the sentence that
+    tells the recipient what is the case now.
+
+    The subscription is off, its waiting messages are given up, and its address has to be confirmed again.
+    """
+    with conductor.writing():
+        row = _lock_mails(uuid, address)
+        if row is None or (row.is_unconfirmed and row.standing == SubscriptionStanding.OFF):
+            return NO_MAILS
+        changes = {
+            "standing": [row.standing, SubscriptionStanding.OFF.value],
+            "confirmed": [not row.is_unconfirmed, False],
+        }
+        row.standing, row.confirmed_at, row.last_error = SubscriptionStanding.OFF, None, ENDED
+        row.updated_at = database_clock.now()
+        row.save(update_fields=["standing", "confirmed_at", "last_error", "updated_at"])
+        waiting = row.deliveries.filter(progress=DeliveryProgress.WAITING)
+        waiting.update(progress=DeliveryProgress.GIVEN_UP, last_error=ENDED)
+        _record_recipient_event("ended", row, changes)
+    return f"No more mails of this subscription are sent to {address}."
+
+
+def find_mailbox(address: str) -> str:
+    """Return the mailbox to which mail to this address goes: in lower case, and without the part after `+`."""
+    local_part, _, domain = address.lower().rpartition("@")
+    return f"{local_part.partition('+')[0]}@{domain}"
+
+
+def _require_confirmation(row: Subscription, caller: Caller, source: EventSource) -> None:
+    """Ask the recipient to confirm the new address, unless it is proven: the recipient has confirmed it in another
+    subscription of the same owner. Call it inside `conductor.writing()`. Raises RefusedError as `_ask_recipient` does.
+    """
+    owned = Subscription.objects.filter(way=DeliveryWay.EMAIL, project_id=row.project_id, person=row.person)
+    if not owned.filter(target=row.target, confirmed_at__isnull=False).exclude(pk=row.pk).exists():
+        _ask_recipient(row, caller, source)
+        return
+    row.confirmed_at = database_clock.now()
+    row.save(update_fields=["confirmed_at"])
+    _give_up_requests(row)
+
+
+def _ask_recipient(row: Subscription, caller: Caller, source: EventSource) -> None:
+    """Queue a request to confirm the address of the subscription, and record an event. Call it inside `writing()`.
+
+    Until the recipient confirms, no other mail is sent. Raises RefusedError INVALID if CYBORG_PUBLIC_URL is not set,
+    CONFLICT if this address got, or this user has sent, too many requests.
+    """
+    if not settings.KEYS.public_url:
+        raise RefusedError(
+            RefusalReason.INVALID,
+            "The recipient has to confirm this address, and the link for it needs CYBORG_PUBLIC_URL: set that first.",
+        )
+    with connection.cursor() as cursor:  # the lock serializes requests, so that the limits hold
+        cursor.execute("SELECT pg_advisory_xact_lock(%s)", [_ASK_LOCK_ID])
+    mailbox, now = find_mailbox(row.target), database_clock.now()
+    of_address = ConfirmationRequest.objects.filter(address=mailbox)
+    by_user = ConfirmationRequest.objects.filter(asked_by=caller.user_id)
+    for requests, days, limit, limited in (
+        (of_address, 1, MAX_ASKED_OF_ADDRESS, "this address"),
+        (of_address, 30, MAX_ASKED_OF_ADDRESS_IN_MONTH, "this address"),
+        (by_user, 1, MAX_ASKED_BY_USER, "your requests"),
+    ):
+        if requests.filter(asked_at__gt=now - timedelta(days=days)).count() >= limit:
+            raise RefusedError(
+                RefusalReason.CONFLICT,
+                f"The limit for {limited} is {limit} requests to confirm in {days} day{'s'[: days > 1]}: try later.",
+            )
+    ConfirmationRequest.objects.create(address=mailbox, asked_by=caller.user_id, asked_at=now)
+    _give_up_requests(row)
+    row.confirmed_at, row.retry_at = None, now
+    row.save(update_fields=["confirmed_at", "retry_at"])
+    row.deliveries.create(kind=CONFIRMATION_KIND, data={"name": row.name, "by": caller.name})
+    _record_event("asked", row, {}, caller, source)
+    _enqueue_delivery_jobs(row.way)
+
+
+def _give_up_requests(row: Subscription) -> None:
+    """Give up the requests to confirm that are still waiting: a newer one, or the confirmation, replaces them."""
+    requests = row.deliveries.filter(kind=CONFIRMATION_KIND, progress=DeliveryProgress.WAITING)
+    requests.update(progress=DeliveryProgress.GIVEN_UP, last_error="It is not needed any more.")
+
+
+def _lock_mails(uuid: str, address: str) -> Subscription | None:
+    """Lock the subscription with this uuid and return it; None if it sends no mail to this address any more."""
+    rows = Subscription.objects.filter(uuid=uuid, way=DeliveryWay.EMAIL, target=address)
+    return rows.select_for_update().first()
+
+
+def _record_recipient_event(action: str, row: Subscription, changes: dict[str, Any]) -> None:
+    """Record an event of the recipient, who has no account. Call it inside `conductor.writing()`."""
+    subject = (row.uuid, row.name)
+    conductor.record_event(
+        f"subscription.{action}", EventSource.PERSON, row.target, subject=subject, changes=changes, reason=BY_LINK
+    )
 
 
 def inbox_of_person(person: str) -> QuerySet[Delivery]:
@@ -246,7 +392,8 @@ def mark_as_read(rows: QuerySet[Delivery], messages: Iterable[Any] | None = None
 def validate_subscription(row: Subscription) -> None:
     """Raise RefusedError INVALID, with the reason, if the fields of a subscription do not fit together.
 
-    Checked are the kinds, the host filter, and whether the target fits the way and is allowed. No name is looked up.
+    Checked are the kinds, the host filter, and whether the target fits the way and is allowed. No name is looked up. A
+    mail address is brought into its plain form.
     """
     if not row.kinds or set(row.kinds) - set(NotificationKind):
         raise RefusedError(
@@ -265,23 +412,19 @@ def validate_subscription(row: Subscription) -> None:
         except webhook.WebhookUrlError as refused:
             raise RefusedError(RefusalReason.INVALID, str(refused)) from None
     if row.way == DeliveryWay.EMAIL:
-        _validate_mail_address(row.target)
+        row.target = _check_mail_target(row.target)
 
 
-def _validate_mail_address(address: str) -> None:
-    """Raise RefusedError INVALID, with the reason, if this installation sends no mail, if `address` is no e-mail
-    address, or if mail may not be sent to its domain.
+def _check_mail_target(address: str) -> str:
+    """Return the address in its plain form. Raises RefusedError INVALID, with the reason, if this installation sends no
+    mail, if `address` is no address that we accept, or if mail may not be sent to its domain.
     """
-    keys = settings.KEYS
-    if not keys.mail_host:
+    if not settings.KEYS.mail_host:
         raise RefusedError(RefusalReason.INVALID, "This installation sends no mail: CYBORG_MAIL_HOST is not set.")
     try:
-        validate_email(address)
-    except ValidationError:
-        raise RefusedError(RefusalReason.INVALID, "The target is no e-mail address: write NAME@DOMAIN.") from None
-    domains = keys.mail_domains or (keys.mail_from.rpartition("@")[2],)
-    if "*" not in domains and address.rpartition("@")[2].lower() not in {domain.lower() for domain in domains}:
-        raise RefusedError(RefusalReason.INVALID, f"Mail can be sent to addresses at {', '.join(domains)} only.")
+        return mail.check_mail_address(address)
+    except MailAddressError as error:
+        raise RefusedError(RefusalReason.INVALID, str(error)) from None
 
 
 def _recorded_values(row: Subscription) -> dict[str, Any]:

@@ -89,11 +89,12 @@ class WebhookUrl:
 @dataclass(frozen=True)
 class AttemptOutcome:
     """Result of one attempt to deliver a message. `error` is '' on success; `is_gone` means that the receiver answered
-    410 and wants no more messages.
+    410 and wants no more messages, `is_permanent` that another attempt with this message is useless.
     """
 
     error: str = ""
     is_gone: bool = False
+    is_permanent: bool = False
 
 
 def parse_networks(words: Sequence[str]) -> tuple[IPv4Network | IPv6Network, ...]:

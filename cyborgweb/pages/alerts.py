@@ -155,8 +155,8 @@ def _cloud_alerts(system_state: SystemState) -> Iterator[Alert]:
 
 
 def _worker_alerts(system_state: SystemState) -> Iterator[Alert]:
-    """Yield alerts about binds near or past their deadline, and about reports and jobs that have waited for more than
-    `MAX_WORKER_DELAY`.
+    """Yield alerts about binds near or past their deadline, about reports and jobs that have waited for more than
+    `MAX_WORKER_DELAY`, and about a mail server that sends nothing.
     """
     work, binding_url = system_state.backlog, list_url("acceleratorrequest", state__exact="BindStarted")
     if n := work.overdue:
@@ -174,6 +174,10 @@ def _worker_alerts(system_state: SystemState) -> Iterator[Alert]:
             f"have started no job for {format_duration(work.tick_oldest, system_state.now)}: start the clusters again."
         )
         yield Alert("bad", "asleep", "The workers", asleep, list_url("intent"))
+    if work.mail_error:
+        unsent = _append_error("sends no mail now, so mails wait: check the CYBORG_MAIL_… keys", work.mail_error)
+        url = reverse("admin:cyborgweb_delivery_changelist") + "?progress__exact=waiting"
+        yield Alert("warn", "mail", "The mail server", unsent, url)
 
 
 def _capacity_alerts(system_state: SystemState) -> Iterator[Alert]:

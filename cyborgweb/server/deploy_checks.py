@@ -12,6 +12,11 @@ NO_TLS = Warning(
     hint="Set CYBORG_PUBLIC_URL=https://NAME, and run the proxy that docs/install-several.md describes.",
     id="cyborgweb.W001",
 )
+NO_MAIL_LINKS = Warning(
+    "Mails have no link that ends them, and no new mail address can be subscribed.",
+    hint="Set CYBORG_PUBLIC_URL=https://NAME: the links in mails begin with it.",
+    id="cyborgweb.W003",
+)
 ANY_NAME = Warning(
     "The web process accepts any host name, so a caller decides which host the links in its answers name.",
     hint="Set CYBORG_ALLOWED_HOSTS to the names and addresses that people, programs and probes use.",
@@ -21,10 +26,11 @@ ANY_NAME = Warning(
 
 @register(Tags.security, deploy=True)
 def check_exposure(app_configs: Any, **_: Any) -> list[CheckMessage]:
-    """Return a warning if no public URL is configured (people connect without TLS), and one if any host name is
-    accepted.
+    """Return a warning if no public URL is configured (people connect without TLS), one if mails are sent without it,
+    and one if any host name is accepted.
     """
     return [
         *([] if settings.KEYS.public_url else [NO_TLS]),
+        *([NO_MAIL_LINKS] if settings.KEYS.mail_host and not settings.KEYS.public_url else []),
         *([ANY_NAME] if "*" in settings.ALLOWED_HOSTS else []),
     ]

@@ -12,6 +12,7 @@ from functools import lru_cache
 from ipaddress import ip_network
 from pathlib import Path
 
+from cyborgweb.settings.mail_address import MailAddressError, parse_mail_domain, parse_sender
 from drivers.configuration import ConfigurationError, declare_key, load_configuration
 
 MAX_BODY_BYTES = 1_048_576
@@ -296,7 +297,11 @@ class Keys:
     mail_tls: str = declare_key(
         "CYBORG_MAIL_TLS", "off", "The encryption of the connection to the SMTP server: `off`, `starttls` or `tls`."
     )
-    mail_from: str = declare_key("CYBORG_MAIL_FROM", "accelerators@localhost", "The sender address of our mail.")
+    mail_from: str = declare_key(
+        "CYBORG_MAIL_FROM",
+        "accelerators@localhost",
+        "The sender address of our mail: `NAME@DOMAIN` or `TEXT <NAME@DOMAIN>`.",
+    )
     mail_domains: tuple[str, ...] = declare_key(
         "CYBORG_MAIL_DOMAINS",
         (),
@@ -363,6 +368,13 @@ class Keys:
             return Path(self.mail_password_file).read_text().strip() if self.mail_password_file else ""
         except OSError as error:
             raise ConfigurationError(f"CYBORG_MAIL_PASSWORD_FILE cannot be read: {error.strerror}") from None
+
+    @property
+    def allowed_mail_domains(self) -> tuple[str, ...]:
+        """The domains to which mail may be sent, in ASCII; `*` stands for any domain."""
+        if self.mail_domains:
+            return tuple(word if word == "*" else parse_mail_domain(word) for word in self.mail_domains)
+        return (parse_sender(self.mail_from).rpartition("@")[2],)
 
     @property
     def audit_key_path(self) -> Path | None:
@@ -458,6 +470,17 @@ def _check_public_keys(loaded: Keys) -> None:
         raise ConfigurationError("CYBORG_METRICS_TOKEN is not usable: write 16 characters or more, without blanks")
     if loaded.public_url and not re.fullmatch(r"https://[^/?#@\s]{1,200}", loaded.public_url):
         raise ConfigurationError("CYBORG_PUBLIC_URL is not usable: write https://NAME, without a path")
+    try:
+        parse_sender(loaded.mail_from)
+    except MailAddressError:
+        raise ConfigurationError(
+            f"CYBORG_MAIL_FROM={loaded.mail_from!r} is not usable: write NAME@DOMAIN, or TEXT <NAME@DOMAIN>"
+        ) from None
+    for word in loaded.mail_domains:
+        try:
+            word == "*" or parse_mail_domain(word)
+        except MailAddressError:
+            raise ConfigurationError(f"CYBORG_MAIL_DOMAINS is not usable: {word!r} is no domain") from None
     if loaded.mail_tls not in ("off", "starttls", "tls"):
         raise ConfigurationError(f"CYBORG_MAIL_TLS={loaded.mail_tls!r} is not usable: write off, starttls or tls")
     try:

@@ -81,6 +81,11 @@ def test_a_late_intent_is_shown_with_its_error_and_a_stuck_one_takes_precedence(
     assert line.startswith("bad stuck: 1 intent failed ten times or more: xxx") and line.endswith("x…")
 
 
+def test_a_mail_server_that_fails_raises_an_alert_with_its_error() -> None:
+    (line,) = list_alert_lines(mail_error="The mail server did not answer in time.")
+    assert line.startswith("warn mail: The mail server sends no mail now") and line.endswith("did not answer in time.")
+
+
 def test_late_binds_waiting_reports_and_sleeping_workers_raise_alerts() -> None:
     assert [line.split(":")[0] for line in list_alert_lines(near=3, overdue=1)] == ["bad stuck", "warn late"]
     old = NOW - timedelta(seconds=40)

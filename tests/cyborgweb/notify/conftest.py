@@ -11,7 +11,7 @@ import pytest
 from accelerators.domain.caller import Caller
 from accelerators.domain.states import EventSource
 from cyborgweb.models.event_types import NotificationKind
-from cyborgweb.models.notify import Delivery, Subscription
+from cyborgweb.models.notify import ConfirmationRequest, Delivery, Subscription
 from cyborgweb.notify import subscriptions
 from tests.cyborgweb.notify.receiver import Receiver, run_receiver
 
@@ -28,6 +28,7 @@ def _open_to_loopback(settings: Any) -> None:
         webhook_networks=("127.0.0.0/8",),
         mail_host="mail",
         mail_domains=("*",),
+        public_url="https://accelerators.example",
     )
 
 
@@ -39,13 +40,17 @@ def receiver() -> Iterator[Receiver]:
 
 @pytest.fixture
 def subscribe(db: None) -> Subscribe:
-    """`subscribe(way="inbox", caller=OLGA, **values)`: to all there is, of all of the cloud. It was made long ago."""
+    """`subscribe(way="inbox", caller=OLGA, **values)`: to all there is, of all of the cloud. It was made, and an
+    address confirmed, long ago.
+    """
 
     def make(way: str = "inbox", caller: Caller = OLGA, **values: Any) -> Subscription:
         said = {"name": "mine", "kinds": list(NotificationKind), "scope": "cloud", "way": way} | values
         personal = said.pop("personal", way == "inbox")
         row, _ = subscriptions.create(said, caller, EventSource.API, personal=personal)
-        Subscription.objects.filter(pk=row.pk).update(created_at=PAST_TIME)
+        Subscription.objects.filter(pk=row.pk).update(created_at=PAST_TIME, confirmed_at=PAST_TIME)
+        row.deliveries.all().delete()
+        ConfirmationRequest.objects.all().delete()
         return row
 
     return make

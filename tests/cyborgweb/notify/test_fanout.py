@@ -65,6 +65,15 @@ def list_kinds(subscription: Subscription) -> list[str]:
     return list(Delivery.objects.filter(subscription=subscription).order_by("event").values_list("kind", flat=True))
 
 
+def test_an_unconfirmed_address_gets_no_messages(subscribe: Subscribe) -> None:
+    waiting = subscribe("email", target="a@example.org")
+    confirmed = subscribe("email", target="b@example.org")
+    Subscription.objects.filter(pk=waiting.pk).update(confirmed_at=None)
+    create_ready_device()
+    fanout.run()
+    assert list_kinds(confirmed) == ["device.ready"] and list_kinds(waiting) == []
+
+
 def test_events_are_delivered_to_matching_subscriptions_only(subscribe: Subscribe) -> None:
     cloud = subscribe(name="all")
     here = subscribe(name="here", host="cmp?")
