@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import socket
+import struct
 from asyncio import TimerHandle
 from typing import Any, ClassVar
 
@@ -46,7 +48,7 @@ class HttpProtocol(HttpToolsProtocol):
         if len(self.open_connections) > self.limits.connections:
             oldest = next(filter(HttpProtocol.waits_for_client, self.open_connections))
             oldest._stop_deadlines()
-            oldest.transport.abort()
+            oldest._reset_connection()
         if not self.transport.is_closing():
             self._start_read_deadline(self.limits.header_s)
 
@@ -177,9 +179,15 @@ class HttpProtocol(HttpToolsProtocol):
     def _check_writing(self, waiting_bytes: int) -> None:
         """End the connection if the client has accepted too little of the `waiting_bytes`; otherwise check again."""
         if waiting_bytes - self.transport.get_write_buffer_size() < MIN_WRITE_BYTES:
-            self.transport.abort()
+            self._reset_connection()
         else:
             self._start_write_check()
+
+    def _reset_connection(self) -> None:
+        """End the connection at once. The kernel drops what the client has not accepted yet, and tells the client."""
+        no_linger = struct.pack("ii", 1, 0)
+        self.transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, no_linger)
+        self.transport.abort()
 
     def _stop_deadlines(self) -> None:
         """Stop all deadlines but uvicorn's own, and stop counting this connection."""

@@ -70,11 +70,11 @@ class Backlog:
     than NEAR_DEADLINE_S seconds left, `overdue` are past their deadline and also counted as near. `commands`: commands
     that have not ended. `draining`: devices that drain. `bulks`: running bulk actions. `unknown_to_nova`: instances
     that hold requests and are unknown to a Nova whose answer is not believed. `unsealed_oldest`: when the oldest event
-    was written that is not sealed yet. `degraded`, `broken`: devices whose
-    reported health is `degraded`, or `failed`. `missing_held`: missing devices that a request holds. `released`:
-    released handles that wait until their hosts confirm that no guest uses them; `unconfirmed`: those of them that
-    were not confirmed in time, so that their devices were quarantined. `mail_error`: why no mail is sent now, '' if
-    mail is sent. `intents` are by kind. A time is None if there is nothing.
+    was written that is not sealed yet. `degraded`, `broken`: devices whose reported health is `degraded`, or `failed`.
+    `missing_held`: missing devices that a request holds. `released`: released handles that wait until their hosts
+    confirm that no guest uses them; `unconfirmed`: those of them that were not confirmed in time, so that their devices
+    were quarantined. `mail_error`: why no mail is sent now, '' if mail is sent. `intents` are by kind. A time is None
+    if there is nothing.
     """
 
     spool: int

@@ -10,8 +10,9 @@ from click.testing import CliRunner, Result
 from django.contrib.auth.models import User
 
 from cyborgweb.cli.main import cli
-from cyborgweb.http.request_threads import RequestThreads
+from cyborgweb.http.django_threads import DjangoThreads
 from cyborgweb.models import ApiToken
+from cyborgweb.settings.keys import Keys
 from cyborgweb.wsgi import application
 from tests.support.webserver import serving
 
@@ -21,7 +22,7 @@ Cyborg = Callable[..., Result]
 @pytest.fixture(scope="module")
 def url() -> Iterator[str]:
     """Where the real service answers."""
-    with serving(RequestThreads(application, 2, 20)) as port:
+    with serving(DjangoThreads(application, Keys(request_threads=2, request_queue=20), long_threads=2)) as port:
         yield f"http://127.0.0.1:{port}"
 
 

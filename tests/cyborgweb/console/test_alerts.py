@@ -30,6 +30,7 @@ NOTHING_TO_DO = dict.fromkeys(
     "broken": 0,
     "unknown_to_nova": 0,
     "spool_oldest": None,
+    "unsealed_oldest": None,
     "tick_oldest": None,
 }
 
