@@ -37,6 +37,7 @@ from agents.gateway.leases import LeaseBuffer
 from agents.gateway.rejections import RefusalCounter
 from agents.gateway.row_locks import (
     MAX_LOCK_TIMEOUTS,
+    UnwrittenItems,
     is_lock_timeout,
     limiting_lock_waits,
     suppressing_lock_timeouts,
@@ -232,10 +233,10 @@ class DatabaseWriter(threading.Thread):
             finally:
                 self._forget_reports_of(batch)
 
-    def _hold_jobs(self, jobs: list[Any]) -> None:
-        """Keep jobs that need locked rows, to try them again after HELD_RETRY_S."""
+    def _hold_jobs(self, unserved: UnwrittenItems[Any]) -> None:
+        """Keep jobs that need locked rows, to try them again after HELD_RETRY_S, first those that were not tried."""
         retry_at = time.monotonic() + HELD_RETRY_S
-        self._held_jobs.extend((retry_at, job) for job in jobs)
+        self._held_jobs.extend((retry_at, job) for job in [*unserved.untried, *unserved.locked])
 
     def _pop_due_held_jobs(self) -> list[WriterJob]:
         """Remove the held jobs that are to be tried again now, and return them in order."""
@@ -252,7 +253,7 @@ class DatabaseWriter(threading.Thread):
         is slept through, because being woken by every job costs more than serving it (measured).
         """
         has_waiting_jobs = bool(self._other_jobs or self._urgent_reports or self._normal_reports)
-        has_held_work = self._held_jobs or self._jobs_to_wake
+        has_held_work = self._held_jobs or self._jobs_to_wake or self._leases.has_untried_hosts
         idle_s = min(HELD_RETRY_S if has_held_work else 1.0, self._leases.flush_s)
         try:
             self._add_to_lane(self._jobs.get(timeout=0 if has_waiting_jobs else idle_s))
@@ -389,14 +390,16 @@ class DatabaseWriter(threading.Thread):
         tried. Raise only if the database is down.
         """
         assert self._loop
-        timeout_count = 0
+        unserved = UnwrittenItems[BatchJobT]([], [])
         for job in jobs:
-            if timeout_count < MAX_LOCK_TIMEOUTS:
-                with suppressing_lock_timeouts():
-                    self._loop.call_soon_threadsafe(_resolve_futures, [(job.future, serve(job))])
-                    continue
-                timeout_count += 1
-            self._hold_jobs([job])
+            if len(unserved.locked) == MAX_LOCK_TIMEOUTS:
+                unserved.untried.append(job)
+                continue
+            with suppressing_lock_timeouts():
+                self._loop.call_soon_threadsafe(_resolve_futures, [(job.future, serve(job))])
+                continue
+            unserved.locked.append(job)
+        self._hold_jobs(unserved)
 
     def _store_command_messages(self, jobs: list[CommandJob]) -> None:
         """Store messages about commands together, and resolve each future with whether its command is settled, so that
@@ -487,7 +490,8 @@ class DatabaseWriter(threading.Thread):
         conflicts with the row that it has inserted.
         """
         if names := sorted(self._jobs_to_wake):
-            self._jobs_to_wake.difference_update(set(names) - {*write_unless_locked(names, ticks.wake_jobs)})
+            unwritten = write_unless_locked(names, ticks.wake_jobs)
+            self._jobs_to_wake.difference_update(set(names) - {*unwritten.untried, *unwritten.locked})
 
     def _measure_spool(self) -> None:
         """Read the oldest and the newest id in the spool, and pass them on to `ReportJitter`, which computes how long
