@@ -6,8 +6,8 @@ and then serves them together. Order of service: reports that show a fault, then
 messages about commands, then the other reports.
 
 The thread never waits for a row that another transaction has locked (`agents.gateway.row_locks`). A job that needs such
-a row is held: it is tried again every HELD_RETRY_S, after the other jobs. Reports never need one: the spool refers to
-no row, and its ids are from a sequence.
+a row is held: it is tried again every HELD_RETRY_S, after the other jobs. Reports need no row, because the spool refers
+to none and its ids are from a sequence; but they are held, too, while the table itself is locked.
 """
 
 from __future__ import annotations
@@ -164,11 +164,13 @@ class DatabaseWriter(threading.Thread):
         self._urgent_reports: deque[SpoolJob] = deque()
         self._normal_reports: deque[SpoolJob] = deque()
         self._held_jobs: deque[tuple[float, WriterJob]] = deque()
-        """Jobs that need locked rows, each with the time (monotonic) when it is tried again. Never reports."""
+        """Jobs that need locked rows, and reports while the spool is locked, each with the time (monotonic) when it is
+        tried again."""
         self._jobs_to_wake: set[str] = set()
         """Names of background jobs that are to be woken."""
         self._reports_by_host: Counter[int] = Counter()
-        """Reports per host that are queued or in the current batch. While there is one, the applied hash may change."""
+        """Reports per host that are queued, held or in the current batch. While there is one, the applied hash may
+        change."""
         self._loop: asyncio.AbstractEventLoop | None = None
         self._spool_checked_at = self._changes_read_at = self._depth_measured_at = time.monotonic()
         self._has_spooled_reports = False
@@ -212,9 +214,16 @@ class DatabaseWriter(threading.Thread):
         connection.close()
 
     def _process_next_batch(self) -> None:
-        """Take a batch of queued jobs and serve it, then the held jobs that are due."""
+        """Take a batch of queued jobs and serve it, then the held jobs that are due.
+
+        Held reports go back into their lanes, so that no commit has more reports than it may have.
+        """
         self._serve_jobs(self._collect_batch())
-        self._serve_jobs(self._pop_due_held_jobs())
+        due = self._pop_due_held_jobs()
+        for job in due:
+            if isinstance(job, SpoolJob):
+                (self._urgent_reports if job.urgent else self._normal_reports).append(job)
+        self._serve_jobs([job for job in due if not isinstance(job, SpoolJob)])
 
     def _serve_jobs(self, batch: list[WriterJob]) -> None:
         """Serve a batch of jobs, and resolve their futures after the commit.
@@ -320,24 +329,33 @@ class DatabaseWriter(threading.Thread):
 
         Each group has its own commits, and its futures are resolved at once, so that no group waits for a later one. A
         report whose connection has ended is dropped: it was never acknowledged, and its agent sends its current
-        inventory again. Jobs that need locked rows are held. Raise if the database is down; groups that are committed
-        already are then resolved already.
+        inventory again. Jobs that need locked rows are held, and so are reports while the spool is locked. Raise if the
+        database is down; groups that are committed already are then resolved already.
         """
-        assert self._loop
         reports = [job for job in batch if isinstance(job, SpoolJob) and not job.future.done()]
-        if urgent := [job for job in reports if job.urgent]:
-            self._loop.call_soon_threadsafe(
-                _resolve_futures, _process_isolating_errors(self._store_reports, urgent, _error_for_unserved)
-            )
+        locked_reports = self._store_unless_locked([job for job in reports if job.urgent])
         if admissions := [job for job in batch if isinstance(job, AdmitJob) and not job.future.done()]:
             self._hold_jobs(write_unless_locked(admissions, self._identify_agents))
         self._serve_one_by_one([job for job in batch if isinstance(job, TrustJob)], _apply_trust_change)
         if command_jobs := [job for job in batch if isinstance(job, CommandJob)]:
             self._hold_jobs(write_unless_locked(command_jobs, self._store_command_messages))
-        if normal := [job for job in reports if not job.urgent]:
-            self._loop.call_soon_threadsafe(
-                _resolve_futures, _process_isolating_errors(self._store_reports, normal, _error_for_unserved)
-            )
+        locked_reports += self._store_unless_locked([job for job in reports if not job.urgent])
+        self._reports_by_host.update(job.host_id for job in locked_reports)
+        self._hold_jobs(UnwrittenItems([], locked_reports))
+
+    def _store_unless_locked(self, reports: list[SpoolJob]) -> list[SpoolJob]:
+        """Store reports and resolve their futures; return the reports that cannot be stored now, because a table is
+        locked. Raise if the database is down."""
+        assert self._loop
+        if reports:
+            try:
+                results = _process_isolating_errors(self._store_reports, reports, _error_for_unserved)
+            except (OperationalError, psycopg.OperationalError) as error:
+                if not is_lock_timeout(error):
+                    raise
+                return reports
+            self._loop.call_soon_threadsafe(_resolve_futures, results)
+        return []
 
     def _identify_agents(self, jobs: list[AdmitJob]) -> None:
         """Look up all connecting agents in one statement; enrol those with a token, and store changed node names.

@@ -213,6 +213,24 @@ def test_a_locked_row_of_one_host_delays_no_acknowledgement_of_another(
         until(lambda: not story.has_held_work())
 
 
+@pytest.mark.parametrize("mode", ["SHARE", "ACCESS EXCLUSIVE"])
+def test_while_the_spool_is_locked_leases_are_renewed_and_no_report_is_lost(
+    agent: WireAgent, gateway: AgentGateway, mode: str
+) -> None:
+    other = WireAgent(agent.port, host="cmp2", token=make_join_secret("cmp2"))
+    with agent.connect() as socket, other.connect() as beside:
+        until(lambda: Lease.objects.count() == 2)
+        with psycopg.connect(**connection.get_connection_params()) as outside:
+            outside.execute(f"LOCK TABLE spool IN {mode} MODE")
+            socket.send(wire.encode_message(make_report(make_card(1))))
+            until(lambda: gateway._pending_bytes)
+            renewed_at = get_lease("cmp2")
+            ask(beside, wire.Beat(1))
+            until(lambda: get_lease("cmp2") > renewed_at, 2)
+        assert wire.decode_from_gateway(socket.recv(timeout=5)) == wire.Ack(1, "Report")
+    assert Spooled.objects.get().host.name == "cmp1"
+
+
 def test_a_locked_command_that_an_agent_cannot_accept_delays_no_command_for_another(
     agent: WireAgent, monkeypatch: pytest.MonkeyPatch
 ) -> None:
