@@ -63,10 +63,11 @@ COPY_TO_SPOOL = "COPY spool (host_id, epoch, seq, payload, urgent) FROM STDIN (F
 COPY_TYPES = ("int8", "int8", "int8", "text", "bool")
 """The binary format costs a third of the text format on our side (measured), because nothing has to be escaped."""
 SELECT_SPOOL_RANGE = """
-SELECT (SELECT id FROM spool WHERE received_at > now() - interval '5 minutes' ORDER BY id LIMIT 1),
+SELECT (SELECT id FROM spool WHERE id >= %s AND received_at > now() - interval '5 minutes' ORDER BY id LIMIT 1),
   (SELECT id FROM spool ORDER BY id DESC LIMIT 1)
 """
-"""The ids of the oldest and the newest spooled report. Reports that the merge has put aside do not count."""
+"""The ids of the oldest and the newest spooled report. Reports received more than five minutes ago do not count: the
+merge may have put them aside. The search begins at the id that was found last, so that it does not read them."""
 ERROR_PAUSE_S = 1.0
 """Seconds to wait after an unexpected error."""
 SPOOL_CHECK_INTERVAL_S = 10.0
@@ -174,6 +175,8 @@ class DatabaseWriter(threading.Thread):
         self._loop: asyncio.AbstractEventLoop | None = None
         self._spool_checked_at = self._changes_read_at = self._depth_measured_at = time.monotonic()
         self._has_spooled_reports = False
+        self._oldest_spooled_id = 0
+        """The id that `_measure_spool` has found last; older reports in the spool are put aside."""
         self._has_notification = False
         self._stopping = False
 
@@ -521,8 +524,9 @@ class DatabaseWriter(threading.Thread):
             return
         self._depth_measured_at = time.monotonic()
         with connection.cursor() as cursor:
-            cursor.execute(SELECT_SPOOL_RANGE)
+            cursor.execute(SELECT_SPOOL_RANGE, [self._oldest_spooled_id])
             oldest_id, newest_id = cursor.fetchone()
+        self._oldest_spooled_id = oldest_id or newest_id or self._oldest_spooled_id
         self._has_spooled_reports = oldest_id is not None
         self._report_jitter.update_merge_time(oldest_id, newest_id)
 
