@@ -38,7 +38,7 @@ WITH own AS (
     WHERE seen_at < now() - interval '1 hour' AND url <> %(url)s FOR UPDATE SKIP LOCKED)
 ), expired AS (
   DELETE FROM agents_usednonce WHERE nonce IN (SELECT nonce FROM agents_usednonce
-    WHERE used_at < now() - interval '10 minutes' FOR UPDATE SKIP LOCKED)
+    WHERE used_at < now() - interval '10 minutes' LIMIT 10000 FOR UPDATE SKIP LOCKED)
 )
 INSERT INTO agents_lease AS l (host_id, seen_at, epoch)
 SELECT host, clock_timestamp() - make_interval(secs => age), epoch

@@ -367,7 +367,9 @@ class DatabaseWriter(threading.Thread):
         first. Raise only if the database is down, or if a gateway is recording one of the nonces at this moment.
         """
         assert self._loop
-        found = authentication.find_enrolled([(job.credential.public_key, job.nonce) for job in jobs])
+        found = authentication.find_enrolled(
+            [(job.credential.public_key, bool(job.credential.token), job.nonce) for job in jobs]
+        )
         answered: FutureResults = []
         others: list[tuple[AdmitJob, EnrolledAgent | None]] = []
         for job, lookup in zip(jobs, found, strict=True):
