@@ -140,9 +140,9 @@ class EnrolledAgent:
 def highest_allowed_epoch(known: int) -> int:
     """Return the highest epoch to accept from an agent whose highest known epoch is `known`.
 
-    The limit is MAX_EPOCH_LEAP above `known`, or above the current Unix time in seconds if that is greater.
+    The limit is MAX_EPOCH_LEAP above `known`, or above the database's Unix time in seconds if that is greater.
     """
-    return max(known, int(time.time())) + MAX_EPOCH_LEAP
+    return max(known, int(database_clock.estimate_timestamp())) + MAX_EPOCH_LEAP
 
 
 class IssuedNonce(NamedTuple):
