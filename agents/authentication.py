@@ -159,17 +159,11 @@ class Challenges:
 
     def __init__(self) -> None:
         self._signer = Signer(salt="agents.challenge")
-        self._database_clock = time.time() - time.monotonic()
-        """The database's Unix time when the monotonic clock was 0; our own time until the database has answered."""
         self._presented: dict[str, float] = {}
 
-    def note_database_time(self, unix_time: float) -> None:
-        """Note what time it is now by the database's clock, so that the gateways need no common time."""
-        self._database_clock = unix_time - time.monotonic()
-
     def create(self) -> credentials.Challenge:
-        """Make a new challenge. Nothing is stored."""
-        issued_at = self._database_clock + time.monotonic()
+        """Make a new challenge. Nothing is stored. The gateways need no common time: its issue has the database's."""
+        issued_at = database_clock.estimate_timestamp()
         nonce = self._signer.sign(f"{secrets.token_urlsafe(18)}.{issued_at:.3f}")
         return credentials.Challenge(nonce, CHALLENGE_LIFETIME_S, wire.VERSIONS)
 

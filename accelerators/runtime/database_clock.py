@@ -45,6 +45,14 @@ def estimate_timestamp() -> float:
     return time.time() if _difference_s is None else _difference_s + time.monotonic()
 
 
+def note_timestamp(unix_time: float) -> None:
+    """Note the database's time that another statement has just returned; it counts as a measurement."""
+    global _difference_s, _measured_at
+    with _lock:
+        _measured_at = time.monotonic()
+        _difference_s = unix_time - _measured_at
+
+
 def refresh() -> None:
     """Measure the difference if the last measurement is older than REFRESH_S. Raises database errors."""
     global _difference_s, _measured_at

@@ -157,7 +157,6 @@ class AgentGateway:
             max_rows=settings.flush_max_rows,
             leases=self.leases,
             refusals=self.refusals,
-            challenges=self.challenges,
             report_jitter=self.report_jitter,
             on_agent_changes=self.sessions.apply_agent_changes,
             on_reports_needed=self._request_reports,

@@ -28,7 +28,7 @@ from django.db import DatabaseError, InterfaceError, OperationalError, close_old
 
 from accelerators import conductor
 from accelerators.domain import errors
-from accelerators.runtime import database_outage, pubsub
+from accelerators.runtime import database_clock, database_outage, pubsub
 from accelerators.runtime import jobs as ticks
 from agents import authentication, credentials, key_revocation
 from agents.authentication import ConnectionRejectedError, EnrolledAgent
@@ -150,7 +150,6 @@ class DatabaseWriter(threading.Thread):
         max_rows: int,
         leases: LeaseBuffer,
         refusals: RefusalCounter,
-        challenges: authentication.Challenges,
         report_jitter: ReportJitter,
         on_agent_changes: Callable[[list[key_revocation.AgentChange]], None],
         on_reports_needed: Callable[[list[int]], None],
@@ -158,7 +157,6 @@ class DatabaseWriter(threading.Thread):
         super().__init__(daemon=True, name="spool-writer")
         self._interval_s, self._max_rows = interval_s, max_rows
         self._leases, self._refusals, self._report_jitter = leases, refusals, report_jitter
-        self._challenges = challenges
         self._on_agent_changes, self._on_reports_needed = on_agent_changes, on_reports_needed
         self._jobs: queue.SimpleQueue[WriterJob | None] = queue.SimpleQueue()
         self._other_jobs: deque[WriterJob] = deque()
@@ -351,7 +349,7 @@ class DatabaseWriter(threading.Thread):
         answered: FutureResults = []
         others: list[tuple[AdmitJob, EnrolledAgent | None]] = []
         for job, lookup in zip(jobs, found, strict=True):
-            self._challenges.note_database_time(lookup.database_time)
+            database_clock.note_timestamp(lookup.database_time)
             if not lookup.is_accepted:
                 answered.append((job.future, authentication.reject_nonce()))
                 continue

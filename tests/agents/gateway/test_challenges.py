@@ -15,6 +15,7 @@ import pytest
 from django.db import connection
 from django.test.utils import CaptureQueriesContext
 
+from accelerators.runtime import database_clock
 from agents import authentication, wire
 from agents.authentication import IssuedNonce
 from agents.gateway.asgi_app import AgentGateway
@@ -77,7 +78,7 @@ def test_an_altered_foreign_or_expired_challenge_is_refused_at_every_gateway(
     for forged in (later, "x" + nonce, nonce[:-1], nonce.partition(":")[0], "", ":", "a nonce that nobody signed"):
         assert there.connect_refused(agent.credential(forged)) == USED, forged
     for age in (31.0, -31.0):
-        gateway.challenges.note_database_time(time.time() - age)
+        database_clock.note_timestamp(time.time() - age)
         assert there.connect_refused(agent.credential(agent.challenge())) == USED, age
     settings.SECRET_KEY = "of another installation"
     foreign = start_second().challenge()
@@ -98,7 +99,7 @@ def test_a_challenge_signed_with_a_former_secret_key_is_accepted_while_that_is_a
 def test_a_gateway_whose_clock_is_wrong_learns_the_time_of_the_database(
     agent: WireAgent, gateway: AgentGateway, start_second: Callable[[], WireAgent]
 ) -> None:
-    gateway.challenges.note_database_time(time.time() - 3600)
+    database_clock.note_timestamp(time.time() - 3600)
     assert agent.connect_refused() == USED
     there = start_second()
     there.connect(agent.credential(agent.challenge())).close()
