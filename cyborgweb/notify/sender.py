@@ -92,6 +92,7 @@ WITH in_flight AS (
     ORDER BY d.next_at, d.id LIMIT greatest(0, CASE WHEN s.failures > 0 THEN 1 ELSE %(per_host)s END
       - (SELECT count(*) FROM in_flight f WHERE f.subscription = s.id))) d
   WHERE s.standing = 'active' AND s.way = 'webhook' AND s.retry_at <= statement_timestamp()
+    AND NOT EXISTS (SELECT FROM auth_user u WHERE u.id = s.user_id AND NOT u.is_active)
     AND NOT (%(only_idle_projects)s AND EXISTS (SELECT FROM in_flight f WHERE f.project_id = s.project_id))
 ), in_turn AS (
   SELECT *, row_number() OVER (PARTITION BY project_id, host ORDER BY next_at, id)
@@ -120,6 +121,7 @@ FROM (
       AND d.next_at <= statement_timestamp() AND (s.confirmed_at IS NOT NULL OR d.kind = 'subscription.confirmation')
       ORDER BY d.next_at LIMIT 1) f
   WHERE s.standing = 'active' AND s.way = 'email' AND s.retry_at <= statement_timestamp()
+    AND NOT EXISTS (SELECT FROM auth_user u WHERE u.id = s.user_id AND NOT u.is_active)
   ORDER BY turn, f.next_at, s.id LIMIT %(mails)s
 ) s CROSS JOIN LATERAL (
   SELECT * FROM cyborgweb_delivery d WHERE d.subscription_id = s.id AND d.progress = 'waiting'

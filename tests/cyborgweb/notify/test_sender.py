@@ -10,6 +10,7 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import pytest
+from django.contrib.auth.models import User
 from django.core import mail
 from django.db import connection, connections
 from django.db.models import Min
@@ -258,6 +259,23 @@ def test_deliveries_waiting_for_days_are_given_up_and_old_ones_are_deleted(subsc
         tried.pk: ["given up", "refused"],
         new.pk: ["waiting", ""],
     }
+
+
+def test_nothing_is_sent_for_a_deactivated_user_and_what_waits_is_sent_after_activation(
+    subscribe: Subscribe, receiver: Receiver
+) -> None:
+    user = User.objects.create(username="olga")
+    for way, target in (("webhook", receiver.url), ("email", "olga@example.org")):
+        create_waiting_deliveries(subscribe(way, caller=replace(OLGA, user_id=str(user.pk)), target=target))
+    User.objects.update(is_active=False)
+    sender.run()
+    sender.run_mails()
+    assert not receiver.calls and not mail.outbox
+    assert list(Delivery.objects.values_list("progress", "attempts")) == [("waiting", 0)] * 2
+    User.objects.update(is_active=True)
+    sender.run()
+    sender.run_mails()
+    assert len(receiver.accepted) == len(mail.outbox) == 1
 
 
 def test_several_waiting_mails_are_sent_as_one_and_headers_cannot_be_injected(subscribe: Subscribe) -> None:
