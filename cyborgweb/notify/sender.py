@@ -16,6 +16,7 @@ long as the attempt took.
 from __future__ import annotations
 
 import json
+import logging
 import random
 import time
 from collections.abc import Callable, Collection, Sequence
@@ -45,6 +46,8 @@ from cyborgweb.models.notify import ConfirmationRequest, Delivery, MailServer, S
 from cyborgweb.notify import keyring, mail, subscriptions, webhook
 from cyborgweb.notify.webhook import AttemptOutcome
 from cyborgweb.settings.mail_address import MailAddressError
+
+log = logging.getLogger(__name__)
 
 MAX_RUN_S = 10.0
 """Seconds after which no new round of mails begins, and projects whose webhooks are in flight begin no more. With the
@@ -445,7 +448,11 @@ def _post_delivery(
         "webhook-signature": webhook.sign_message(secret, f"msg_{delivery.message}", now, body),
     }
     begun_at = time.monotonic()
-    outcome = webhook.post_message(delivery.target, headers, body, allowed, project=delivery.project_id)
+    try:
+        outcome = webhook.post_message(delivery.target, headers, body, allowed, project=delivery.project_id)
+    except Exception as error:  # each attempt is settled by itself, whatever it raises
+        log.exception("a webhook could not be posted")
+        outcome = AttemptOutcome(f"This was not sent because of an error in the product: {type(error).__name__}.")
     return replace(outcome, seconds=time.monotonic() - begun_at)
 
 

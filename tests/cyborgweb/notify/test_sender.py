@@ -261,6 +261,26 @@ def test_deliveries_waiting_for_days_are_given_up_and_old_ones_are_deleted(subsc
     }
 
 
+def test_any_exception_while_posting_is_settled_with_its_own_message(
+    subscribe: Subscribe, receiver: Receiver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    look_up = socket.getaddrinfo
+
+    def fail_for_one(host: str, *rest: Any, **options: Any) -> Any:
+        if host == "odd.example":
+            raise RuntimeError
+        return look_up(host, *rest, **options)
+
+    monkeypatch.setattr(socket, "getaddrinfo", fail_for_one)
+    (odd,) = create_waiting_deliveries(subscribe("webhook", name="odd", target="https://odd.example/"))
+    create_waiting_deliveries(subscribe("webhook", name="fine", target=receiver.url))
+    sender.run()
+    odd.refresh_from_db()
+    assert (odd.progress, odd.attempts) == ("waiting", 1)
+    assert odd.last_error == "This was not sent because of an error in the product: RuntimeError."
+    assert len(receiver.accepted) == 1
+
+
 def test_nothing_is_sent_for_a_deactivated_user_and_what_waits_is_sent_after_activation(
     subscribe: Subscribe, receiver: Receiver
 ) -> None:
