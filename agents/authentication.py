@@ -51,14 +51,16 @@ lift a bar, which only a person may do."""
 
 FIND_ENROLLED_AGENTS = """
 WITH asked AS (
-  SELECT * FROM unnest(%(keys)s::text[], %(nonces)s::text[], %(issued)s::float8[]) WITH ORDINALITY
-    AS x(public_key, nonce, issued_at, n)
+  SELECT x.*, x.has_token OR EXISTS (SELECT FROM agents_agent a WHERE a.public_key = x.public_key) AS may_be_admitted
+  FROM unnest(%(keys)s::text[], %(has_token)s::bool[], %(nonces)s::text[], %(issued)s::float8[]) WITH ORDINALITY
+    AS x(public_key, has_token, nonce, issued_at, n)
 ), used AS (
   INSERT INTO agents_usednonce (nonce) SELECT nonce FROM asked
-  WHERE abs(extract(epoch FROM now()) - issued_at) <= %(lifetime)s ON CONFLICT DO NOTHING RETURNING nonce
+  WHERE may_be_admitted AND abs(extract(epoch FROM now()) - issued_at) <= %(lifetime)s
+  ON CONFLICT DO NOTHING RETURNING nonce
 )
-SELECT used.nonce IS NOT NULL, extract(epoch FROM now())::float8, a.public_key, h.id, h.name, h.node,
-       coalesce(l.epoch, 0),
+SELECT used.nonce IS NOT NULL OR NOT asked.may_be_admitted, extract(epoch FROM now())::float8, a.public_key,
+       h.id, h.name, h.node, coalesce(l.epoch, 0),
        CASE WHEN EXISTS (SELECT 1 FROM spool s WHERE s.host_id = h.id) THEN '' ELSE h.applied_hash END,
        CASE WHEN a.id IS NOT NULL THEN nextval('agents_connection') END,
        a.barred, a.barred_reason, a.rotate_asked_at IS NOT NULL
@@ -68,8 +70,9 @@ LEFT JOIN accelerators_host h ON h.id = a.host_id LEFT JOIN agents_lease l ON l.
 """Record nonces as used, and read the fields of EnrolledAgent for enrolled keys; each takes a new connection number.
 
 A nonce that is recorded already, by whichever gateway, is not recorded again, and neither is one that is expired by the
-database's clock. Plain SQL, because every handshake runs it (measured: the rows of the storm in `make bench`), and
-`nextval` is a function of PostgreSQL.
+database's clock. That of a client with neither an enrolled key nor a token is not recorded, because this client is
+refused in any case, and must not fill the table. Plain SQL, because every handshake runs it (measured: the rows of the
+storm in `make bench`), and `nextval` is a function of PostgreSQL.
 """
 
 
@@ -137,9 +140,9 @@ class EnrolledAgent:
 def highest_allowed_epoch(known: int) -> int:
     """Return the highest epoch to accept from an agent whose highest known epoch is `known`.
 
-    The limit is MAX_EPOCH_LEAP above `known`, or above the current Unix time in seconds if that is greater.
+    The limit is MAX_EPOCH_LEAP above `known`, or above the database's Unix time in seconds if that is greater.
     """
-    return max(known, int(time.time())) + MAX_EPOCH_LEAP
+    return max(known, int(database_clock.estimate_timestamp())) + MAX_EPOCH_LEAP
 
 
 class IssuedNonce(NamedTuple):
@@ -253,14 +256,17 @@ class Lookup(NamedTuple):
     agent: EnrolledAgent | None
 
 
-def find_enrolled(requests: Sequence[tuple[str, IssuedNonce | None]]) -> list[Lookup]:
+def find_enrolled(requests: Sequence[tuple[str, bool, IssuedNonce | None]]) -> list[Lookup]:
     """Look up the keys of requests, and use up their nonces; return what was found, in the same order. One statement.
 
-    A nonce of None was accepted earlier. Each enrolled agent gets a new connection number.
+    A request is a key, whether the credential has a token, and a nonce; a nonce of None was accepted earlier. The nonce
+    of a client without a token whose key is not enrolled is neither recorded nor checked. Each enrolled agent gets a
+    new connection number.
     """
-    nonces = [nonce or (None, None) for _, nonce in requests]
+    nonces = [nonce or (None, None) for _, _, nonce in requests]
     parameters: dict[str, Any] = {
-        "keys": [key for key, _ in requests],
+        "keys": [key for key, _, _ in requests],
+        "has_token": [has_token for _, has_token, _ in requests],
         "nonces": [random for random, _ in nonces],
         "issued": [issued_at for _, issued_at in nonces],
         "lifetime": CHALLENGE_LIFETIME_S,
@@ -269,7 +275,7 @@ def find_enrolled(requests: Sequence[tuple[str, IssuedNonce | None]]) -> list[Lo
         cursor.execute(FIND_ENROLLED_AGENTS, parameters)
         return [
             Lookup(is_recorded or nonce is None, now, EnrolledAgent(*row) if row[0] else None)
-            for (_, nonce), (is_recorded, now, *row) in zip(requests, cursor.fetchall(), strict=True)
+            for (_, _, nonce), (is_recorded, now, *row) in zip(requests, cursor.fetchall(), strict=True)
         ]
 
 
@@ -357,7 +363,7 @@ def _enrol_with_token(credential: credentials.Credential) -> EnrolledAgent:
                 )
         JoinToken.objects.filter(host_name=host.name, pk__lt=token.pk).update(expires_at=Now())
         JoinToken.objects.filter(pk=token.pk).update(public_key=credential.public_key, used_at=Now())
-    (lookup,) = find_enrolled([(credential.public_key, None)])
+    (lookup,) = find_enrolled([(credential.public_key, False, None)])
     assert lookup.agent
     return lookup.agent
 

@@ -5,16 +5,16 @@ from __future__ import annotations
 import itertools
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from django.db import DataError, IntegrityError, OperationalError, transaction
-from psycopg.errors import QueryCanceled
+from psycopg.errors import LockNotAvailable, QueryCanceled
 
 from accelerators import conductor
 from accelerators.commands import command_queue
 from accelerators.domain.diff import HostReport
 from accelerators.domain.states import EventSource
-from accelerators.inventory.merge import merge_reports
+from accelerators.inventory.merge import find_locked_hosts, merge_reports
 from accelerators.models import Host
 from accelerators.runtime import jobs
 from accelerators.runtime.after_commit import call_after_commit
@@ -42,6 +42,8 @@ FIRST_SHARE = 1 / 16
 its batches took too long."""
 FIRST_DELAY_S, MAX_DELAY_S = 60.0, 3600.0
 """Seconds for which the reports of a host are put aside if one of them alone takes too long; doubled each time."""
+FIRST_LOCK_DELAY_S, MAX_LOCK_DELAY_S = 5.0, 60.0
+"""Seconds for which a host is left out because another transaction has locked its row; doubled each time."""
 
 _batches = itertools.count(1)
 _unfinished_hosts: set[int] = set()
@@ -92,9 +94,18 @@ class MergePace:
         self.share = max(self.share / 8, 1 / BATCH_HOSTS)
         if len(turns) > 1 or (len(turns[0].reports) > 1 and not is_smallest):
             return 0.0
-        _, delay_s = self._delays.get(turns[0].host_id, (0.0, FIRST_DELAY_S / 2))
-        delay_s = min(2 * delay_s, MAX_DELAY_S)
-        self._delays[turns[0].host_id] = time.monotonic() + delay_s, delay_s
+        return self._delay_host(turns[0].host_id, FIRST_DELAY_S, MAX_DELAY_S)
+
+    def note_locked(self, host_ids: Iterable[int]) -> None:
+        """Note that other transactions have locked the rows of these hosts: leave them out for some seconds."""
+        for host_id in host_ids:
+            self._delay_host(host_id, FIRST_LOCK_DELAY_S, MAX_LOCK_DELAY_S)
+
+    def _delay_host(self, host_id: int, first_s: float, max_s: float) -> float:
+        """Leave a host out for twice as long as the last time, within these limits; return for how many seconds."""
+        _, last_s = self._delays.get(host_id, (0.0, 0.0))
+        delay_s = min(max(2 * last_s, first_s), max_s)
+        self._delays[host_id] = time.monotonic() + delay_s, delay_s
         return delay_s
 
 
@@ -120,7 +131,8 @@ def merge_batch() -> bool:
     are dropped, and so is a report that this release cannot decode; each time an event is recorded.
 
     If a statement takes longer than STATEMENT_TIMEOUT_S, the reports stay in the spool, and the next batch is smaller.
-    A host of which a single report takes so long is left out for some time, and an event is recorded.
+    A host of which a single report takes so long is left out for some time, and an event is recorded. If another
+    transaction has locked hosts of the batch for too long, they are left out for some seconds, and the others go on.
     """
     began = time.monotonic()
     turns = _take_turns(ignore_urgency=next(_batches) % OLDEST_FIRST_EVERY == 0)
@@ -130,9 +142,15 @@ def merge_batch() -> bool:
         with transaction.atomic():
             _merge_turns(turns)
     except OperationalError as error:
-        if not isinstance(error.__cause__, QueryCanceled):
+        if isinstance(error.__cause__, LockNotAvailable):
+            locked = find_locked_hosts([turn.host_id for turn in turns])
+            if not locked:
+                raise
+            log.warning("the rows of some hosts are locked by another transaction; their reports wait: %s", locked)
+            _pace.note_locked(locked)
+        elif not isinstance(error.__cause__, QueryCanceled):
             raise
-        if delay_s := _pace.note_timeout(turns):
+        elif delay_s := _pace.note_timeout(turns):
             _record_delay(turns[0].host_id, delay_s)
     else:
         _pace.note_merged(turns, time.monotonic() - began)

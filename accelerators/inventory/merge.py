@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import msgspec
 from django.conf import settings
+from django.db import connection
 
 from accelerators import conductor, conductor_sql
 from accelerators.commands import command_queue
@@ -66,6 +67,15 @@ def merge_reports(reports: Mapping[int, Sequence[HostReport]]) -> int:
             jobs.enqueue_handler_after_commit("provider")
         metrics.record_merge(time.monotonic() - started_at, len(changes.hosts), len(changes.devices))
         return len(changes.hosts)
+
+
+def find_locked_hosts(host_ids: Collection[int]) -> list[int]:
+    """Return those of these hosts that `merge_reports` cannot merge now, because another transaction has locked the row
+    of the host or of one of its devices. Wait for no lock; all other rows of these hosts stay locked until the
+    commit."""
+    with connection.cursor() as cursor:
+        cursor.execute(sql.SELECT_LOCKED_HOSTS, {"hosts": list(host_ids)})
+        return [host_id for (host_id,) in cursor.fetchall()]
 
 
 def _place_install_commands(changes: InventoryChanges) -> None:

@@ -25,6 +25,15 @@ transaction for whose lock it waited. `FOR NO KEY UPDATE` still lets others inse
 commands.
 """
 
+SELECT_LOCKED_HOSTS = """
+WITH free_hosts AS (SELECT id FROM accelerators_host WHERE id = ANY(%(hosts)s) FOR NO KEY UPDATE SKIP LOCKED),
+  free_devices AS (SELECT id FROM accelerators_device WHERE host_id = ANY(%(hosts)s) FOR NO KEY UPDATE SKIP LOCKED)
+SELECT id FROM accelerators_host WHERE id = ANY(%(hosts)s) AND id NOT IN (SELECT id FROM free_hosts)
+UNION
+SELECT host_id FROM accelerators_device WHERE host_id = ANY(%(hosts)s) AND id NOT IN (SELECT id FROM free_devices)
+"""
+"""Find the hosts of which another transaction has locked the row, or the row of a device."""
+
 SELECT_STORED_HOSTS = """
 SELECT json_build_array(h.id, h.uuid, h.name, h.applied_epoch, h.applied_seq, h.drivers, coalesce((
   SELECT json_agg(json_build_array(d.uuid, d.key, d.state, d.returns_to,

@@ -148,7 +148,8 @@ class AgentGateway:
         self._byte_buckets = TokenBuckets(settings.host_report_bytes_per_s, settings.host_report_bytes_per_s * BURST_S)
         self._urgency_buckets = TokenBuckets(URGENT_PER_S, MAX_URGENT)
         self.open_connections = 0
-        self._pending_bytes = 0
+        self._pending_bytes = self._throttled_bytes = 0
+        """The bytes of reports that wait for their commit, and of those that wait because their hosts send too much."""
         self.sessions = SessionRegistry(self._bar_clone)
         self.sample_cache = SampleCache(self.refusals, self._is_under_pressure)
         self._dispatcher = CommandDispatcher()
@@ -591,9 +592,9 @@ class AgentGateway:
         if epoch_seq > session.last_acknowledged and session.applied_hash != content_hash:
             if "\\u0000" in text:
                 raise SessionClosedError("malformed", "a text with a NUL character cannot be stored")
+            await self._wait_for_share(session, len(text))
             if self._pending_bytes > self.settings.pending_report_bytes:
                 raise SessionClosedError("busy", "too many reports wait to be stored: connect again later")
-            await self._wait_for_share(session, len(text))
             urgent = urgent and self._urgency_buckets.try_take(host_id)
             job = SpoolJob(asyncio.get_running_loop().create_future(), host_id, epoch_seq, content_hash, text, urgent)
             session.applied_hash = "" if await self._wait_until_spooled(job) else content_hash
@@ -603,7 +604,10 @@ class AgentGateway:
     async def _wait_for_share(self, session: AgentSession, size: int) -> None:
         """Wait until the host may store a report of this size; count and record it if this takes time.
 
-        The pending report counts in `_pending_bytes` meanwhile.
+        One wait is at most as long as the interval of heartbeats, because the socket is not read meanwhile, and an
+        agent that gets no answer for three intervals disconnects. The rest of the debt stays. The bytes of all reports
+        that wait here have a limit of their own, so that throttled hosts refuse reports only to each other. Raise
+        SessionClosedError above it.
         """
         host_id = session.identity.host_id
         wait_s = max(self._report_buckets.take(host_id, 1), self._byte_buckets.take(host_id, size))
@@ -616,11 +620,13 @@ class AgentGateway:
             " which of its drivers reports something new each time"
         )
         self.refusals.add(session.identity.host, "throttled", sentence, is_disconnected=False)
-        self._pending_bytes += size
+        if self._throttled_bytes + size > self.settings.pending_report_bytes:
+            raise SessionClosedError("busy", "too many reports wait to be stored: connect again later")
+        self._throttled_bytes += size
         try:
-            await asyncio.sleep(wait_s)
+            await asyncio.sleep(min(wait_s, self.settings.beat_s))
         finally:
-            self._pending_bytes -= size
+            self._throttled_bytes -= size
 
     async def _wait_until_spooled(self, job: SpoolJob) -> bool:
         """Wait until the report is committed to the spool, and return True.

@@ -142,7 +142,7 @@ def _open_image_for_agent(
     connection.
     """
     try:
-        (lookup,) = authentication.find_enrolled([(credential.public_key, nonce)])
+        (lookup,) = authentication.find_enrolled([(credential.public_key, False, nonce)])
         if not lookup.is_accepted:
             raise authentication.reject_nonce()
         identity = lookup.agent

@@ -21,6 +21,8 @@ from agents.gateway.row_locks import write_unless_locked
 from agents.gateway.sessions import AgentSession
 
 log = logging.getLogger(__name__)
+UNTRIED_RETRY_S = 0.1
+"""Seconds until the next flush if the last one had no time to try all hosts, because too many rows were locked."""
 RowT = TypeVar("RowT")
 
 UPSERT_LEASES = """
@@ -36,7 +38,7 @@ WITH own AS (
     WHERE seen_at < now() - interval '1 hour' AND url <> %(url)s FOR UPDATE SKIP LOCKED)
 ), expired AS (
   DELETE FROM agents_usednonce WHERE nonce IN (SELECT nonce FROM agents_usednonce
-    WHERE used_at < now() - interval '10 minutes' FOR UPDATE SKIP LOCKED)
+    WHERE used_at < now() - interval '10 minutes' LIMIT 10000 FOR UPDATE SKIP LOCKED)
 )
 INSERT INTO agents_lease AS l (host_id, seen_at, epoch)
 SELECT host, clock_timestamp() - make_interval(secs => age), epoch
@@ -78,11 +80,13 @@ class LeaseBuffer:
         self.flush_s = flush_s
         self.gateway_name_and_url = ("", "")
         """This gateway's name and address. Without an address it is not registered: other processes do not ask it."""
+        self.has_untried_hosts = False
+        """Whether the last flush had no time to try all hosts, so that the next one comes after UNTRIED_RETRY_S."""
         self._next_flush_at = 0.0
         self._renewals: dict[int, tuple[float, int]] = {}
         self._hello_data: dict[int, dict[str, object]] = {}
         self._locked_hosts: set[int] = set()
-        """Hosts that the last flush left out, because another transaction had their rows locked."""
+        """Hosts whose rows another transaction had locked at the last attempt to write each of them alone."""
 
     def note_heartbeat(self, host_id: int, epoch: int) -> None:
         """Note that a message of this host's agent has arrived now, so that the next flush renews the lease.
@@ -116,34 +120,44 @@ class LeaseBuffer:
         since the last time.
 
         True also means that the job which looks for silent agents should run. What belongs to a host whose rows are
-        locked is kept for the next call. Raise database errors; then all that was not written is kept.
+        locked is kept for the next call. If so many rows are locked that some hosts were not tried, the next flush is
+        due after UNTRIED_RETRY_S. Raise database errors; then all that was not written is kept.
         """
         if time.monotonic() < self._next_flush_at:
             return False
         renewals, self._renewals = self._renewals, {}
         hello_data, self._hello_data = self._hello_data, {}
+        locked: set[int] = set()
         try:
-            renewals = self._write_unlocked(renewals, self._write_leases)
-            hello_data = self._write_unlocked(hello_data, _write_hello_data)
-            self._locked_hosts = {*renewals, *hello_data}
+            renewals = self._write_unlocked(renewals, self._write_leases, locked)
+            hello_data = self._write_unlocked(hello_data, _write_hello_data, locked)
+            self._locked_hosts = locked
         finally:
             self._renewals = renewals | self._renewals
             self._hello_data = hello_data | self._hello_data
-        self._next_flush_at = time.monotonic() + self.flush_s
+        self.has_untried_hosts = not locked.issuperset([*renewals, *hello_data])
+        pause_s = min(self.flush_s, UNTRIED_RETRY_S) if self.has_untried_hosts else self.flush_s
+        self._next_flush_at = time.monotonic() + pause_s
         database_clock.refresh()  # for the event loop, which sends no statements
         return True
 
-    def _write_unlocked(self, rows: dict[int, RowT], write: Callable[[dict[int, RowT]], None]) -> dict[int, RowT]:
-        """Write the rows of all hosts, except for hosts whose rows are locked; return those that were not written.
+    def _write_unlocked(
+        self, rows: dict[int, RowT], write: Callable[[dict[int, RowT]], None], locked: set[int]
+    ) -> dict[int, RowT]:
+        """Write the rows of all hosts, except for hosts whose rows are locked; return those that were not written, and
+        add those of them to `locked` that were locked when they were last tried.
 
-        Hosts that were locked at the last flush are written separately, so that all others go into one statement.
+        Hosts that were locked before are written separately, so that all others go into one statement, and only if no
+        time was lacking for the others.
         """
         first = [host for host in rows if host not in self._locked_hosts]
         again = [host for host in rows if host in self._locked_hosts]
-        unwritten: list[int] = []
-        for hosts in first, again:
-            unwritten += write_unless_locked(hosts, lambda some: write({host: rows[host] for host in some}))
-        return {host: rows[host] for host in unwritten}
+        untried, still_locked = write_unless_locked(first, lambda some: write({host: rows[host] for host in some}))
+        if not untried:
+            later, at_once = write_unless_locked(again, lambda some: write({host: rows[host] for host in some}))
+            again = [*later, *at_once]
+        locked.update(still_locked, again)
+        return {host: rows[host] for host in [*untried, *again, *still_locked]}
 
     def _write_leases(self, renewals: dict[int, tuple[float, int]]) -> None:
         """Renew leases, and register this gateway if it has an address, in one statement."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 import psycopg
 from django.db import DEFAULT_DB_ALIAS, OperationalError, connections
@@ -23,6 +23,16 @@ MAX_LOCK_TIMEOUTS = 20
 """Maximum number of lock timeouts in one attempt to write many rows. What was not tried then is tried again later."""
 
 ItemT = TypeVar("ItemT")
+
+
+class UnwrittenItems(NamedTuple, Generic[ItemT]):
+    """What one attempt to write items has not written: those for which no time was left, and those with a locked row.
+
+    The next attempt begins with the untried ones. Otherwise it could use up its time for the same locked rows again.
+    """
+
+    untried: list[ItemT]
+    locked: list[ItemT]
 
 
 @contextmanager
@@ -61,19 +71,19 @@ def suppressing_lock_timeouts() -> Iterator[None]:
             raise
 
 
-def write_unless_locked(items: list[ItemT], write: Callable[[list[ItemT]], object]) -> list[ItemT]:
+def write_unless_locked(items: list[ItemT], write: Callable[[list[ItemT]], object]) -> UnwrittenItems[ItemT]:
     """Write all items together; if a row is locked, write those whose rows are not. Return the items not written.
 
     `write` writes a list of items in one transaction. If a lock is not available, the list is halved until the items
     with locked rows are alone. After MAX_LOCK_TIMEOUTS the rest is returned without having been tried. Other errors are
     raised.
     """
-    unwritten: list[ItemT] = []
+    unwritten = UnwrittenItems[ItemT]([], [])
     parts, timeout_count = [items] if items else [], 0
     while parts:
         part = parts.pop()
         if timeout_count >= MAX_LOCK_TIMEOUTS:
-            unwritten += part
+            unwritten.untried.extend(part)
             continue
         written = False
         with suppressing_lock_timeouts():
@@ -86,5 +96,5 @@ def write_unless_locked(items: list[ItemT], write: Callable[[list[ItemT]], objec
         if middle:
             parts += [part[middle:], part[:middle]]
         else:
-            unwritten += part
+            unwritten.locked.extend(part)
     return unwritten

@@ -6,8 +6,8 @@ and then serves them together. Order of service: reports that show a fault, then
 messages about commands, then the other reports.
 
 The thread never waits for a row that another transaction has locked (`agents.gateway.row_locks`). A job that needs such
-a row is held: it is tried again every HELD_RETRY_S, after the other jobs. Reports never need one: the spool refers to
-no row, and its ids are from a sequence.
+a row is held: it is tried again every HELD_RETRY_S, after the other jobs. Reports need no row, because the spool refers
+to none and its ids are from a sequence; but they are held, too, while the table itself is locked.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ from agents.gateway.leases import LeaseBuffer
 from agents.gateway.rejections import RefusalCounter
 from agents.gateway.row_locks import (
     MAX_LOCK_TIMEOUTS,
+    UnwrittenItems,
     is_lock_timeout,
     limiting_lock_waits,
     suppressing_lock_timeouts,
@@ -62,10 +63,11 @@ COPY_TO_SPOOL = "COPY spool (host_id, epoch, seq, payload, urgent) FROM STDIN (F
 COPY_TYPES = ("int8", "int8", "int8", "text", "bool")
 """The binary format costs a third of the text format on our side (measured), because nothing has to be escaped."""
 SELECT_SPOOL_RANGE = """
-SELECT (SELECT id FROM spool WHERE received_at > now() - interval '5 minutes' ORDER BY id LIMIT 1),
+SELECT (SELECT id FROM spool WHERE id >= %s AND received_at > now() - interval '5 minutes' ORDER BY id LIMIT 1),
   (SELECT id FROM spool ORDER BY id DESC LIMIT 1)
 """
-"""The ids of the oldest and the newest spooled report. Reports that the merge has put aside do not count."""
+"""The ids of the oldest and the newest spooled report. Reports received more than five minutes ago do not count: the
+merge may have put them aside. The search begins at the id that was found last, so that it does not read them."""
 ERROR_PAUSE_S = 1.0
 """Seconds to wait after an unexpected error."""
 SPOOL_CHECK_INTERVAL_S = 10.0
@@ -163,14 +165,18 @@ class DatabaseWriter(threading.Thread):
         self._urgent_reports: deque[SpoolJob] = deque()
         self._normal_reports: deque[SpoolJob] = deque()
         self._held_jobs: deque[tuple[float, WriterJob]] = deque()
-        """Jobs that need locked rows, each with the time (monotonic) when it is tried again. Never reports."""
+        """Jobs that need locked rows, and reports while the spool is locked, each with the time (monotonic) when it is
+        tried again."""
         self._jobs_to_wake: set[str] = set()
         """Names of background jobs that are to be woken."""
         self._reports_by_host: Counter[int] = Counter()
-        """Reports per host that are queued or in the current batch. While there is one, the applied hash may change."""
+        """Reports per host that are queued, held or in the current batch. While there is one, the applied hash may
+        change."""
         self._loop: asyncio.AbstractEventLoop | None = None
         self._spool_checked_at = self._changes_read_at = self._depth_measured_at = time.monotonic()
         self._has_spooled_reports = False
+        self._oldest_spooled_id = 0
+        """The id that `_measure_spool` has found last; older reports in the spool are put aside."""
         self._has_notification = False
         self._stopping = False
 
@@ -211,9 +217,16 @@ class DatabaseWriter(threading.Thread):
         connection.close()
 
     def _process_next_batch(self) -> None:
-        """Take a batch of queued jobs and serve it, then the held jobs that are due."""
+        """Take a batch of queued jobs and serve it, then the held jobs that are due.
+
+        Held reports go back into their lanes, so that no commit has more reports than it may have.
+        """
         self._serve_jobs(self._collect_batch())
-        self._serve_jobs(self._pop_due_held_jobs())
+        due = self._pop_due_held_jobs()
+        for job in due:
+            if isinstance(job, SpoolJob):
+                (self._urgent_reports if job.urgent else self._normal_reports).append(job)
+        self._serve_jobs([job for job in due if not isinstance(job, SpoolJob)])
 
     def _serve_jobs(self, batch: list[WriterJob]) -> None:
         """Serve a batch of jobs, and resolve their futures after the commit.
@@ -232,10 +245,10 @@ class DatabaseWriter(threading.Thread):
             finally:
                 self._forget_reports_of(batch)
 
-    def _hold_jobs(self, jobs: list[Any]) -> None:
-        """Keep jobs that need locked rows, to try them again after HELD_RETRY_S."""
+    def _hold_jobs(self, unserved: UnwrittenItems[Any]) -> None:
+        """Keep jobs that need locked rows, to try them again after HELD_RETRY_S, first those that were not tried."""
         retry_at = time.monotonic() + HELD_RETRY_S
-        self._held_jobs.extend((retry_at, job) for job in jobs)
+        self._held_jobs.extend((retry_at, job) for job in [*unserved.untried, *unserved.locked])
 
     def _pop_due_held_jobs(self) -> list[WriterJob]:
         """Remove the held jobs that are to be tried again now, and return them in order."""
@@ -252,7 +265,7 @@ class DatabaseWriter(threading.Thread):
         is slept through, because being woken by every job costs more than serving it (measured).
         """
         has_waiting_jobs = bool(self._other_jobs or self._urgent_reports or self._normal_reports)
-        has_held_work = self._held_jobs or self._jobs_to_wake
+        has_held_work = self._held_jobs or self._jobs_to_wake or self._leases.has_untried_hosts
         idle_s = min(HELD_RETRY_S if has_held_work else 1.0, self._leases.flush_s)
         try:
             self._add_to_lane(self._jobs.get(timeout=0 if has_waiting_jobs else idle_s))
@@ -319,24 +332,33 @@ class DatabaseWriter(threading.Thread):
 
         Each group has its own commits, and its futures are resolved at once, so that no group waits for a later one. A
         report whose connection has ended is dropped: it was never acknowledged, and its agent sends its current
-        inventory again. Jobs that need locked rows are held. Raise if the database is down; groups that are committed
-        already are then resolved already.
+        inventory again. Jobs that need locked rows are held, and so are reports while the spool is locked. Raise if the
+        database is down; groups that are committed already are then resolved already.
         """
-        assert self._loop
         reports = [job for job in batch if isinstance(job, SpoolJob) and not job.future.done()]
-        if urgent := [job for job in reports if job.urgent]:
-            self._loop.call_soon_threadsafe(
-                _resolve_futures, _process_isolating_errors(self._store_reports, urgent, _error_for_unserved)
-            )
+        locked_reports = self._store_unless_locked([job for job in reports if job.urgent])
         if admissions := [job for job in batch if isinstance(job, AdmitJob) and not job.future.done()]:
             self._hold_jobs(write_unless_locked(admissions, self._identify_agents))
         self._serve_one_by_one([job for job in batch if isinstance(job, TrustJob)], _apply_trust_change)
         if command_jobs := [job for job in batch if isinstance(job, CommandJob)]:
             self._hold_jobs(write_unless_locked(command_jobs, self._store_command_messages))
-        if normal := [job for job in reports if not job.urgent]:
-            self._loop.call_soon_threadsafe(
-                _resolve_futures, _process_isolating_errors(self._store_reports, normal, _error_for_unserved)
-            )
+        locked_reports += self._store_unless_locked([job for job in reports if not job.urgent])
+        self._reports_by_host.update(job.host_id for job in locked_reports)
+        self._hold_jobs(UnwrittenItems([], locked_reports))
+
+    def _store_unless_locked(self, reports: list[SpoolJob]) -> list[SpoolJob]:
+        """Store reports and resolve their futures; return the reports that cannot be stored now, because a table is
+        locked. Raise if the database is down."""
+        assert self._loop
+        if reports:
+            try:
+                results = _process_isolating_errors(self._store_reports, reports, _error_for_unserved)
+            except (OperationalError, psycopg.OperationalError) as error:
+                if not is_lock_timeout(error):
+                    raise
+                return reports
+            self._loop.call_soon_threadsafe(_resolve_futures, results)
+        return []
 
     def _identify_agents(self, jobs: list[AdmitJob]) -> None:
         """Look up all connecting agents in one statement; enrol those with a token, and store changed node names.
@@ -345,7 +367,9 @@ class DatabaseWriter(threading.Thread):
         first. Raise only if the database is down, or if a gateway is recording one of the nonces at this moment.
         """
         assert self._loop
-        found = authentication.find_enrolled([(job.credential.public_key, job.nonce) for job in jobs])
+        found = authentication.find_enrolled(
+            [(job.credential.public_key, bool(job.credential.token), job.nonce) for job in jobs]
+        )
         answered: FutureResults = []
         others: list[tuple[AdmitJob, EnrolledAgent | None]] = []
         for job, lookup in zip(jobs, found, strict=True):
@@ -389,14 +413,16 @@ class DatabaseWriter(threading.Thread):
         tried. Raise only if the database is down.
         """
         assert self._loop
-        timeout_count = 0
+        unserved = UnwrittenItems[BatchJobT]([], [])
         for job in jobs:
-            if timeout_count < MAX_LOCK_TIMEOUTS:
-                with suppressing_lock_timeouts():
-                    self._loop.call_soon_threadsafe(_resolve_futures, [(job.future, serve(job))])
-                    continue
-                timeout_count += 1
-            self._hold_jobs([job])
+            if len(unserved.locked) == MAX_LOCK_TIMEOUTS:
+                unserved.untried.append(job)
+                continue
+            with suppressing_lock_timeouts():
+                self._loop.call_soon_threadsafe(_resolve_futures, [(job.future, serve(job))])
+                continue
+            unserved.locked.append(job)
+        self._hold_jobs(unserved)
 
     def _store_command_messages(self, jobs: list[CommandJob]) -> None:
         """Store messages about commands together, and resolve each future with whether its command is settled, so that
@@ -487,7 +513,8 @@ class DatabaseWriter(threading.Thread):
         conflicts with the row that it has inserted.
         """
         if names := sorted(self._jobs_to_wake):
-            self._jobs_to_wake.difference_update(set(names) - {*write_unless_locked(names, ticks.wake_jobs)})
+            unwritten = write_unless_locked(names, ticks.wake_jobs)
+            self._jobs_to_wake.difference_update(set(names) - {*unwritten.untried, *unwritten.locked})
 
     def _measure_spool(self) -> None:
         """Read the oldest and the newest id in the spool, and pass them on to `ReportJitter`, which computes how long
@@ -499,8 +526,9 @@ class DatabaseWriter(threading.Thread):
             return
         self._depth_measured_at = time.monotonic()
         with connection.cursor() as cursor:
-            cursor.execute(SELECT_SPOOL_RANGE)
+            cursor.execute(SELECT_SPOOL_RANGE, [self._oldest_spooled_id])
             oldest_id, newest_id = cursor.fetchone()
+        self._oldest_spooled_id = oldest_id or newest_id or self._oldest_spooled_id
         self._has_spooled_reports = oldest_id is not None
         self._report_jitter.update_merge_time(oldest_id, newest_id)
 

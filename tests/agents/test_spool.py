@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Iterator
 from typing import Any
 
+import psycopg
 import pytest
 from django.db import connection
 from django.test.utils import CaptureQueriesContext
@@ -196,6 +198,38 @@ def test_X5_a_report_that_takes_too_long_alone_is_put_aside_and_the_other_hosts_
         cursor.execute("DROP TRIGGER be_slow ON accelerators_device")
     jobs.merge()
     assert Device.objects.count() == 3 and not Spooled.objects.exists()
+
+
+@pytest.mark.django_db(transaction=True)
+@pytest.mark.parametrize("table", ["accelerators_host WHERE name", "accelerators_device WHERE vendor"])
+def test_a_locked_row_of_one_host_does_not_stop_the_merge_of_the_others(
+    table: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(jobs, "STATEMENT_TIMEOUT_S", 0.6)
+    monkeypatch.setattr("accelerators.runtime.jobs.TIME_SLICE_S", 3.0)
+    locked, other = get_or_create_host("cmp1"), get_or_create_host("cmp2")
+    spool_reports(locked, (make_driver_report(make_card(1, vendor="cmp1")),))
+    jobs.merge()
+    spool_reports(locked, (make_driver_report(make_card(1, vendor="cmp1", model="later")),), first_seq=2)
+    spool_reports(other, (make_driver_report(make_card(1)),))
+    with psycopg.connect(**connection.get_connection_params()) as outside:
+        assert outside.execute(f"SELECT FROM {table} = 'cmp1' FOR UPDATE").rowcount == 1
+        jobs.merge()
+        assert Spooled.objects.get().host == locked
+        assert Device.objects.filter(host=other).exists()
+    assert jobs._pace.list_delayed_hosts() == {locked.id}
+    monkeypatch.setattr(jobs, "_pace", MergePace())  # The time is over.
+    jobs.merge()
+    assert Device.objects.filter(host=locked, model="later").exists()
+    assert not Spooled.objects.exists() and not Event.objects.filter(action__startswith="report.").exists()
+
+
+def test_a_host_is_left_out_longer_each_time_that_its_row_is_locked() -> None:
+    pace, before = MergePace(), time.monotonic()
+    for _ in range(5):
+        pace.note_locked([1])
+    until, delay_s = pace._delays[1]
+    assert delay_s == 60.0 and before + 60.0 <= until <= time.monotonic() + 60.0
 
 
 def test_batches_become_smaller_after_slow_ones_and_larger_after_quick_ones() -> None:

@@ -156,9 +156,9 @@ async def fetch_challenge(
 ) -> tuple[credentials.Challenge, GatewayEndpoint]:
     """Fetch a challenge (a nonce to sign); return it with the gateway narrowed to the server that issued it.
 
-    A nonce is valid only at the server that issued it, so the connection must go to the same address. If a certificate
-    is pinned, the narrowed endpoint pins the certificate that this server has, and no other: the agent signs its
-    fingerprint. Raises the errors of `request_challenge`.
+    If a certificate is pinned, the narrowed endpoint pins the certificate that this server has, and no other, because
+    the agent signs its fingerprint. So the connection must go to the same address, although every gateway accepts the
+    nonce. Raises the errors of `request_challenge`.
     """
     received, gateway, _ = await request_challenge(gateway, context, timeout)
     return received, gateway

@@ -124,12 +124,15 @@ def test_a_challenge_that_was_answered_with_a_connection_fetches_no_image_elsewh
 
 def test_the_nonces_of_many_handshakes_are_recorded_by_the_statement_that_looks_up_their_keys() -> None:
     now = time.time()
-    requests = [(f"key {number}", IssuedNonce(f"nonce {number}", now)) for number in range(50)]
+    requests = [(f"key {number}", True, IssuedNonce(f"nonce {number}", now)) for number in range(50)]
     with CaptureQueriesContext(connection) as statements:
         assert all(lookup.is_accepted for lookup in authentication.find_enrolled(requests))
     assert len(statements) == 1
     assert not any(lookup.is_accepted for lookup in authentication.find_enrolled(requests))
-    assert [one.is_accepted for one in authentication.find_enrolled([("key", None), requests[0]])] == [True, False]
+    assert [one.is_accepted for one in authentication.find_enrolled([("key", True, None), requests[0]])] == [
+        True,
+        False,
+    ]
     assert abs(authentication.find_enrolled(requests)[0].database_time - now) < 30
 
 
@@ -147,6 +150,16 @@ def test_a_challenge_that_another_gateway_is_just_recording_delays_no_other_agen
             assert ask(socket, wire.Beat(1)) == wire.Ack(1, "Beat")
             outside.rollback()
         connecting.result(10).close()
+
+
+def test_X5_a_client_that_can_not_be_admitted_leaves_no_row(agent: WireAgent) -> None:
+    status, text = replace(agent, token="").connect_refused()
+    assert (status, UsedNonce.objects.count()) == (403, 0), text
+    agent.connect().close()
+    assert UsedNonce.objects.count() == 1
+    header = agent.credential(agent.challenge())
+    replace(agent, token="").connect(header).close()
+    assert agent.connect_refused(header) == USED, "the nonce of an enrolled key is used up"
 
 
 def test_used_nonces_are_deleted_long_after_they_have_expired(agent: WireAgent) -> None:

@@ -16,13 +16,15 @@ from django.db import connection
 from psycopg.errors import LockNotAvailable
 from websockets.sync.client import ClientConnection
 
+from accelerators import conductor
 from accelerators.commands import command_queue
 from accelerators.domain.caller import Caller
 from accelerators.models import Command, Host, Tick
 from agents import key_revocation, wire
 from agents.gateway import command_dispatch
 from agents.gateway.asgi_app import AgentGateway
-from agents.gateway.row_locks import MAX_LOCK_TIMEOUTS, write_unless_locked
+from agents.gateway.leases import LeaseBuffer
+from agents.gateway.row_locks import MAX_LOCK_TIMEOUTS, limiting_lock_waits, write_unless_locked
 from agents.models import Agent, Gateway, Lease, Spooled
 from tests.agents.test_key_revocation import receive_message, sign_new_key
 from tests.support.reports import make_card, make_driver_report
@@ -211,6 +213,24 @@ def test_a_locked_row_of_one_host_delays_no_acknowledgement_of_another(
         until(lambda: not story.has_held_work())
 
 
+@pytest.mark.parametrize("mode", ["SHARE", "ACCESS EXCLUSIVE"])
+def test_while_the_spool_is_locked_leases_are_renewed_and_no_report_is_lost(
+    agent: WireAgent, gateway: AgentGateway, mode: str
+) -> None:
+    other = WireAgent(agent.port, host="cmp2", token=make_join_secret("cmp2"))
+    with agent.connect() as socket, other.connect() as beside:
+        until(lambda: Lease.objects.count() == 2)
+        with psycopg.connect(**connection.get_connection_params()) as outside:
+            outside.execute(f"LOCK TABLE spool IN {mode} MODE")
+            socket.send(wire.encode_message(make_report(make_card(1))))
+            until(lambda: gateway._pending_bytes)
+            renewed_at = get_lease("cmp2")
+            ask(beside, wire.Beat(1))
+            until(lambda: get_lease("cmp2") > renewed_at, 2)
+        assert wire.decode_from_gateway(socket.recv(timeout=5)) == wire.Ack(1, "Report")
+    assert Spooled.objects.get().host.name == "cmp1"
+
+
 def test_a_locked_command_that_an_agent_cannot_accept_delays_no_command_for_another(
     agent: WireAgent, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -236,7 +256,7 @@ def test_what_can_be_written_is_written_whichever_rows_are_locked(locked: set[in
             raise LockNotAvailable
         written.extend(numbers)
 
-    assert sorted(write_unless_locked([*range(10)], write)) == sorted(locked)
+    assert write_unless_locked([*range(10)], write) == ([], sorted(locked))
     assert sorted(written) == sorted({*range(10)} - locked)
 
 
@@ -247,5 +267,29 @@ def test_after_many_lock_timeouts_the_rest_is_left_for_the_next_attempt() -> Non
         tried.append(numbers)
         raise LockNotAvailable
 
-    assert sorted(write_unless_locked([*range(500)], write)) == [*range(500)]
+    unwritten = write_unless_locked([*range(500)], write)
+    assert unwritten.locked == [numbers[0] for numbers in tried if len(numbers) == 1]
+    assert sorted(unwritten.untried + unwritten.locked) == [*range(500)]
     assert len(tried) == MAX_LOCK_TIMEOUTS
+
+
+def test_the_leases_of_other_hosts_are_renewed_although_many_rows_are_locked() -> None:
+    with conductor.writing():
+        hosts = Host.objects.bulk_create(Host(name=f"n{n:03}", node=f"n{n:03}") for n in range(200))
+    long_ago = datetime.now(UTC) - timedelta(hours=1)
+    Lease.objects.bulk_create(Lease(host=host, seen_at=long_ago, epoch=1) for host in hosts)
+    leases = LeaseBuffer(0.0)
+    with limiting_lock_waits():
+        connection.close()
+        with holding(
+            "SELECT 1 FROM agents_lease JOIN accelerators_host h ON h.id = host_id AND h.name < 'n040' FOR UPDATE"
+        ):
+            for _ in range(10):
+                for host in hosts:
+                    leases.note_heartbeat(host.id, 1)
+                leases.flush()
+            assert Lease.objects.filter(seen_at=long_ago).count() == 40
+            assert len(leases._locked_hosts) == 40
+        until(lambda: leases.flush() and not leases._locked_hosts)
+        assert not Lease.objects.filter(seen_at=long_ago).exists()
+    connection.close()

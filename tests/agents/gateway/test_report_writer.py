@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator
 from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import pytest
 from django.db import IntegrityError, connection
+from django.test.utils import CaptureQueriesContext
 
 from accelerators import conductor
 from accelerators.models import Host
@@ -128,6 +130,19 @@ def test_a_report_that_the_database_rejects_ends_only_its_own_connection(writer:
         rejected.result()
     assert (refused.value.code, stored.result()) == ("database", True)
     assert list(Spooled.objects.values_list("host", flat=True)) == [good.id]
+
+
+def test_the_spool_is_measured_from_the_report_that_was_the_oldest_before(writer: WriterByHand) -> None:
+    host, thread = get_or_create_host("cmp1"), writer.gateway._writer
+    put_aside, waiting = (Spooled.objects.create(host=host, epoch=1, seq=seq, payload="{}") for seq in (1, 2))
+    Spooled.objects.filter(pk=put_aside.pk).update(received_at=datetime.now(UTC) - timedelta(minutes=10))
+    for first_id in (0, waiting.pk):
+        thread._has_spooled_reports, thread._depth_measured_at = True, float("-inf")
+        with CaptureQueriesContext(connection) as statements:
+            thread._measure_spool()
+        assert f"id >= {first_id} " in statements[0]["sql"]
+        assert writer.gateway.report_jitter._oldest_seen
+        assert writer.gateway.report_jitter._oldest_seen[1] == waiting.pk
 
 
 def test_the_search_for_hosts_without_applied_report_can_use_its_index() -> None:

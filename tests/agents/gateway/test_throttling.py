@@ -257,6 +257,28 @@ def test_X5_reports_above_a_hosts_share_are_stored_later_and_none_is_lost(
 
 
 @pytest.mark.django_db(transaction=True)
+def test_X5_a_throttled_host_waits_for_one_heartbeat_at_most_and_takes_no_place_from_others(
+    gateway_slot: GatewaySlot, gateway: AgentGateway
+) -> None:
+    size = len(wire.encode_message(make_report(make_card(1))))
+    gateway.settings = Keys(pending_report_bytes=size * 3 // 2, beat_s=1.0)
+    gateway._byte_buckets = TokenBuckets(rate=1.0, capacity=1.0)
+    gateway.throttle.max_connections = 3
+    hosts = [WireAgent(gateway_slot.port, host=f"cmp{n}", token=make_join_secret(f"cmp{n}")) for n in (1, 2, 3)]
+    with hosts[0].connect() as first, hosts[1].connect() as second, hosts[2].connect() as third:
+        for socket in (first, second):
+            assert ask(socket, make_report(make_card(1))) == wire.Ack(1, "Report")
+        first.send(wire.encode_message(make_report(make_card(2), seq=2)))
+        until(lambda: gateway._throttled_bytes)
+        refusal = ask(second, make_report(make_card(2), seq=2))
+        assert isinstance(refusal, wire.Refuse) and refusal.code == "busy"
+        assert gateway._throttled_bytes, "the first host still waits"
+        assert ask(third, make_report(make_card(1))) == wire.Ack(1, "Report")
+        assert wire.decode_from_gateway(first.recv(timeout=10)) == wire.Ack(2, "Report")
+        assert not gateway._throttled_bytes
+
+
+@pytest.mark.django_db(transaction=True)
 def test_X5_an_agent_that_calls_every_report_urgent_is_served_first_only_a_few_times(
     gateway_slot: GatewaySlot, gateway: AgentGateway
 ) -> None:
