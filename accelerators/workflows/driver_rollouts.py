@@ -170,8 +170,8 @@ def _order_next_host() -> bool:
     """Place one more order of the oldest rollout that may begin another host; return False if none may.
 
     The holder checks are made before the transaction that places the order. If they do not tell whether a device is
-    held, they are made again, HOLDER_CHECK_ATTEMPTS times in all. If the order is refused, the host is marked as failed.
-    Locks the rollout.
+    held, they are made again, HOLDER_CHECK_ATTEMPTS times in all. If the order is refused, the host is marked as
+    failed. Locks the rollout.
     """
     open_rollouts = Rollout.objects.filter(ROLLOUT_IS_OPEN).order_by("id")
     found = next((step for rollout in open_rollouts if (step := _find_next_step(rollout))), None)
