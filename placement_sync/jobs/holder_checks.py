@@ -158,8 +158,9 @@ def ask_nova(questions: Mapping[int, NovaQuestion], seconds: float) -> dict[int,
     Their guests may still use the device. An instance that was deleted, is shelved and offloaded, or is on another host
     does not hold it any more; one whose host Nova does not show counts as on this host. The answer 404 counts only at a
     trusted address (`nova.endpoints`), or if Nova shows another of the instances now, which proves the address.
-    Instances that Nova does not know then are not asked for again. If Nova did not answer, it is not asked again for
-    BACK_OFF_S. Nobody holds a device if Nova is switched off or no cloud is configured.
+    Instances that Nova does not know then are not asked for again. After a call without an answer no other is begun. If
+    Nova did not answer, or not usefully, it is not asked again for BACK_OFF_S. Nobody holds a device if Nova is switched
+    off or no cloud is configured.
     """
     endpoint = settings.KEYS.nova_endpoint
     if (cloud := get_cloud_session(endpoint)) is None:
@@ -175,7 +176,19 @@ def ask_nova(questions: Mapping[int, NovaQuestion], seconds: float) -> dict[int,
     trust = endpoints.describe_trust(url)
     instances = dict.fromkeys(uuid for question in questions.values() for uuid, _ in question.former_holders)
     asked = [uuid for uuid in instances if not trust or (url, trust, uuid) not in _unknown_instances]
-    answers = client.get_servers(cloud, endpoint, asked, max(0.1, end - time.monotonic()), CALL_TIMEOUT_S)
+    seconds_left = max(0.1, end - time.monotonic())
+
+    def read_server(uuid: str) -> client.NovaServer | None:
+        """Return the instance, None if Nova answers 404. Runs on a thread and uses no database."""
+        if outage := _describe_outage("nova"):
+            raise client.NovaUnavailableError(outage)
+        try:
+            return client.get_server(cloud, endpoint, uuid, min(CALL_TIMEOUT_S, seconds_left))
+        except client.NovaSilentError as error:
+            _record_outage("nova", str(error))
+            raise
+
+    answers = client.collect_servers(read_server, asked, seconds_left)
     untrusted = ""
     if any(isinstance(answer, client.NovaServer) for answer in answers.values()):
         endpoints.record_proof_at(url)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Iterator
+from datetime import UTC, datetime
 from types import SimpleNamespace
 from typing import Any
 
@@ -277,6 +278,18 @@ def test_retiring_is_refused_while_nova_is_away_or_unclear(device: Device, nova:
     refused = try_to_retire(device)
     assert refused
     assert refused.reason is RefusalReason.IN_USE, "a Nova that does not tell hosts counts against the act"
+
+
+def test_a_nova_that_hangs_is_not_asked_again_after_the_first_calls(
+    nova: FakeNova, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(holder_checks, "CALL_TIMEOUT_S", 0.2)
+    nova.read_slow_s = 0.5
+    former_holders = tuple((str(uuid.uuid4()), datetime.now(UTC)) for _ in range(80))
+    questions = {1: holder_checks.NovaQuestion(("cmp1",), former_holders)}
+    assert holder_checks.ask_nova(questions, 0.6)[1].unknown
+    nova.read_slow_s = 0.0
+    assert holder_checks.ask_nova(questions, 5.0)[1].unknown, "the outage is recorded: nothing is asked"
 
 
 def test_placement_is_asked_about_many_devices_at_once_within_one_deadline(
