@@ -19,9 +19,9 @@ from accelerators.devices import lifecycle, partitioning
 from accelerators.devices.partitioning import PartitionChange, PartitionTarget
 from accelerators.domain.caller import Caller
 from accelerators.domain.device_actions import Action
-from accelerators.domain.errors import RefusedError
+from accelerators.domain.errors import RefusalReason, RefusedError
 from accelerators.domain.states import DrainTarget, EventSource, RolloutOp
-from accelerators.models import Command, Device
+from accelerators.models import Command, Device, Host
 from accelerators.safety import HolderCheckResult
 from accelerators.workflows import bulk_actions, driver_rollouts, retention_sweep
 from accelerators.workflows.driver_config import DriverChange
@@ -186,3 +186,19 @@ def test_a_job_asks_again_if_the_device_changed_while_it_asked(act: str, device:
     with safety.HOLDER_CHECKS.replaced("nova", answer_each(answer)):
         try_act(act, device)
     assert asked == [device.pk, device.pk] and is_done()
+
+
+@pytest.mark.parametrize(
+    "act", ["uninstall", "reset", "program", "partition", "change the layout", "uninstall its driver"], indirect=True
+)
+def test_no_service_is_asked_if_the_command_is_refused_anyway(act: str, device: Device) -> None:
+    """The agent of the device's host is away: it takes no commands."""
+    with conductor.writing():
+        Host.objects.update(stale_since=datetime.now(UTC))
+        Device.objects.update(busy_with=uuid4())
+    asked: list[int] = []
+    with safety.HOLDER_CHECKS.replaced("nova", answer_each(lambda device: asked.append(device.pk) or FREE)):
+        with pytest.raises(RefusedError) as refused:
+            ACTS[act](device)
+        assert refused.value.reason is RefusalReason.CONFLICT
+    assert not asked
