@@ -14,7 +14,7 @@ import json
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
-from datetime import UTC
+from datetime import UTC, datetime
 from itertools import takewhile
 from typing import Any
 
@@ -126,12 +126,21 @@ def append_seal(chain: SealChain, kind: SealKind, month: str, **columns: Any) ->
     """
     key = signing.get_public_key(chain.key)
     seal = Seal(
-        number=chain.last.number + 1, kind=kind, month=month, sealed_at=database_clock.now(), key=key, **columns
+        number=chain.last.number + 1, kind=kind, month=month, sealed_at=read_earlier_clock(), key=key, **columns
     )
     link = build_link(seal, chain.last.hash)
     seal.hash, seal.signature = link.hash, chain.key.sign(link.text).hex()
     seal.save(force_insert=True)
     return seal
+
+
+def read_earlier_clock() -> datetime:
+    """Return the present time of the database's clock or of this machine's clock, whichever is earlier.
+
+    What a seal proves must not depend on the database alone: whoever may write to it, or a wrong clock of its server,
+    could make events look older than their retention. If one of the clocks is late, months are only dropped later.
+    """
+    return min(database_clock.now(), datetime.now(UTC))
 
 
 def append_mark(chain: SealChain, kind: SealKind, details: Mapping[str, object], drops: str = "") -> Seal:
