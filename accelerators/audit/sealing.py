@@ -112,8 +112,11 @@ def open_chain(last: Seal) -> SealChain:
             f"the newest seal, №{last.number}, is signed with another key than that in {path}: copy the right key to"
             f" this file; if it is lost, run `manage.py seal_events --begin-again` (docs/audit.md)"
         )
-    previous = Seal.objects.filter(number=last.number - 1).values_list("hash", flat=True).first()
-    if not has_valid_signature(last, previous or hash_chain.FIRST_PREVIOUS_HASH, last.key):
+    previous = Seal.objects.defer("marks").filter(number=last.number - 1).first()
+    # A seal that introduces our key is signed by the key before it, or, after a loss (`begin_again`), by our key.
+    signers = {signing.get_public_key(key), get_next_key(previous) if previous and last.kind == SealKind.KEY else ""}
+    previous_hash = previous.hash if previous else hash_chain.FIRST_PREVIOUS_HASH
+    if last.key not in signers or not has_valid_signature(last, previous_hash, last.key):
         raise AuditKeyError(f"the newest seal, №{last.number}, is forged: run verify_events; nothing is sealed")
     return SealChain(last, key)
 

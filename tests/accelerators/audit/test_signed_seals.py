@@ -327,6 +327,17 @@ def test_nothing_is_sealed_after_a_forged_seal_or_without_the_right_key(key_file
     assert Seal.objects.count() == 2
 
 
+def test_X6_nothing_is_sealed_after_a_seal_with_which_a_strange_key_introduces_ours() -> None:
+    record_events("a")
+    create_seals()
+    record_events("b")
+    ours = run("seal_events", "--show-key").strip()
+    append_forged(SealKind.KEY, True, json.dumps({"new_key": ours, "reason": "lost", "by": "me"}))
+    with pytest.raises(AuditKeyError, match="№2, is forged"):
+        sealing.seal_oldest_events()
+    assert Seal.objects.count() == 2
+
+
 def test_the_job_logs_why_it_seals_nothing_and_does_nothing_if_it_is_switched_off(
     key_file: Path, settings: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
