@@ -26,6 +26,9 @@ from drivers.plan import get_affected_prefix
 
 HOLDER_CHECKS_TIMEOUT_S = 10.0
 """Seconds that all holder checks together may take for all devices of one request or of one step of a job."""
+HOLDER_CHECK_ATTEMPTS = 3
+"""How often a job asks about the same devices before it gives up, if it stays unknown whether they are held. A device
+may change while services are asked, and then the next answer counts."""
 MAX_HOLDERS_NAMED = 5
 NO_TIME_LEFT = "there was no time left to ask: try again"
 NOT_ASKED = "the device has changed since it was asked for: try again"

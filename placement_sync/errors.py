@@ -10,6 +10,7 @@ All exceptions of this package, each with the module that defines it:
       ProviderMissingError              placement_sync.apply_writes
       _CredentialsError                 placement_sync.agent_writer
       NovaUnavailableError              placement_sync.nova.client
+        NovaSilentError                 placement_sync.nova.client
         InvalidMarkerError              placement_sync.nova.client
         UntrustedEndpointError          placement_sync.nova.endpoints
       AgentWritesError                  placement_sync.jobs.providers

@@ -23,7 +23,7 @@ from accelerators.domain import hash_chain
 from accelerators.domain.hash_chain import SealKind
 from accelerators.domain.states import EventSource
 from accelerators.models import Seal
-from accelerators.runtime import database_clock, jobs
+from accelerators.runtime import jobs
 
 log = logging.getLogger(__name__)
 
@@ -83,7 +83,7 @@ def drop_oldest_month(now: datetime | None = None) -> bool:
     if not months:
         return False
     oldest = conductor.open_cursor().execute(SELECT_OLDEST_MONTH).fetchone()[0]
-    kept = hash_chain.get_oldest_month_to_keep(now or database_clock.now(), months)
+    kept = hash_chain.get_oldest_month_to_keep(now or sealing.read_earlier_clock(), months)
     if oldest is None or oldest.replace("_", "-") >= kept:
         return False
     try:

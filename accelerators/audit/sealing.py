@@ -14,7 +14,7 @@ import json
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
-from datetime import UTC
+from datetime import UTC, datetime
 from itertools import takewhile
 from typing import Any
 
@@ -112,8 +112,11 @@ def open_chain(last: Seal) -> SealChain:
             f"the newest seal, №{last.number}, is signed with another key than that in {path}: copy the right key to"
             f" this file; if it is lost, run `manage.py seal_events --begin-again` (docs/audit.md)"
         )
-    previous = Seal.objects.filter(number=last.number - 1).values_list("hash", flat=True).first()
-    if not has_valid_signature(last, previous or hash_chain.FIRST_PREVIOUS_HASH, last.key):
+    previous = Seal.objects.defer("marks").filter(number=last.number - 1).first()
+    # A seal that introduces our key is signed by the key before it, or, after a loss (`begin_again`), by our key.
+    signers = {signing.get_public_key(key), get_next_key(previous) if previous and last.kind == SealKind.KEY else ""}
+    previous_hash = previous.hash if previous else hash_chain.FIRST_PREVIOUS_HASH
+    if last.key not in signers or not has_valid_signature(last, previous_hash, last.key):
         raise AuditKeyError(f"the newest seal, №{last.number}, is forged: run verify_events; nothing is sealed")
     return SealChain(last, key)
 
@@ -126,12 +129,21 @@ def append_seal(chain: SealChain, kind: SealKind, month: str, **columns: Any) ->
     """
     key = signing.get_public_key(chain.key)
     seal = Seal(
-        number=chain.last.number + 1, kind=kind, month=month, sealed_at=database_clock.now(), key=key, **columns
+        number=chain.last.number + 1, kind=kind, month=month, sealed_at=read_earlier_clock(), key=key, **columns
     )
     link = build_link(seal, chain.last.hash)
     seal.hash, seal.signature = link.hash, chain.key.sign(link.text).hex()
     seal.save(force_insert=True)
     return seal
+
+
+def read_earlier_clock() -> datetime:
+    """Return the present time of the database's clock or of this machine's clock, whichever is earlier.
+
+    What a seal proves must not depend on the database alone: whoever may write to it, or a wrong clock of its server,
+    could make events look older than their retention. If one of the clocks is late, months are only dropped later.
+    """
+    return min(database_clock.now(), datetime.now(UTC))
 
 
 def append_mark(chain: SealChain, kind: SealKind, details: Mapping[str, object], drops: str = "") -> Seal:

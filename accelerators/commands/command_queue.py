@@ -195,15 +195,11 @@ def order_device_command(
     arguments = _check_arguments(op, layout, image)
     reason = check_reason(reason)
     if answers is None:
-        answers = ask_holders_for_command(op, Device.objects.filter(uuid=device_uuid))
+        answers = ask_holders_if_possible(op, device_uuid, layout, deployable, generation)
     with conductor.writing():
         device = next(iter(conductor.lock_devices(Device.objects.filter(uuid=device_uuid))), None)
-        if device is None:
-            raise RefusedError(RefusalReason.NOT_FOUND, f"Device not found with uuid={device_uuid}")
-        deployable_id = _choose_deployable(device, deployable) if op == "program" else None
-        refuse_if_changed(device, generation)
-        _refuse_unknown_words(device, layout or {})
-        _refuse_if_impossible(op, device)
+        deployable_id = _check_order(op, device_uuid, device, layout, deployable, generation)
+        assert device is not None
         affected = _lock_affected_siblings(op, device)
         if op in DESTRUCTIVE:
             holders = safety.find_holders([device, *affected], answers)
@@ -214,6 +210,25 @@ def order_device_command(
         if affected:  # nothing is bound to them either, until the command has ended
             Device.objects.filter(pk__in=[one.pk for one in affected]).update(busy_with=command.uuid)
         return command
+
+
+def ask_holders_if_possible(
+    op: str,
+    device_uuid: UUID,
+    layout: Mapping[str, str] | None = None,
+    deployable: UUID | None = None,
+    generation: int | None = None,
+) -> safety.HolderAnswers:
+    """Ask all holder checks for `order_device_command`, unless it is clear already that the command will be refused.
+
+    The services may take seconds. Raises RefusedError as `order_device_command` does, without locking the device.
+    """
+    if op not in DESTRUCTIVE or not safety.HOLDER_CHECKS:
+        return safety.NO_ANSWERS
+    selected = Device.objects.filter(uuid=device_uuid)
+    device = selected.select_related("host").first()
+    _check_order(op, device_uuid, device, layout, deployable, generation)
+    return ask_holders_for_command(op, selected)
 
 
 def ask_holders_for_command(op: str, selected: QuerySet[Device]) -> safety.HolderAnswers:
@@ -460,6 +475,28 @@ def _check_arguments(op: str, layout: Mapping[str, str] | None, image: UUID | No
     return {"wanted": {"bitstream_id": str(image)}} if image else {}
 
 
+def _check_order(
+    op: str,
+    device_uuid: UUID,
+    device: Device | None,
+    layout: Mapping[str, str] | None,
+    deployable: UUID | None,
+    generation: int | None,
+) -> int | None:
+    """Check everything about a command for this device but who holds it; return the id of the deployable to program.
+
+    `device` is None if there is no such device. Returns None unless the command is `program`. Raises RefusedError as
+    `order_device_command` does.
+    """
+    if device is None:
+        raise RefusedError(RefusalReason.NOT_FOUND, f"Device not found with uuid={device_uuid}")
+    deployable_id = _choose_deployable(device, deployable) if op == "program" else None
+    refuse_if_changed(device, generation)
+    _refuse_unknown_words(device, layout or {})
+    _refuse_if_impossible(op, device)
+    return deployable_id
+
+
 def _choose_deployable(device: Device, deployable_uuid: UUID | None) -> int:
     """Return the id of the deployable to program; without `deployable_uuid`, that of the device's only one.
 
@@ -476,7 +513,7 @@ def _choose_deployable(device: Device, deployable_uuid: UUID | None) -> int:
 
 def _refuse_if_impossible(op: str, device: Device) -> None:
     """Raise RefusedError CONFLICT if the state of the device, its driver, another command or its agent does not allow
-    the command `op` now. The device must be locked.
+    the command `op` now.
     """
     if DeviceState(device.state) not in ALLOWED_STATES[op]:
         possible = ", ".join(sorted(ALLOWED_STATES[op]))

@@ -119,14 +119,10 @@ def update_layout(
     Raises RefusedError as `command_queue.order_device_command` does, and INVALID if the device's driver does not allow
     its layout to be changed.
     """
-    answers = command_queue.ask_holders_for_command("partition", Device.objects.filter(uuid=device))
+    _refuse_if_unchangeable(Device.objects.filter(uuid=device).first())
+    answers = command_queue.ask_holders_if_possible("partition", device, layout, generation=generation)
     with conductor.writing():
-        locked_device = next(iter(conductor.lock_devices(Device.objects.filter(uuid=device))), None)
-        if locked_device and not locked_device.changeable:
-            raise RefusedError(
-                RefusalReason.INVALID,
-                f"Device {device}: {locked_device.driver} does not allow its layout to be changed.",
-            )
+        _refuse_if_unchangeable(next(iter(conductor.lock_devices(Device.objects.filter(uuid=device))), None))
         return command_queue.order_device_command(
             "partition",
             device,
@@ -137,6 +133,13 @@ def update_layout(
             source=source,
             answers=answers,
         )
+
+
+def _refuse_if_unchangeable(device: Device | None) -> None:
+    """Raise RefusedError INVALID if there is such a device, and its driver does not allow its layout to be changed."""
+    if device and not device.changeable:
+        text = f"Device {device.uuid}: {device.driver} does not allow its layout to be changed."
+        raise RefusedError(RefusalReason.INVALID, text)
 
 
 def count_units(devices: Collection[Device]) -> Counter[int]:

@@ -52,7 +52,7 @@ RESTORED_BOOT = "restored"
 What was programmed after the backup, also into flash memory, is not in the restored database."""
 INCOMPLETE_HASH = "incomplete"
 """The hash that is stored for a host if its last report was not stored completely. It is the hash of no report, so the
-agent sends its report again with its next connection."""
+agent sends its report again with its next connection, or when the sweep has removed devices of the host."""
 FOUND_EVENT_FIELDS = ("key", "driver", "type", "vendor", "model", "address", "status")
 """The columns that the event `device.found` contains. The other columns are in events only when they change later."""
 _get_reported_values = attrgetter(*REPORTED_DEVICE_FIELDS[1:])

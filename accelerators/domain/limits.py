@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -16,7 +16,10 @@ if TYPE_CHECKING:
 
 SETTING = "CYBORG_MAX_DEVICES_PER_HOST"
 DEFAULT_MAX_DEVICES = 4096
-"""Default of `CYBORG_MAX_DEVICES_PER_HOST`: as many devices as one driver can report."""
+"""Default of `CYBORG_MAX_DEVICES_PER_HOST`."""
+RESERVED_FRACTION = 16
+"""One driver gets all places of a host but one of RESERVED_FRACTION, so that a driver that reports ever new devices
+leaves places for the devices of others."""
 PARTS_PER_DEVICE = 16
 """A host may have PARTS_PER_DEVICE times as many parts (deployables and attach handles) as it may have devices. Parts
 that are not reported any more stay stored with their device, so the limits of a report do not bound them."""
@@ -34,29 +37,42 @@ class LimitedDevices:
     fault: Fault | None = None
 
 
+@dataclass
+class _FreePlaces:
+    """How many more devices, and parts of devices, may be stored."""
+
+    devices: int
+    parts: int
+
+
 def limit_devices(host: StoredHost, accepted: Iterable[IdentifiedDevice], max_devices: int) -> LimitedDevices:
-    """Leave out new devices, and new parts of stored devices, above the limits of one host.
+    """Leave out new devices, and new parts of stored devices, above the limits of one host, and of each of its drivers.
 
     What is stored already stays, whether it is reported or missing. The devices that are reported first are taken. The
-    fault names the number of devices that were left out or lack parts, the limit and the setting.
+    fault names the number of devices that were left out or lack parts, the limits and the setting.
     """
     all_devices = list(accepted)
-    devices_left = max_devices - len(host.devices)
-    parts_left = PARTS_PER_DEVICE * max_devices - sum(
-        1 + len(part.handles) for device in host.devices for part in device.deployables
-    )
+    max_of_driver = max_devices - max_devices // RESERVED_FRACTION
+    free = _count_free_places(host.devices, max_of_driver)
     new_devices = sum(one.stored is None for one in all_devices)
-    if new_devices <= max(0, devices_left) and sum(_count_parts(one.device) for one in all_devices) <= parts_left:
+    if new_devices <= max(0, free.devices) and sum(_count_parts(one.device) for one in all_devices) <= free.parts:
         return LimitedDevices(all_devices)
+    free_of_host = _count_free_places(host.devices, max_devices)
+    free_of_driver = {
+        driver: _count_free_places([one for one in host.devices if one.driver == driver], max_of_driver)
+        for driver in {one.driver for one in all_devices}
+    }
     taken: list[IdentifiedDevice] = []
     exceeding: list[str] = []
     for one in all_devices:
         known = _keep_known_parts(one.device, one.stored)
         new_parts = _count_parts(one.device) - _count_parts(known)
-        if new_parts <= parts_left and (one.stored is not None or devices_left > 0):
+        limits = (free_of_host, free_of_driver[one.driver])
+        if all(new_parts <= limit.parts and (one.stored is not None or limit.devices > 0) for limit in limits):
             taken.append(one)
-            devices_left -= one.stored is None
-            parts_left -= new_parts
+            for limit in limits:
+                limit.devices -= one.stored is None
+                limit.parts -= new_parts
             continue
         exceeding.append(one.driver)
         if one.stored is not None:
@@ -65,10 +81,17 @@ def limit_devices(host: StoredHost, accepted: Iterable[IdentifiedDevice], max_de
         return LimitedDevices(taken)
     reason = (
         f"devices that are not stored, or not with all their parts: {len(exceeding)}. {SETTING} allows {max_devices}"
-        f" devices of one host, and {PARTS_PER_DEVICE} times as many deployables and attach handles; missing ones count"
-        " until they are removed. Raise it if the host really has so many, then restart the host's agent"
+        f" devices of one host, {max_of_driver} of one driver, and {PARTS_PER_DEVICE} times as many deployables and"
+        " attach handles; missing ones count until they are removed. Raise it if the host really has so many, then"
+        " restart the host's agent"
     )
     return LimitedDevices(taken, exceeding[0], Fault(host.name, reason))
+
+
+def _count_free_places(devices: Sequence[StoredDevice], max_devices: int) -> _FreePlaces:
+    """Return what may be stored beside these devices if `max_devices` are allowed."""
+    parts = sum(1 + len(part.handles) for device in devices for part in device.deployables)
+    return _FreePlaces(max_devices - len(devices), PARTS_PER_DEVICE * max_devices - parts)
 
 
 def _count_parts(device: Device) -> int:

@@ -60,7 +60,7 @@ def refresh() -> None:
         return
     with connection.cursor() as cursor:
         before = time.monotonic()
-        cursor.execute("SELECT extract(epoch FROM clock_timestamp())::float8")
+        cursor.execute("SELECT extract(epoch FROM pg_catalog.clock_timestamp())::pg_catalog.float8")
         (database_time,) = cursor.fetchone()
         after = time.monotonic()
     with _lock:

@@ -259,20 +259,36 @@ def process_next_slice(bulk_id: int | None = None) -> bool:
 
     The holder checks of the slice are made first, if the action needs them. Then one transaction changes the devices'
     states or places their commands, writes the outcome of each, and ends the bulk action after its last device. It
-    locks the bulk action, the devices and their hosts. Returns False if there was nothing to do.
+    locks the bulk action, the devices and their hosts. If it is unknown whether a device is held, the job asks again,
+    HOLDER_CHECK_ATTEMPTS times in all; with `bulk_id` a person waits, and is told at once. Returns False if there was
+    nothing to do.
     """
     running = Bulk.objects.filter(BULK_IS_RUNNING).order_by("updated_at")
     found = (running.filter(pk=bulk_id) if bulk_id else running).first()
     if found is None:
         return False
-    asked_items = _load_next_items(found)
+    items = _load_next_items(found, BULK_SLICE_SIZE)
+    for attempts_left in reversed(range(1 if bulk_id else safety.HOLDER_CHECK_ATTEMPTS)):
+        items = _process_items(found, items, is_last_attempt=not attempts_left)
+        if not items:
+            break
+    return True
+
+
+def _process_items(found: Bulk, asked_items: list[BulkItem], is_last_attempt: bool) -> list[BulkItem]:
+    """Make the holder checks of these items and process them; return those that stay waiting, to be asked about again.
+
+    These are the items of which it is unknown whether the device is held, unless this is the last attempt. Does nothing
+    if another process has processed the items meanwhile.
+    """
     answers = _ask_holders(found, asked_items)
     with conductor.writing():
-        bulk = running.select_for_update().filter(pk=found.pk).first()
-        items = _load_next_items(bulk) if bulk else []
-        if bulk is None or items != asked_items:
-            return True  # another process was faster: look again
-        results = _apply_to_items(bulk, items, answers)
+        bulk = Bulk.objects.filter(BULK_IS_RUNNING).select_for_update().filter(pk=found.pk).first()
+        if bulk is None or _load_next_items(bulk, len(asked_items) or 1) != asked_items:
+            return []
+        results = _apply_to_items(bulk, asked_items, answers)
+        waiting = {r.uuid for r in results if r.reason is RefusalReason.UNAVAILABLE and not is_last_attempt}
+        results = [result for result in results if result.uuid not in waiting]
         rows = [
             {"uuid": str(r.uuid), "outcome": r.outcome, "why": r.reason or "", "state": r.state, "text": r.text}
             for r in results
@@ -281,15 +297,15 @@ def process_next_slice(bulk_id: int | None = None) -> bool:
         for outcome, number in Counter(result.outcome for result in results).items():
             setattr(bulk, outcome, getattr(bulk, outcome) + number)
         bulk.updated_at = database_clock.now()
-        if bulk.finished_count >= bulk.total or not items:
+        if bulk.finished_count >= bulk.total or not asked_items:
             _end_bulk(bulk, BulkState.DONE, bulk.actor)
         bulk.save()
-    return True
+    return [item for item in asked_items if item.device_uuid in waiting]
 
 
-def _load_next_items(bulk: Bulk) -> list[BulkItem]:
-    """Return the next slice of a bulk action."""
-    return list(bulk.items.filter(ITEM_IS_WAITING).order_by("id")[:BULK_SLICE_SIZE])
+def _load_next_items(bulk: Bulk, maximum: int) -> list[BulkItem]:
+    """Return the next items of a bulk action that wait, at most `maximum`."""
+    return list(bulk.items.filter(ITEM_IS_WAITING).order_by("id")[:maximum])
 
 
 def _ask_holders(bulk: Bulk, items: list[BulkItem]) -> safety.HolderAnswers:

@@ -146,17 +146,21 @@ def ask_holders_for_change(host: Host, change: DriverChange) -> safety.HolderAns
     """Ask all holder checks about the devices of a running driver that this change would affect.
 
     Call it before a transaction is opened, and give the answers to `order_driver_change`. Nothing is asked if nothing
-    would be changed.
+    would be changed, or if the change will be refused anyway.
     """
     wish = DriverWish.objects.filter(host=host, driver=change.driver).first()
-    entry = Host.objects.values_list("drivers", flat=True).get(pk=host.pk).get(change.driver)
+    host = Host.objects.get(pk=host.pk)
+    entry = host.drivers.get(change.driver)
+    devices = list(Device.objects.filter(host=host, driver=change.driver).select_related("host"))
     try:
         wanted = _resolve_wanted(change, wish, entry, host)
+        command_queue.refuse_if_unreachable(host)
+        _refuse_if_devices_busy(devices)
     except RefusedError:
         return safety.NO_ANSWERS
     if wanted is None or _is_in_effect(wish, wanted, entry) or not _is_running(entry):
         return safety.NO_ANSWERS
-    return safety.ask_holders(list(Device.objects.filter(host=host, driver=change.driver).select_related("host")))
+    return safety.ask_holders(devices)
 
 
 def _is_running(entry: Mapping[str, Any] | None) -> bool:

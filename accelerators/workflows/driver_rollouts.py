@@ -169,28 +169,33 @@ def _settle_oldest_rollout() -> bool:
 def _order_next_host() -> bool:
     """Place one more order of the oldest rollout that may begin another host; return False if none may.
 
-    The holder checks are made before the transaction that places the order. If the order is refused, the host is marked
-    as failed. Locks the rollout.
+    The holder checks are made before the transaction that places the order. If they do not tell whether a device is
+    held, they are made again, HOLDER_CHECK_ATTEMPTS times in all. If the order is refused, the host is marked as
+    failed. Locks the rollout.
     """
     open_rollouts = Rollout.objects.filter(ROLLOUT_IS_OPEN).order_by("id")
     found = next((step for rollout in open_rollouts if (step := _find_next_step(rollout))), None)
     if found is None:
         return False
-    answers = (
-        driver_config.ask_holders_for_change(found.host, _build_change(found.rollout))
-        if found.host
-        else safety.NO_ANSWERS
-    )
-    with conductor.writing():
-        rollout = open_rollouts.select_for_update().filter(pk=found.rollout_id).first()
-        step_row = _find_next_step(rollout) if rollout else None
-        if step_row != found:
-            return True  # another process was faster: look again
-        try:
-            with transaction.atomic():
-                _order_host(step_row.rollout, step_row, answers)
-        except RefusedError as refused:
-            _end_step(step_row, _S.FAILED, refused.text)
+    for attempts_left in reversed(range(safety.HOLDER_CHECK_ATTEMPTS)):
+        answers = (
+            driver_config.ask_holders_for_change(found.host, _build_change(found.rollout))
+            if found.host
+            else safety.NO_ANSWERS
+        )
+        with conductor.writing():
+            rollout = open_rollouts.select_for_update().filter(pk=found.rollout_id).first()
+            step_row = _find_next_step(rollout) if rollout else None
+            if step_row != found:
+                return True  # another process was faster: look again
+            try:
+                with transaction.atomic():
+                    _order_host(step_row.rollout, step_row, answers)
+            except RefusedError as refused:
+                if refused.reason is RefusalReason.UNAVAILABLE and attempts_left:
+                    continue
+                _end_step(step_row, _S.FAILED, refused.text)
+        break
     return True
 
 

@@ -16,6 +16,7 @@ from django.db.models.functions import Coalesce
 
 from accelerators import conductor, safety
 from accelerators.audit import retention
+from accelerators.domain.diff import INCOMPLETE_HASH
 from accelerators.domain.errors import RefusedError
 from accelerators.domain.states import DriverState, EventSource
 from accelerators.models import AcceleratorRequest, AttachHandle, Attribute, Command, Deployable, Device
@@ -67,7 +68,8 @@ def remove_missing_devices(now: datetime | None = None) -> bool:
     Returns True if there may be more; False also if none of a full batch was free. A device's deployables, attributes
     and attach handles are deleted with it. Makes the holder checks for all devices of the batch (those that they do not
     answer for in time stay for a later call). Then locks the devices and their hosts, and writes an event for each that
-    is removed; raises a `provider` intent for each of their hosts.
+    is removed; raises a `provider` intent for each of their hosts. A host whose last report was not stored completely
+    is asked for it again.
     """
     before = (now or database_clock.now()) - timedelta(seconds=settings.KEYS.missing_retention_s)
     # In random order: otherwise held devices, or slow holder checks, would keep all others from being looked at.
@@ -93,7 +95,11 @@ def remove_missing_devices(now: datetime | None = None) -> bool:
         AttachHandle.objects.filter(deployable__in=deployables).delete()
         deployables.delete()
         Device.objects.filter(id__in=[d.id for d in devices]).delete()
-        conductor.raise_provider_intents({device.host_id: device.host for device in devices}.values())
+        hosts = {device.host_id: device.host for device in devices}.values()
+        for host in hosts:
+            if host.applied_hash == INCOMPLETE_HASH:  # there are places again for what was not stored
+                conductor.forget_applied_report(host)
+        conductor.raise_provider_intents(hosts)
     return len(candidates) == BATCH_SIZE and bool(devices)
 
 

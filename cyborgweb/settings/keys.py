@@ -152,7 +152,8 @@ class Keys:
         "CYBORG_MAX_DEVICES_PER_HOST",
         4096,
         "How many devices of one host are stored, missing ones included, and 16 times as many deployables and attach"
-        " handles; a fault of the host says how many devices exceed it.",
+        " handles; one driver gets at most fifteen sixteenths of them. A fault of the host says how many devices exceed"
+        " it.",
     )
     pending_report_bytes: int = declare_key(
         "CYBORG_PENDING_REPORT_BYTES",

@@ -32,6 +32,8 @@ from placement_sync.nova.client import call_in_parallel, is_ended
 
 CALL_TIMEOUT_S = 2.0
 """Seconds that Placement or Nova may take to answer one call."""
+MIN_CALL_TIMEOUT_S = 0.5
+"""With less time than this, no service is asked: its answer would come too late."""
 MAX_SHOWN = 5
 BACK_OFF_S = 10.0
 """A service that was away is not asked again for this many seconds, so that acts are refused at once."""
@@ -81,15 +83,18 @@ def ask_placement(questions: Mapping[int, ProviderQuestion], seconds: float) -> 
         return dict.fromkeys(questions, NO_HOLDERS)
     if why := _describe_outage("placement"):
         return dict.fromkeys(questions, HolderCheckResult(unknown=why))
+    if seconds < MIN_CALL_TIMEOUT_S:
+        return {}
+    timeout_s = min(CALL_TIMEOUT_S, seconds)
 
     def read_consumers(provider: str) -> Collection[str]:
         """Return the consumers with an allocation of the provider. Runs on a thread and uses no database."""
         if outage := _describe_outage("placement"):
             raise PlacementUnavailableError(outage)
         try:
-            return PlacementClient(cloud, endpoint, timeout_s=min(CALL_TIMEOUT_S, seconds)).read_allocations(provider)
+            return PlacementClient(cloud, endpoint, timeout_s=timeout_s).read_allocations(provider)
         except PlacementUnavailableError as error:
-            _record_outage("placement", str(error))
+            _record_outage("placement", str(error), timeout_s)
             raise
 
     providers = dict.fromkeys(provider for of_device in questions.values() for provider in of_device)
@@ -158,8 +163,9 @@ def ask_nova(questions: Mapping[int, NovaQuestion], seconds: float) -> dict[int,
     Their guests may still use the device. An instance that was deleted, is shelved and offloaded, or is on another host
     does not hold it any more; one whose host Nova does not show counts as on this host. The answer 404 counts only at a
     trusted address (`nova.endpoints`), or if Nova shows another of the instances now, which proves the address.
-    Instances that Nova does not know then are not asked for again. If Nova did not answer, it is not asked again for
-    BACK_OFF_S. Nobody holds a device if Nova is switched off or no cloud is configured.
+    Instances that Nova does not know then are not asked for again. After a call without an answer no other is begun. If
+    Nova did not answer, or not usefully, it is not asked again for BACK_OFF_S. Nobody holds a device if Nova is
+    switched off or no cloud is configured.
     """
     endpoint = settings.KEYS.nova_endpoint
     if (cloud := get_cloud_session(endpoint)) is None:
@@ -167,15 +173,33 @@ def ask_nova(questions: Mapping[int, NovaQuestion], seconds: float) -> dict[int,
     end = time.monotonic() + seconds
     if why := _describe_outage("nova"):
         return dict.fromkeys(questions, HolderCheckResult(unknown=why))
+    if seconds < MIN_CALL_TIMEOUT_S:
+        return {}
+    timeout_s = min(CALL_TIMEOUT_S, seconds)
     try:
-        url = endpoints.resolve_url(cloud, endpoint, min(CALL_TIMEOUT_S, seconds))
+        url = endpoints.resolve_url(cloud, endpoint, timeout_s)
     except client.NovaUnavailableError as error:
-        _record_outage("nova", str(error))
+        _record_outage("nova", str(error), timeout_s)
         return dict.fromkeys(questions, HolderCheckResult(unknown=str(error)))
     trust = endpoints.describe_trust(url)
     instances = dict.fromkeys(uuid for question in questions.values() for uuid, _ in question.former_holders)
     asked = [uuid for uuid in instances if not trust or (url, trust, uuid) not in _unknown_instances]
-    answers = client.get_servers(cloud, endpoint, asked, max(0.1, end - time.monotonic()), CALL_TIMEOUT_S)
+    seconds_left = end - time.monotonic()
+    if seconds_left < MIN_CALL_TIMEOUT_S:
+        return {}
+    timeout_s = min(CALL_TIMEOUT_S, seconds_left)
+
+    def read_server(uuid: str) -> client.NovaServer | None:
+        """Return the instance, None if Nova answers 404. Runs on a thread and uses no database."""
+        if outage := _describe_outage("nova"):
+            raise client.NovaUnavailableError(outage)
+        try:
+            return client.get_server(cloud, endpoint, uuid, timeout_s)
+        except client.NovaSilentError as error:
+            _record_outage("nova", str(error), timeout_s)
+            raise
+
+    answers = client.collect_servers(read_server, asked, seconds_left)
     untrusted = ""
     if any(isinstance(answer, client.NovaServer) for answer in answers.values()):
         endpoints.record_proof_at(url)
@@ -186,9 +210,10 @@ def ask_nova(questions: Mapping[int, NovaQuestion], seconds: float) -> dict[int,
             untrusted = str(error)
     if not untrusted:
         _remember_unknown_instances({(url, trust, uuid) for uuid, answer in answers.items() if answer is None})
-    failures = [str(answer) for answer in answers.values() if isinstance(answer, client.NovaUnavailableError)]
+    unavailable = [answer for answer in answers.values() if isinstance(answer, client.NovaUnavailableError)]
+    failures = [str(error) for error in unavailable if not isinstance(error, client.NovaSilentError)]
     if failures and time.monotonic() < end:
-        _record_outage("nova", failures[0])
+        _record_outage("nova", failures[0], CALL_TIMEOUT_S)
     return {device: _judge_answers(question, answers, untrusted) for device, question in questions.items()}
 
 
@@ -228,9 +253,11 @@ def _describe_outage(service: str) -> str:
     return why if time.monotonic() < until else ""
 
 
-def _record_outage(service: str, why: str) -> None:
-    """Do not ask this service again for BACK_OFF_S seconds."""
-    _outages[service] = (time.monotonic() + BACK_OFF_S, why)
+def _record_outage(service: str, why: str, timeout_s: float) -> None:
+    """Do not ask this service again for BACK_OFF_S seconds, unless the call that failed had less than CALL_TIMEOUT_S:
+    then the service may only be slow."""
+    if timeout_s >= CALL_TIMEOUT_S:
+        _outages[service] = (time.monotonic() + BACK_OFF_S, why)
 
 
 PLACEMENT_CHECK = HolderCheck(load_providers, ask_placement)

@@ -112,6 +112,10 @@ class NovaUnavailableError(PlacementSyncError):
     """Nova gave no answer, or not a complete one, so nothing can be concluded from it."""
 
 
+class NovaSilentError(NovaUnavailableError):
+    """Nova, or Keystone before it, gave no answer at all to a call."""
+
+
 NOT_ASKED = NovaUnavailableError("Nova was not asked")
 
 
@@ -133,7 +137,7 @@ class NovaServer:
 def send_get(session: Any, endpoint: str, path: str, params: Mapping[str, str], timeout_s: float) -> Any:
     """Send a GET request and return Nova's answer, whatever its status.
 
-    Raises NovaUnavailableError if there is no answer.
+    Raises NovaSilentError if there is no answer.
     """
     from keystoneauth1.exceptions import ClientException
 
@@ -151,15 +155,15 @@ def send_get(session: Any, endpoint: str, path: str, params: Mapping[str, str], 
             **({"endpoint_override": endpoint} if endpoint else {}),
         )
     except ClientException as error:
-        raise NovaUnavailableError(" ".join(str(error).split())[:300]) from None
+        raise NovaSilentError(" ".join(str(error).split())[:300]) from None
 
 
 def get_server(session: Any, endpoint: str, uuid: str, timeout_s: float = DEADLINE_S) -> NovaServer | None:
     """Return one instance, or None if Nova answers 404.
 
     No microversion is asked for: before 2.69 the answer for an instance in a cell that is down is 500, never 404
-    (`nova.compute.api.API._get_instance_from_cell`). Raises NovaUnavailableError if there is no answer, or any other
-    answer than a description of the instance.
+    (`nova.compute.api.API._get_instance_from_cell`). Raises NovaSilentError if there is no answer, and
+    NovaUnavailableError for any other answer than a description of the instance.
     """
     answer = send_get(session, endpoint, f"/servers/{uuid}", {}, timeout_s)
     if answer.status_code == 404:
@@ -175,15 +179,21 @@ def get_server(session: Any, endpoint: str, uuid: str, timeout_s: float = DEADLI
 
 
 def get_servers(
-    session: Any, endpoint: str, uuids: Collection[str], deadline_s: float = DEADLINE_S, call_timeout_s: float = 0.0
+    session: Any, endpoint: str, uuids: Collection[str], deadline_s: float = DEADLINE_S
 ) -> dict[str, NovaServer | NovaUnavailableError | None]:
     """Return several instances by uuid, read in parallel (MAX_PARALLEL_CALLS threads); None if Nova answers 404.
 
     An instance maps to NovaUnavailableError if Nova has given no usable answer for it within `deadline_s`, which is for
-    all together, or within `call_timeout_s`, if that is not 0. Nothing is raised.
+    all together. Nothing is raised.
     """
-    timeout_s = min(call_timeout_s or deadline_s, deadline_s)
-    futures = call_in_parallel(lambda uuid: get_server(session, endpoint, uuid, timeout_s), uuids, deadline_s)
+    return collect_servers(lambda uuid: get_server(session, endpoint, uuid, deadline_s), uuids, deadline_s)
+
+
+def collect_servers(
+    read: Callable[[str], NovaServer | None], uuids: Collection[str], deadline_s: float
+) -> dict[str, NovaServer | NovaUnavailableError | None]:
+    """Do the same as `get_servers`, where `read` reads one instance as `get_server` does."""
+    futures = call_in_parallel(read, uuids, deadline_s)
     return {uuid: _collect_server(future) for uuid, future in futures.items()}
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Iterator
+from datetime import UTC, datetime
 from types import SimpleNamespace
 from typing import Any
 
@@ -279,6 +280,18 @@ def test_retiring_is_refused_while_nova_is_away_or_unclear(device: Device, nova:
     assert refused.reason is RefusalReason.IN_USE, "a Nova that does not tell hosts counts against the act"
 
 
+def test_a_nova_that_hangs_is_not_asked_again_after_the_first_calls(
+    nova: FakeNova, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(holder_checks, "CALL_TIMEOUT_S", 0.2)
+    nova.read_slow_s = 0.5
+    former_holders = tuple((str(uuid.uuid4()), datetime.now(UTC)) for _ in range(80))
+    questions = {1: holder_checks.NovaQuestion(("cmp1",), former_holders)}
+    assert holder_checks.ask_nova(questions, 1.0)[1].unknown
+    nova.read_slow_s = 0.0
+    assert holder_checks.ask_nova(questions, 5.0)[1].unknown, "the outage is recorded: nothing is asked"
+
+
 def test_placement_is_asked_about_many_devices_at_once_within_one_deadline(
     placement: PlacementModelSession, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -295,6 +308,29 @@ def test_placement_is_asked_about_many_devices_at_once_within_one_deadline(
     assert time.monotonic() - began < 2.0, "one after the other they would take 40 s"
     assert 1 <= len(answers) < 200 and set(answers.values()) == {holder_checks.NO_HOLDERS}
     assert holder_checks.ask_placement({1: questions[1]}, 2.0), "a lack of time is no outage"
+
+
+def test_a_call_with_little_time_left_is_not_made_and_a_shortened_one_is_no_outage(
+    device: Device, placement: PlacementModelSession
+) -> None:
+    questions = holder_checks.load_providers([device])
+    placement.away = True
+    assert holder_checks.ask_placement(questions, 0.01) == {} and not placement.seen_calls
+    assert holder_checks.ask_placement(questions, 1.0)[device.pk].unknown
+    placement.away = False
+    assert holder_checks.ask_placement(questions, 5.0)[device.pk] == holder_checks.NO_HOLDERS
+
+
+def test_nova_is_not_asked_with_little_time_left_and_a_shortened_call_is_no_outage(
+    device: Device, nova: FakeNova
+) -> None:
+    make_former_instance(device)
+    questions = holder_checks.load_former_holders([device])
+    assert holder_checks.ask_nova(questions, 0.01) == {} and not nova.asked
+    nova.read_slow_s = 1.0
+    assert holder_checks.ask_nova(questions, 0.8)[device.pk].unknown
+    nova.read_slow_s = 0.0
+    assert holder_checks.ask_nova(questions, 5.0)[device.pk] == holder_checks.NO_HOLDERS
 
 
 def test_S1_the_answer_of_nova_does_not_count_if_the_device_was_bound_and_released_meanwhile(

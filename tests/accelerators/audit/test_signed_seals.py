@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -17,7 +18,7 @@ import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from django.core.management import call_command
 from django.core.management.base import CommandError
-from django.db import DatabaseError, connection
+from django.db import DatabaseError, connection, transaction
 
 from accelerators import conductor
 from accelerators.audit import retention, sealing, signing, verification
@@ -27,7 +28,7 @@ from accelerators.domain import hash_chain
 from accelerators.domain.hash_chain import SealKind
 from accelerators.domain.states import EventSource
 from accelerators.models import Event, Seal, Tick
-from accelerators.runtime import jobs
+from accelerators.runtime import database_clock, jobs
 
 pytestmark = pytest.mark.django_db(transaction=True)
 SEAL_COLUMNS = "number, month, tx, event, events, digest, drops, sealed_at, hash, marks, kind, details, key, signature"
@@ -261,6 +262,30 @@ def test_a_drop_by_retention_records_what_justifies_it(month_with_events: str, s
     assert "5 dropped by retention" in run("verify_events")
 
 
+def test_X6_a_database_whose_clock_is_ahead_does_not_end_a_retention(
+    month_with_events: str, settings: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings.KEYS = replace(settings.KEYS, event_retention_months=1200)
+    monkeypatch.setattr(database_clock, "_difference_s", time.time() - time.monotonic() + 200 * 365 * 86_400)
+    assert not retention.drop_oldest_month()
+    record_events("later")
+    assert create_seals()[-1].sealed_at <= datetime.now(UTC)
+
+
+def test_X6_a_function_of_the_applications_role_does_not_replace_the_databases_clock(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(database_clock, "_measured_at", float("-inf"))
+    with transaction.atomic(), connection.cursor() as cursor:
+        cursor.execute(
+            "CREATE FUNCTION public.clock_timestamp() RETURNS timestamptz LANGUAGE sql"
+            " AS $$ SELECT timestamptz '2200-01-01' $$; SET LOCAL search_path = public, pg_catalog"
+        )
+        database_clock.refresh()
+        transaction.set_rollback(True)
+    assert database_clock.now().year < 2200
+
+
 def test_events_of_a_dropped_month_that_appear_later_are_not_excused_by_its_drop(
     month_with_events: str, settings: Any
 ) -> None:
@@ -298,6 +323,17 @@ def test_nothing_is_sealed_after_a_forged_seal_or_without_the_right_key(key_file
     execute("UPDATE accelerators_seal SET sealed_at = sealed_at + interval '1 day'")()
     append_forged("", signed=False)
     with pytest.raises(AuditKeyError, match="seals before it are"):
+        sealing.seal_oldest_events()
+    assert Seal.objects.count() == 2
+
+
+def test_X6_nothing_is_sealed_after_a_seal_with_which_a_strange_key_introduces_ours() -> None:
+    record_events("a")
+    create_seals()
+    record_events("b")
+    ours = run("seal_events", "--show-key").strip()
+    append_forged(SealKind.KEY, True, json.dumps({"new_key": ours, "reason": "lost", "by": "me"}))
+    with pytest.raises(AuditKeyError, match="№2, is forged"):
         sealing.seal_oldest_events()
     assert Seal.objects.count() == 2
 

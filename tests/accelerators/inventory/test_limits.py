@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from msgspec.structs import replace as change
 
 from accelerators.domain.diff import INCOMPLETE_HASH
 from accelerators.models import AttachHandle, Device, Host
+from accelerators.workflows import retention_sweep
 from drivers.inventory import MAX_FAULTS, Fault
 from tests.support.reports import apply_report, get_or_create_host, make_card, make_driver_report, name_providers
 
@@ -55,6 +57,31 @@ def test_X5_stored_devices_keep_their_places_and_missing_ones_count() -> None:
     assert list_addresses(state="inactive") == ["cmp1 00", "cmp1 01", "cmp1 02", "cmp1 03"]
     assert Host.objects.get().drivers["test_driver"]["faults"] == []
     assert Host.objects.get().applied_hash != INCOMPLETE_HASH
+
+
+def test_X5_a_driver_that_invents_devices_leaves_places_for_another_driver(settings: Any) -> None:
+    settings.KEYS = replace(settings.KEYS, max_devices_per_host=32)
+    host, new_card = get_or_create_host(), make_driver_report(make_card(250), driver="second")
+    for seq in range(1, 8):
+        invented = make_driver_report(*(make_card(seq * 10 + n) for n in range(10)))
+        apply_report(host, invented, make_driver_report(driver="second"), seq=seq)
+    assert Device.objects.count() == 30
+    apply_report(host, invented, new_card, seq=8)
+    assert [device.driver for device in Device.objects.filter(state="inactive")] == ["second"]
+    ((_, reason),) = Host.objects.get().drivers["test_driver"]["faults"]
+    assert "32 devices of one host, 30 of one driver" in reason
+
+
+def test_an_incomplete_report_is_asked_for_again_when_the_sweep_has_removed_devices() -> None:
+    host = get_or_create_host()
+    apply_report(host, make_driver_report(*(make_card(n) for n in range(4))))
+    apply_report(host, make_driver_report(*(make_card(n) for n in range(4, 8))), seq=2)
+    retention_sweep.remove_missing_devices()
+    assert Host.objects.get().applied_hash == INCOMPLETE_HASH, "no place is free yet: the report is not needed"
+    retention_sweep.remove_missing_devices(datetime.now(UTC) + timedelta(days=2))
+    assert Host.objects.get().applied_hash == "", "the gateway asks the agent for its report"
+    apply_report(host, make_driver_report(*(make_card(n) for n in range(4, 8))), seq=3)
+    assert list_addresses(state="inactive") == ["cmp1 04", "cmp1 05", "cmp1 06", "cmp1 07"]
 
 
 def test_X5_parts_that_a_device_no_longer_has_count_and_stored_parts_stay() -> None:

@@ -19,9 +19,9 @@ from accelerators.devices import lifecycle, partitioning
 from accelerators.devices.partitioning import PartitionChange, PartitionTarget
 from accelerators.domain.caller import Caller
 from accelerators.domain.device_actions import Action
-from accelerators.domain.errors import RefusedError
+from accelerators.domain.errors import RefusalReason, RefusedError
 from accelerators.domain.states import DrainTarget, EventSource, RolloutOp
-from accelerators.models import Command, Device
+from accelerators.models import Command, Device, Host
 from accelerators.safety import HolderCheckResult
 from accelerators.workflows import bulk_actions, driver_rollouts, retention_sweep
 from accelerators.workflows.driver_config import DriverChange
@@ -60,6 +60,19 @@ def add_units(device: Device) -> None:
     assert result.command or result.refused
 
 
+def run_bulk_by_job(action: Action | str) -> Callable[[Device], object]:
+    def act(device: Device) -> None:
+        bulk = bulk_actions.create_draft(action, DrainTarget.MAINTENANCE, Device.objects.filter(pk=device.pk), OLGA)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(bulk_actions, "BULK_SLICE_SIZE", 0)  # the set counts as too large to be finished at once
+            bulk_actions.confirm_draft(bulk, "", held_too=True)
+        bulk_actions.run()
+        bulk.refresh_from_db()
+        assert bulk.state == "done" and bulk.finished_count == 1
+
+    return act
+
+
 def change_driver(op: RolloutOp, hosts: int = 1, enabled: bool | None = None) -> Callable[[Device], object]:
     def act(device: Device) -> None:
         others = [get_or_create_host(f"other{number}") for number in range(hosts - 1)]
@@ -79,6 +92,8 @@ ACTS = {
     "drain to retire": apply(Action.DRAIN, DrainTarget.RETIRED),
     "retire in bulk": run_bulk(Action.RETIRE),
     "drain to retire in bulk": run_bulk(Action.DRAIN, DrainTarget.RETIRED),
+    "retire in bulk by the job": run_bulk_by_job(Action.RETIRE),
+    "reset in bulk by the job": run_bulk_by_job("reset"),
     "uninstall": order("uninstall"),
     "reset": order("reset"),
     "reset in bulk": run_bulk("reset"),
@@ -150,3 +165,40 @@ def test_S1_no_act_on_a_device_that_is_held_or_may_be_held(act: str, device: Dev
     with safety.HOLDER_CHECKS.replaced("nova", answer_each(lambda device: result)):
         try_act(act, device)
         assert not is_done()
+
+
+@pytest.mark.parametrize(
+    "act",
+    ["uninstall its driver on several hosts", "retire in bulk by the job", "reset in bulk by the job"],
+    indirect=True,
+)
+def test_a_job_asks_again_if_the_device_changed_while_it_asked(act: str, device: Device) -> None:
+    asked: list[int] = []
+
+    def answer(device: Device) -> HolderCheckResult:
+        """Answer that nobody holds the device; while the first question is asked, somebody changes it."""
+        asked.append(device.pk)
+        if len(asked) == 1:
+            with conductor.writing():
+                Device.objects.filter(pk=device.pk).update(generation=F("generation") + 1)
+        return FREE
+
+    with safety.HOLDER_CHECKS.replaced("nova", answer_each(answer)):
+        try_act(act, device)
+    assert asked == [device.pk, device.pk] and is_done()
+
+
+@pytest.mark.parametrize(
+    "act", ["uninstall", "reset", "program", "partition", "change the layout", "uninstall its driver"], indirect=True
+)
+def test_no_service_is_asked_if_the_command_is_refused_anyway(act: str, device: Device) -> None:
+    """The agent of the device's host is away: it takes no commands."""
+    with conductor.writing():
+        Host.objects.update(stale_since=datetime.now(UTC))
+        Device.objects.update(busy_with=uuid4())
+    asked: list[int] = []
+    with safety.HOLDER_CHECKS.replaced("nova", answer_each(lambda device: asked.append(device.pk) or FREE)):
+        with pytest.raises(RefusedError) as refused:
+            ACTS[act](device)
+        assert refused.value.reason is RefusalReason.CONFLICT
+    assert not asked
