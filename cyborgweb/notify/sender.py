@@ -63,8 +63,10 @@ MAIL_SERVER_RETRY_S, MAX_MAIL_SERVER_RETRY_S = 30, 600
 """Seconds during which no mail is tried after the mail server has failed: the first pause, which doubles with each
 failure, and the longest.
 """
-MAX_LOST_CONNECTIONS = 3
-"""Mails after one another during which the connection was lost, which count as a failure of the mail server."""
+MAX_SERVER_FAULTS = 3
+"""Mails after one another during which the connection was lost, or whose address the mail server's policy refused,
+which count as a failure of the mail server.
+"""
 MAX_REFUSED_MAILS = 5
 """Failed attempts after one another, the last of them refused permanently, after which a subscription is paused."""
 MAX_WAIT_S, PAUSE_AFTER_S, RETENTION_S = 3 * 86_400, 3 * 86_400, 30 * 86_400
@@ -184,9 +186,9 @@ def send_mails() -> bool:
             _count_mail_server_failure(str(error), 1)
             return False
         store_outcomes(deliveries, [outcome] * len(deliveries), MAIL_COLLECT_S)
-        if not outcome.is_connection_lost:
+        if not outcome.is_server_fault:
             MailServer.objects.filter(failures__gt=0).update(failures=0, last_error="")
-        elif _count_mail_server_failure(outcome.error, MAX_LOST_CONNECTIONS):
+        elif _count_mail_server_failure(outcome.error, MAX_SERVER_FAULTS):
             return False
         if time.monotonic() > end:
             break

@@ -126,6 +126,8 @@ def test_a_stored_address_outside_the_domains_gets_no_mail(
     [
         ("RCPT", "550 5.1.1 no such user at 10.0.0.7", "given up", "The mail server refused this address (550 5.1.1)."),
         ("RCPT", "451 4.7.1 greylisted", "waiting", "The mail server does not accept this address now (451 4.7.1)."),
+        ("RCPT", "550 5.1.1 no user at relay.corp", "given up", "The mail server refused this address (550 5.1.1)."),
+        ("RCPT", "550 5.7.133 members only", "waiting", "The mail server refused this address (550 5.7.133)."),
         ("DATA", "554 no", "given up", "The mail server refused the mail (554)."),
         (".", "554 5.7.1 spam", "given up", "The mail server refused the mail (554 5.7.1)."),
         (".", "452 full", "waiting", "The mail server does not accept the mail now (452)."),
@@ -232,8 +234,34 @@ def test_a_mail_server_that_loses_every_connection_is_left_alone_for_a_while(
     smtp.answer = lambda verb, *_: "closes" if verb == "." else ""
     for _ in range(3):
         sender.run_mails()
-    assert smtp.connections == sender.MAX_LOST_CONNECTIONS == MailServer.objects.get().failures
-    assert sum(attempts for _, _, attempts in list_states()) == sender.MAX_LOST_CONNECTIONS
+    assert smtp.connections == sender.MAX_SERVER_FAULTS == MailServer.objects.get().failures
+    assert sum(attempts for _, _, attempts in list_states()) == sender.MAX_SERVER_FAULTS
+
+
+@pytest.mark.parametrize(
+    "answer",
+    ["554 5.7.1 Relay access denied", "550 relay not permitted", "553 not in my list of allowed rcpthosts (#5.7.1)"],
+)
+def test_L3_a_relay_that_denies_everybody_for_an_hour_loses_no_mail(
+    subscribe: Subscribe, smtp: SmtpServer, answer: str
+) -> None:
+    subscribe_mails(subscribe, *"abcdef")
+    smtp.answer = lambda verb, *_: answer if verb == "RCPT" else ""
+    for _ in range(2):
+        sender.run_mails()
+    assert smtp.connections == sender.MAX_SERVER_FAULTS == MailServer.objects.get().failures
+    for _ in range(5):  # the pauses of one mail allow at most six attempts in an hour
+        MailServer.objects.update(retry_at=PAST_TIME)
+        make_retries_due()
+        sender.run_mails()
+    assert {progress for _, progress, _ in list_states()} == {"waiting"}
+    assert {row.standing for row in Subscription.objects.all()} == {"active"}
+    MailServer.objects.update(retry_at=PAST_TIME)
+    make_retries_due()
+    smtp.answer = lambda *_: ""
+    sender.run_mails()
+    assert {progress for _, progress, _ in list_states()} == {"delivered"}
+    assert MailServer.objects.get().failures == 0
 
 
 def test_a_kill_between_acceptance_and_storing_repeats_at_most_that_mail(
