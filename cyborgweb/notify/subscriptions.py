@@ -34,7 +34,7 @@ from cyborgweb.models.event_types import (
 )
 from cyborgweb.models.notify import ConfirmationRequest, Delivery, Subscription
 from cyborgweb.notify import keyring, mail, webhook
-from cyborgweb.settings.mail_address import MailAddressError
+from cyborgweb.settings.mail_address import MailAddressError, find_plain_form
 
 MAX_SUBSCRIPTIONS = 50
 """Subscriptions that one person may have in a project, or one project for itself."""
@@ -129,7 +129,7 @@ def edit(pk: int, values: Mapping[str, Any], caller: Caller, source: EventSource
             row.updated_at = database_clock.now()
             row.save()
             _record_event("changed", row, changes, caller, source)
-            if row.way == DeliveryWay.EMAIL and row.target != target_before:
+            if row.way == DeliveryWay.EMAIL and find_plain_form(row.target) != find_plain_form(target_before):
                 _require_confirmation(row, caller, source)
     _enqueue_delivery_jobs(row.way)
     return row
@@ -298,8 +298,7 @@ def _require_confirmation(row: Subscription, caller: Caller, source: EventSource
     """Ask the recipient to confirm the new address, unless it is proven: the recipient has confirmed it in another
     subscription of the same owner. Call it inside `conductor.writing()`. Raises RefusedError as `_ask_recipient` does.
     """
-    owned = Subscription.objects.filter(way=DeliveryWay.EMAIL, project_id=row.project_id, person=row.person)
-    if not owned.filter(target=row.target, confirmed_at__isnull=False).exclude(pk=row.pk).exists():
+    if not any(one.confirmed_at and one.pk != row.pk for one in _list_mails_to_address(row)):
         _ask_recipient(row, caller, source)
         return
     row.confirmed_at = database_clock.now()
@@ -348,10 +347,19 @@ def _give_up_requests(row: Subscription) -> None:
     requests.update(progress=DeliveryProgress.GIVEN_UP, last_error="It is not needed any more.")
 
 
+def _list_mails_to_address(row: Subscription) -> list[Subscription]:
+    """Return this mail subscription and the others of the same owner with the same address."""
+    owned = Subscription.objects.filter(way=DeliveryWay.EMAIL, project_id=row.project_id, person=row.person)
+    address = find_plain_form(row.target)
+    return [one for one in owned if find_plain_form(one.target) == address]
+
+
 def _lock_mails(uuid: str, address: str) -> Subscription | None:
-    """Lock the subscription with this uuid and return it; None if it sends no mail to this address any more."""
-    rows = Subscription.objects.filter(uuid=uuid, way=DeliveryWay.EMAIL, target=address)
-    return rows.select_for_update().first()
+    """Lock the subscription with this uuid and return it; None if it sends no mail to this address any more. Links have
+    the plain form of the address.
+    """
+    row = Subscription.objects.select_for_update().filter(uuid=uuid, way=DeliveryWay.EMAIL).first()
+    return row if row and find_plain_form(row.target) == address else None
 
 
 def _record_recipient_event(action: str, row: Subscription, changes: dict[str, Any]) -> None:

@@ -107,6 +107,23 @@ def test_every_mail_has_a_link_that_ends_it_and_only_a_new_confirmation_resumes_
     subscriptions.resend_confirmation(row.pk, OLGA)
 
 
+def test_an_address_that_the_former_release_stored_with_capitals_works_with_links_and_edits(
+    smtp: SmtpServer, anonymous: Client, subscribe: Subscribe
+) -> None:
+    row = subscribe("email", target="ops@example.com")
+    Subscription.objects.filter(pk=row.pk).update(target="ops@Example.COM")
+    assert not create_mails("ops@example.com").is_unconfirmed, "the owner has proven it"
+    for target in ("ops@Example.COM", "ops@EXAMPLE.com"):
+        assert not subscriptions.edit(row.pk, {"name": target, "target": target}, OLGA).is_unconfirmed
+        Subscription.objects.filter(pk=row.pk).update(target="ops@Example.COM")
+    assert not ConfirmationRequest.objects.exists()
+    row.deliveries.create(kind="request.bound", event=1)
+    sender.run_mails()
+    assert b"No more mails" in anonymous.post(find_link(smtp.accepted[0], "end")).content
+    row.refresh_from_db()
+    assert (row.standing, row.is_unconfirmed) == ("off", True)
+
+
 def test_a_link_serves_one_purpose_one_address_and_expires(
     anonymous: Client, monkeypatch: pytest.MonkeyPatch, settings: Any
 ) -> None:
