@@ -253,7 +253,7 @@ def confirm_address(uuid: str, address: str) -> str:
     sentence that tells the recipient what is the case now.
     """
     with conductor.writing():
-        row = _lock_mails(uuid, address)
+        row, _ = _lock_mails(uuid, address)
         if row is None or row.standing != SubscriptionStanding.ACTIVE:
             return NO_MAILS
         if row.is_unconfirmed:
@@ -269,10 +269,11 @@ def end_mails(uuid: str, address: str) -> str:
     """Let the recipient end the mails of the subscription with this uuid, and record an event. Return the sentence that
     tells the recipient what is the case now.
 
-    The subscription is off, its waiting messages are given up, and its address has to be confirmed again.
+    The subscription is off, its waiting messages are given up, and its address has to be confirmed again: also in the
+    other subscriptions of its owner, which would prove the address of a new one.
     """
     with conductor.writing():
-        row = _lock_mails(uuid, address)
+        row, others = _lock_mails(uuid, address)
         if row is None or (row.is_unconfirmed and row.standing == SubscriptionStanding.OFF):
             return NO_MAILS
         changes = {
@@ -285,7 +286,15 @@ def end_mails(uuid: str, address: str) -> str:
         waiting = row.deliveries.filter(progress=DeliveryProgress.WAITING)
         waiting.update(progress=DeliveryProgress.GIVEN_UP, last_error=ENDED)
         _record_recipient_event("ended", row, changes)
-    return f"No more mails of this subscription are sent to {address}."
+        for other in others:
+            if not other.is_unconfirmed:
+                other.confirmed_at, other.updated_at = None, row.updated_at
+                other.save(update_fields=["confirmed_at", "updated_at"])
+                _record_recipient_event("unconfirmed", other, {"confirmed": [True, False]})
+    return (
+        f"No more mails of this subscription are sent to {address}. Its owner can send none to this address before you"
+        " confirm it again."
+    )
 
 
 def find_mailbox(address: str) -> str:
@@ -298,7 +307,9 @@ def _require_confirmation(row: Subscription, caller: Caller, source: EventSource
     """Ask the recipient to confirm the new address, unless it is proven: the recipient has confirmed it in another
     subscription of the same owner. Call it inside `conductor.writing()`. Raises RefusedError as `_ask_recipient` does.
     """
-    if not any(one.confirmed_at and one.pk != row.pk for one in _list_mails_to_address(row)):
+    owned = Subscription.objects.filter(way=DeliveryWay.EMAIL, project_id=row.project_id, person=row.person)
+    proven = owned.filter(confirmed_at__isnull=False).exclude(pk=row.pk).values_list("target", flat=True)
+    if row.target not in map(find_plain_form, proven):
         _ask_recipient(row, caller, source)
         return
     row.confirmed_at = database_clock.now()
@@ -347,19 +358,19 @@ def _give_up_requests(row: Subscription) -> None:
     requests.update(progress=DeliveryProgress.GIVEN_UP, last_error="It is not needed any more.")
 
 
-def _list_mails_to_address(row: Subscription) -> list[Subscription]:
-    """Return this mail subscription and the others of the same owner with the same address."""
-    owned = Subscription.objects.filter(way=DeliveryWay.EMAIL, project_id=row.project_id, person=row.person)
-    address = find_plain_form(row.target)
-    return [one for one in owned if find_plain_form(one.target) == address]
+def _lock_mails(uuid: str, address: str) -> tuple[Subscription | None, list[Subscription]]:
+    """Lock the mail subscription with this uuid and the others of its owner. Return it, and those of the others that
+    have the same address. Instead of the first return None if it sends no mail to this address any more.
 
-
-def _lock_mails(uuid: str, address: str) -> Subscription | None:
-    """Lock the subscription with this uuid and return it; None if it sends no mail to this address any more. Links have
-    the plain form of the address.
+    `address` is in its plain form. The rows are locked in one order, so that links that are used at the same time cause
+    no deadlock.
     """
-    row = Subscription.objects.select_for_update().filter(uuid=uuid, way=DeliveryWay.EMAIL).first()
-    return row if row and find_plain_form(row.target) == address else None
+    mails = Subscription.objects.filter(way=DeliveryWay.EMAIL)
+    owner = mails.filter(uuid=uuid).values("project_id", "person").first() or {"pk": None}
+    owned = mails.filter(**owner).select_for_update().order_by("pk")
+    rows = [one for one in owned if find_plain_form(one.target) == address]
+    row = next((one for one in rows if str(one.uuid) == uuid), None)
+    return row, [one for one in rows if one is not row]
 
 
 def _record_recipient_event(action: str, row: Subscription, changes: dict[str, Any]) -> None:

@@ -107,6 +107,24 @@ def test_every_mail_has_a_link_that_ends_it_and_only_a_new_confirmation_resumes_
     subscriptions.resend_confirmation(row.pk, OLGA)
 
 
+def test_the_owner_cannot_undo_the_end_of_mails_with_another_subscription_to_the_same_address(
+    anonymous: Client, subscribe: Subscribe
+) -> None:
+    row, silent = subscribe("email", target="victim@example.org"), subscribe("email", target="victim@example.org")
+    Subscription.objects.filter(pk=silent.pk).update(target="victim@Example.ORG")
+    elsewhere = subscribe("email", target="victim@example.org", personal=True)
+    other = subscribe("email", target="other@example.org")
+    link = mail_links.build_link(mail_links.LinkAction.END, str(row.uuid), row.target).removeprefix(BASE)
+    assert b"before you confirm it again" in anonymous.post(link).content
+    assert create_mails("victim@example.org").is_unconfirmed
+    assert subscriptions.edit(other.pk, {"target": "victim@example.org"}, OLGA).is_unconfirmed
+    silent.refresh_from_db()
+    elsewhere.refresh_from_db()
+    assert (silent.standing, silent.is_unconfirmed, elsewhere.is_unconfirmed) == ("active", True, False)
+    event = Event.objects.get(action="subscription.unconfirmed")
+    assert (event.actor, event.changes) == ("victim@Example.ORG", {"confirmed": [True, False]})
+
+
 def test_an_address_that_the_former_release_stored_with_capitals_works_with_links_and_edits(
     smtp: SmtpServer, anonymous: Client, subscribe: Subscribe
 ) -> None:
