@@ -173,17 +173,24 @@ def test_a_link_serves_one_purpose_one_address_and_expires(
     assert not Subscription.objects.filter(target="third@example.org").exists()
 
 
-def test_the_links_change_nothing_while_everything_is_read_only(anonymous: Client, subscribe: Subscribe) -> None:
-    row = subscribe("email", target="colleague@example.org")
-    link = mail_links.build_link(mail_links.LinkAction.END, str(row.uuid), row.target).removeprefix(BASE)
-    read_only.switch_read_only(True, OLGA, "", subscriptions.EventSource.PERSON)
+def test_while_everything_is_read_only_mails_can_be_ended_but_not_confirmed(
+    anonymous: Client, subscribe: Subscribe
+) -> None:
+    row, new = subscribe("email", target="colleague@example.org"), create_mails("new@example.org")
+    end = mail_links.build_link(mail_links.LinkAction.END, str(row.uuid), row.target).removeprefix(BASE)
+    confirm = mail_links.build_link(mail_links.LinkAction.CONFIRM, str(new.uuid), new.target).removeprefix(BASE)
+    read_only.switch_read_only(True, OLGA, "the secret reason", subscriptions.EventSource.PERSON)
     read_only._drop_cached(None)
     try:
-        assert anonymous.post(link).status_code == 503
-        row.refresh_from_db()
-        assert row.standing == "active"
+        answer = anonymous.post(confirm)
+        assert (answer.status_code, answer["Retry-After"]) == (503, "30") and b"Try again later" in answer.content
+        assert b"olga" not in answer.content and b"secret reason" not in answer.content
+        assert b"No more mails" in anonymous.post(end).content
     finally:
         read_only._drop_cached(None)
+    row.refresh_from_db()
+    new.refresh_from_db()
+    assert (row.standing, new.is_unconfirmed) == ("off", True)
 
 
 def test_requests_to_confirm_are_limited_by_mailbox_and_by_user() -> None:
