@@ -23,6 +23,7 @@ from itertools import groupby
 from typing import Any
 
 import orjson
+from django.conf import settings
 from django.db import connection, transaction
 from django.db.models import Case, F, QuerySet, TextField, Value, When
 from django.db.models.functions import Now
@@ -394,7 +395,8 @@ def _post_delivery(
 
 def _send_mail(deliveries: list[DueDelivery]) -> mail.MailOutcome:
     """Send these messages of one subscription as one mail. Return the outcome; an address that is not accepted any more
-    is a permanent refusal. Raises MailServerError if the mail server sends no mail for anybody now.
+    is a permanent refusal. A request to confirm is not sent without its link. Raises MailServerError if the mail server
+    sends no mail for anybody now.
     """
     messages = [(one.at, one.kind, one.data) for one in deliveries]
     try:
@@ -403,6 +405,8 @@ def _send_mail(deliveries: list[DueDelivery]) -> mail.MailOutcome:
         return mail.MailOutcome(str(error), is_permanent=True)
     first = deliveries[0]
     if first.kind == CONFIRMATION_KIND:
+        if not settings.KEYS.public_url:
+            return mail.MailOutcome("CYBORG_PUBLIC_URL, with which the link begins, is not set for the cluster work.")
         letter = mail.build_confirmation(to, first.data["by"], first.message, first.subscription_uuid)
     else:
         letter = mail.build_mail(to, messages, first.message, first.subscription_uuid)

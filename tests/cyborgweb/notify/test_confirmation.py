@@ -23,7 +23,7 @@ from cyborgweb.models.notify import ConfirmationRequest, Delivery, Subscription
 from cyborgweb.notify import mail_links, sender, subscriptions
 from tests.accelerators.api.own.conftest import Ask, get_error_message, get_results
 from tests.accelerators.api.own.conftest import ask as ask  # noqa: PLC0414
-from tests.cyborgweb.notify.conftest import OLGA, Subscribe
+from tests.cyborgweb.notify.conftest import OLGA, Subscribe, make_retries_due
 from tests.cyborgweb.notify.test_mail import smtp as smtp  # noqa: PLC0414
 from tests.support.smtp import SmtpServer
 
@@ -123,6 +123,21 @@ def test_the_owner_cannot_undo_the_end_of_mails_with_another_subscription_to_the
     assert (silent.standing, silent.is_unconfirmed, elsewhere.is_unconfirmed) == ("active", True, False)
     event = Event.objects.get(action="subscription.unconfirmed")
     assert (event.actor, event.changes) == ("victim@Example.ORG", {"confirmed": [True, False]})
+
+
+def test_a_request_to_confirm_waits_while_the_sending_process_lacks_the_public_address(
+    smtp: SmtpServer, settings: Any
+) -> None:
+    row, keys = create_mails(), settings.KEYS
+    settings.KEYS = replace(keys, public_url="")
+    sender.run_mails()
+    row.refresh_from_db()
+    assert not smtp.accepted and "CYBORG_PUBLIC_URL" in row.last_error
+    assert row.deliveries.get().progress == "waiting"
+    make_retries_due()
+    settings.KEYS = keys
+    sender.run_mails()
+    assert find_link(smtp.accepted[0], "confirm")
 
 
 def test_an_address_that_the_former_release_stored_with_capitals_works_with_links_and_edits(
