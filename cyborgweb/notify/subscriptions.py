@@ -120,7 +120,7 @@ def edit(pk: int, values: Mapping[str, Any], caller: Caller, source: EventSource
         before, target_before = _recorded_values(row), row.target
         for name, value in values.items():
             setattr(row, name, value)
-        validate_subscription(row)
+        validate_subscription(row, target_before)
         changes = {
             name: [before[name], value] for name, value in _recorded_values(row).items() if before[name] != value
         }
@@ -408,11 +408,12 @@ def mark_as_read(rows: QuerySet[Delivery], messages: Iterable[Any] | None = None
     return rows.update(read_at=database_clock.now())
 
 
-def validate_subscription(row: Subscription) -> None:
+def validate_subscription(row: Subscription, stored_target: str | None = None) -> None:
     """Raise RefusedError INVALID, with the reason, if the fields of a subscription do not fit together.
 
     Checked are the kinds, the host filter, and whether the target fits the way and is allowed. No name is looked up. A
-    mail address is brought into its plain form.
+    mail address is brought into its plain form. A target that is stored already is checked only if the subscription is
+    active, so that one which is not allowed any more can be switched off.
     """
     if not row.kinds or set(row.kinds) - set(NotificationKind):
         raise RefusedError(
@@ -425,6 +426,8 @@ def validate_subscription(row: Subscription) -> None:
         )
     if row.way == DeliveryWay.INBOX and row.target:
         raise RefusedError(RefusalReason.INVALID, "The inbox takes no target.")
+    if row.target == stored_target and row.standing != SubscriptionStanding.ACTIVE:
+        return
     if row.way == DeliveryWay.WEBHOOK:
         try:
             webhook.parse_webhook_url(row.target, allowed_destinations())

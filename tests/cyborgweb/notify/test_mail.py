@@ -100,6 +100,28 @@ def test_an_address_that_is_not_plain_is_refused_in_the_configuration_and_for_us
     assert user.email == "t@b.org"
 
 
+def test_what_has_a_stored_address_that_is_not_plain_can_be_switched_off(subscribe: Subscribe, client: Client) -> None:
+    client.force_login(User.objects.create(username="vera", is_staff=True, is_superuser=True))
+    user = User.objects.create(username="tim", email="admin@corp")
+    page = f"/admin/auth/user/{user.pk}/change/"
+    form = {"username": "tim", "date_joined_0": "2026-01-01", "date_joined_1": "00:00:00"}
+    assert b"no e-mail address" in client.post(page, form | {"email": "other@corp"}).content
+    assert client.post(page, form | {"email": "admin@corp"}).status_code == 302
+    user.refresh_from_db()
+    assert (user.is_active, user.email) == (False, "admin@corp")
+    by_api, by_console = subscribe("email", target="a@b.org"), subscribe("email", target="a@b.org")
+    Subscription.objects.update(target="admin@corp")
+    assert subscriptions.edit(by_api.pk, {"standing": "off"}, OLGA).standing == "off"
+    page = f"/admin/cyborgweb/subscription/{by_console.pk}/change/"
+    values = {"name": "mine", "kinds": "request.bound", "scope": "cloud", "target": "admin@corp", "standing": "off"}
+    answer = client.post(page, values)
+    by_console.refresh_from_db()
+    assert (answer.status_code, by_console.standing, by_console.target) == (302, "off", "admin@corp")
+    for changes in ({"standing": "active"}, {"target": "other@corp"}):
+        with pytest.raises(RefusedError, match="no e-mail address"):
+            subscriptions.edit(by_api.pk, changes, OLGA)
+
+
 def test_a_stored_address_that_is_not_plain_costs_only_its_own_mail(subscribe: Subscribe, smtp: SmtpServer) -> None:
     bad, *_ = subscribe_mails(subscribe, "bad", "good", "other")
     Subscription.objects.filter(pk=bad.pk).update(target=HEADER_AS_ADDRESS)
