@@ -16,12 +16,13 @@ class Migration(migrations.Migration):
             name="confirmed_at",
             field=models.DateTimeField(
                 blank=True,
-                db_default=django.db.models.functions.datetime.Now(),
                 editable=False,
                 help_text="When the recipient of the mails confirmed the address; empty while it waits for confirmation.",
                 null=True,
             ),
         ),
+        # Without a default: what the former release inserts during the upgrade waits for confirmation.
+        migrations.RunSQL("UPDATE cyborgweb_subscription SET confirmed_at = now()", migrations.RunSQL.noop),
         migrations.CreateModel(
             name="ConfirmationRequest",
             fields=[

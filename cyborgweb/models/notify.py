@@ -85,7 +85,6 @@ class Subscription(fields.Row):
         null=True,
         blank=True,
         editable=False,
-        db_default=Now(),
         help_text="When the recipient of the mails confirmed the address; empty while it waits for confirmation.",
     )
 
