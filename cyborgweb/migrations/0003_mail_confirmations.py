@@ -28,6 +28,7 @@ class Migration(migrations.Migration):
             fields=[
                 ("id", models.BigAutoField(auto_created=True, primary_key=True, serialize=False, verbose_name="ID")),
                 ("address", models.CharField(db_collation="C", max_length=320)),
+                ("project_id", models.CharField(db_collation="C", max_length=255)),
                 ("asked_by", models.CharField(db_collation="C", max_length=255)),
                 ("asked_at", models.DateTimeField(db_default=django.db.models.functions.datetime.Now())),
             ],

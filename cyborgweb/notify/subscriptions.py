@@ -40,7 +40,11 @@ MAX_SUBSCRIPTIONS = 50
 """Subscriptions that one person may have in a project, or one project for itself."""
 MAX_REPLAYED = 1000
 MAX_ASKED_OF_ADDRESS, MAX_ASKED_OF_ADDRESS_IN_MONTH, MAX_ASKED_BY_USER = 3, 10, 10
-"""Requests to confirm that one address gets in a day, and in 30 days, and that one user can have sent in a day."""
+"""Requests to confirm that one address gets from one project in a day, and in 30 days, and that one user can have sent
+in a day.
+"""
+MAX_ASKED_BY_ALL_IN_MONTH = 30
+"""Requests to confirm that one address gets from all projects in 30 days."""
 RECORDED_FIELDS = ("name", "scope", "kinds", "host", "type", "label", "way", "target", "standing")
 SETTABLE_STANDINGS = (SubscriptionStanding.ACTIVE, SubscriptionStanding.OFF)
 """The standings that a person may set."""
@@ -332,10 +336,12 @@ def _ask_recipient(row: Subscription, caller: Caller, source: EventSource) -> No
         cursor.execute("SELECT pg_advisory_xact_lock(%s)", [_ASK_LOCK_ID])
     mailbox, now = find_mailbox(row.target), database_clock.now()
     of_address = ConfirmationRequest.objects.filter(address=mailbox)
+    by_project = of_address.filter(project_id=row.project_id)
     by_user = ConfirmationRequest.objects.filter(asked_by=caller.user_id)
     for requests, days, limit, limited in (
-        (of_address, 1, MAX_ASKED_OF_ADDRESS, "this address"),
-        (of_address, 30, MAX_ASKED_OF_ADDRESS_IN_MONTH, "this address"),
+        (by_project, 1, MAX_ASKED_OF_ADDRESS, "this address"),
+        (by_project, 30, MAX_ASKED_OF_ADDRESS_IN_MONTH, "this address"),
+        (of_address, 30, MAX_ASKED_BY_ALL_IN_MONTH, "this address"),
         (by_user, 1, MAX_ASKED_BY_USER, "your requests"),
     ):
         if requests.filter(asked_at__gt=now - timedelta(days=days)).count() >= limit:
@@ -343,7 +349,9 @@ def _ask_recipient(row: Subscription, caller: Caller, source: EventSource) -> No
                 RefusalReason.CONFLICT,
                 f"The limit for {limited} is {limit} requests to confirm in {days} day{'s'[: days > 1]}: try later.",
             )
-    ConfirmationRequest.objects.create(address=mailbox, asked_by=caller.user_id, asked_at=now)
+    ConfirmationRequest.objects.create(
+        address=mailbox, project_id=row.project_id, asked_by=caller.user_id, asked_at=now
+    )
     _give_up_requests(row)
     row.confirmed_at, row.retry_at = None, now
     row.save(update_fields=["confirmed_at", "retry_at"])

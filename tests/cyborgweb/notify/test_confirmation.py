@@ -237,6 +237,18 @@ def test_requests_to_confirm_are_limited_by_mailbox_and_by_user() -> None:
         create_mails("n10@example.org")
 
 
+def test_one_project_cannot_use_up_the_requests_of_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    for number in range(3):
+        create_mails(f"victim+{number}@example.org")
+    with pytest.raises(RefusedError, match="3 requests to confirm in 1 day"):
+        create_mails("victim@example.org")
+    members = [replace(OLGA, user_id=str(number), project_id=f"p{number}") for number in (2, 3)]
+    subscriptions.create(MAILS | {"target": "victim@example.org"}, members[0])
+    monkeypatch.setattr(subscriptions, "MAX_ASKED_BY_ALL_IN_MONTH", 4)
+    with pytest.raises(RefusedError, match="4 requests to confirm in 30 days"):
+        subscriptions.create(MAILS | {"target": "victim@example.org"}, members[1])
+
+
 def test_an_address_that_the_owner_has_proven_is_not_confirmed_again(subscribe: Subscribe) -> None:
     subscribe("email", target="me@example.org")
     assert not create_mails("me@example.org").is_unconfirmed
