@@ -102,7 +102,7 @@ class AgentAdmin(ReadOnlyModelAdmin):
         "rotate_asked_at",
         "shown_writes",
         "fingerprint",
-        "announcement",
+        "newest_certificate",
         "barred_reason",
     )
     readonly_fields = fields

@@ -68,7 +68,7 @@ class AgentSerializer(RowSerializer):
             "barred_reason",
             "address",
             "fingerprint",
-            "announcement",
+            "newest_certificate",
             "connected_at",
             "enrolled_at",
         )

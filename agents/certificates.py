@@ -12,7 +12,7 @@ import hashlib
 import math
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import msgspec
 from cryptography import x509
@@ -72,7 +72,9 @@ def parse_announcements(text: str, public_key: str) -> tuple[CertificateAnnounce
             raise AnnouncementError(f"line {line_number} does not have a higher number than the line before it")
         announcements.append(announcement)
     if len(announcements) > MAX_ANNOUNCEMENTS:
-        raise AnnouncementError(f"there are more than {MAX_ANNOUNCEMENTS} announcements: remove the oldest lines")
+        raise AnnouncementError(
+            f"there are more than {MAX_ANNOUNCEMENTS} announcements: begin anew, with another key and new join tokens"
+        )
     return tuple(announcements)
 
 
@@ -97,9 +99,7 @@ class PinnedCertificates:
         by_number = {one.number: one for one in announcements if is_signed_with(self.announcement_key, one)}
         by_number |= {one.number: one for one in self.announcements}
         newest = sorted(by_number)[-MAX_ANNOUNCEMENTS:]
-        return PinnedCertificates(
-            self.first, self.announcement_key, tuple(by_number[number] for number in newest) if self.first else ()
-        )
+        return replace(self, announcements=tuple(by_number[number] for number in newest) if self.first else ())
 
     def list_accepted(self, now: float) -> frozenset[str]:
         """Return the fingerprints of the certificates that are accepted at the time `now` (seconds since 1970).
@@ -119,11 +119,15 @@ class PinnedCertificates:
         return " and ".join(f"sha256:{fingerprint}" for fingerprint in sorted(self.list_accepted(now)))
 
     @property
-    def newest_number(self) -> int | None:
-        """The number of the newest announcement, 0 if there is none; None if no announcement could be accepted."""
+    def newest(self) -> str:
+        """The certificate to which the announcements lead from the first one; '' if none could be accepted."""
         if not (self.first and self.announcement_key):
-            return None
-        return self.announcements[-1].number if self.announcements else 0
+            return ""
+        accepted, newest = {self.first}, self.first
+        for announcement in self.announcements:
+            if announcement.replaces in accepted:
+                accepted.add(newest := announcement.fingerprint)
+        return newest
 
 
 def compute_fingerprint(pem: bytes) -> str:

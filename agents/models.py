@@ -60,10 +60,12 @@ class Agent(models.Model):
         blank=True,
         help_text="The pinned certificate of its last connection; empty if it pins none.",
     )
-    announcement = models.BigIntegerField(
-        null=True,
+    newest_certificate = models.CharField(
+        max_length=64,
+        db_default="",
+        default="",
         blank=True,
-        help_text="Number of the newest announcement of a certificate that it has; 0: none yet; null: it accepts none.",
+        help_text="The certificate to which the announcements that it has lead; empty if it accepts none.",
     )
     connected_at = models.DateTimeField(null=True, blank=True)
     connection = models.BigIntegerField(

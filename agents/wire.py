@@ -70,9 +70,10 @@ class Hello(Message, frozen=True):
     """The commands that the agent supports. Empty if the agent's release knows no commands."""
     writes: Annotated[str, Meta(max_length=500)] | None = None
     """Why the agent cannot write to Placement itself; '' if it can, None if its release does not support that."""
-    announcement: NonNegativeInt | None = None
-    """Number of the newest announcement of a certificate that it has kept, 0 for none. None if it would not accept any:
-    it pins no certificate, does not know the announcement key, or its release does not support announcements."""
+    newest_certificate: Annotated[str, Meta(pattern="^([0-9a-f]{64})?$")] = ""
+    """The certificate to which the announcements that it has kept lead, or the pinned one if there are none. '' if it
+    would accept no announcement: it pins no certificate, does not know the announcement key, or its release does not
+    support announcements."""
 
 
 class Report(Message, frozen=True, omit_defaults=True):
@@ -329,7 +330,7 @@ class Certificates(Message, frozen=True):
     """The public half of the announcement key, and all announcements of certificates.
 
     The gateway sends it after Welcome if such a key is configured, and again when there are further announcements. The
-    agent keeps them in its journal, and then sends Hello again, with the number of the newest one. An agent that has no
+    agent keeps them in its journal, and then sends Hello again, with the newest certificate. An agent that has no
     announcement key yet keeps this one for ever; later it ignores any other. Agents older than that drop the message.
     """
 

@@ -70,6 +70,7 @@ class AgentApplication:
 
     def __init__(self, gateway: AgentGateway, fingerprint: str) -> None:
         self._gateway, self._fingerprints = gateway, (fingerprint, "")
+        gateway.announcements.own_fingerprint = fingerprint
         self._image_server = make_image_server(gateway)
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:

@@ -25,6 +25,8 @@ class AnnouncementFile:
         self._message: wire.Certificates | None = None
         self._version: tuple[int, ...] = ()
         self._next_check_at = 0.0
+        self.own_fingerprint = ""
+        """The certificate of this process's listener; '' if it has none."""
 
     def read(self) -> wire.Certificates | None:
         """Return the message with all announcements, the same object until the file has changed. None without a key.
@@ -49,7 +51,15 @@ class AnnouncementFile:
     def _load(self) -> None:
         """Read the file. If it cannot be used, log that; then the former announcements stay."""
         try:
-            self._message = wire.Certificates(self._public_key, read_announcements(self._public_key, self._path))
+            announcements = read_announcements(self._public_key, self._path)
+            own = certificates.PinnedCertificates(self.own_fingerprint, self._public_key, announcements)
+            if self.own_fingerprint not in own.list_accepted(time.time()):
+                raise certificates.AnnouncementError(
+                    f"by {self._path} agents would refuse the present certificate, because its time is over:"
+                    " install the announced one first, or sign an announcement with a later end (was the clock right"
+                    " where this one was signed?)"
+                )
+            self._message = wire.Certificates(self._public_key, announcements)
         except AgentsError as error:
             log.error("announcements of certificates cannot be used: %s", error)
             self._message = self._message or wire.Certificates(self._public_key)

@@ -53,11 +53,11 @@ dates the heartbeats: the clocks of several gateways may differ.
 """
 UPDATE_AGENTS_FROM_HELLO = """
 UPDATE agents_agent a SET version = x.version, ops = x.ops, writes = x.writes, wire = x.wire, boot_id = x.boot_id,
-  fingerprint = x.fingerprint, announcement = x.announcement, epoch = x.epoch, address = x.address,
+  fingerprint = x.fingerprint, newest_certificate = x.newest_certificate, epoch = x.epoch, address = x.address,
   connection = x.number, changed_at = now(),
   connected_at = CASE WHEN a.connection = x.number THEN a.connected_at ELSE now() END
 FROM jsonb_to_recordset(%s::jsonb) AS x(host bigint, version text, ops text, writes text, wire text, boot_id text,
-  fingerprint text, announcement bigint, epoch bigint, address text, number bigint)
+  fingerprint text, newest_certificate text, epoch bigint, address text, number bigint)
 WHERE a.host_id = x.host AND a.connection <= x.number
 """
 """Store what agents sent in Hello. The row always describes the newest connection, whichever gateway holds it.
@@ -105,7 +105,7 @@ class LeaseBuffer:
             "wire": session.version,
             "boot_id": session.boot_id,
             "fingerprint": session.fingerprint,
-            "announcement": said.announcement,
+            "newest_certificate": said.newest_certificate,
             "epoch": session.epoch,
             "address": session.address,
             "number": identity.connection_number,

@@ -1,4 +1,4 @@
-"""Store which announcement of a certificate each agent has."""
+"""Store which certificate each agent pins, and which one it accepts in place of it."""
 
 from django.db import migrations, models
 
@@ -23,11 +23,13 @@ class Migration(migrations.Migration):
         ),
         migrations.AddField(
             model_name="agent",
-            name="announcement",
-            field=models.BigIntegerField(
+            name="newest_certificate",
+            field=models.CharField(
                 blank=True,
-                help_text="Number of the newest announcement of a certificate that it has; 0: none yet; null: it accepts none.",
-                null=True,
+                db_default="",
+                default="",
+                help_text="The certificate to which the announcements that it has lead; empty if it accepts none.",
+                max_length=64,
             ),
         ),
     ]

@@ -13,7 +13,11 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 from cyborgweb.http.deadlines import ClientLimits
 
 MAX_HEADER_BYTES = 65_536
-"""The size of a request's line and headers; what arrives together with the first byte is not counted."""
+"""The size of a request's line and headers, and of the trailers after a body in chunks."""
+MAX_HEADERS = 200
+"""The number of a request's headers."""
+MAX_CHUNK_OVERHEAD = 8
+"""How many bytes a byte of a body in chunks may cost on the connection: a chunk of one byte has six."""
 MIN_WRITE_BYTES = 262_144
 """What a client must accept in `write_s` seconds of an answer that waits for it; otherwise it is disconnected. If less
 than this waits, it must accept so much that the application can go on writing."""
@@ -38,6 +42,11 @@ class HttpProtocol(HttpToolsProtocol):
         self._write_check: TimerHandle | None = None
         self._is_in_headers = False
         self._header_bytes = 0
+        """Bytes of the present request's headers that have arrived, without the first segment."""
+        self._header_sizes: list[int] = []
+        """Sizes of the complete headers of the present request."""
+        self._body_bytes = self._framing_bytes = 0
+        """Bytes of the present request's body, and of what came after its headers and is no body."""
 
     def connection_made(self, transport: Any) -> None:
         """Start the deadline of the headers. If there are too many connections, end the oldest that waits for its
@@ -73,31 +82,56 @@ class HttpProtocol(HttpToolsProtocol):
         """
         if self.timeout_keep_alive_task is not None:
             self._start_read_deadline(self.limits.header_s)
-        was_in_headers = self._is_in_headers
+        was_in_headers, body_bytes = self._is_in_headers, self._body_bytes
         super().data_received(data)
+        if self.transport.is_closing():
+            return
         if was_in_headers and self._is_in_headers:
             self._header_bytes += len(data)
-            if self._header_bytes > MAX_HEADER_BYTES and not self.transport.is_closing():
+            if self._header_bytes > MAX_HEADER_BYTES:
                 self._refuse(431, "The headers of the request are too large.")
+        elif not was_in_headers and not self._is_in_headers:
+            self._framing_bytes += max(0, len(data) - (self._body_bytes - body_bytes))
+            if self._framing_bytes > MAX_HEADER_BYTES + MAX_CHUNK_OVERHEAD * self._body_bytes:
+                self._refuse(431, "The trailers of the request are too large.")
 
     def on_message_begin(self) -> None:
         """Begin a request."""
         super().on_message_begin()
         self._is_in_headers, self._header_bytes = True, 0
+        self._header_sizes.clear()
+        self._body_bytes = self._framing_bytes = 0
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """Store a header. Drop a trailer, which comes after the body: it would be taken for a header."""
-        if self._is_in_headers:
+        """Store a header. Refuse too many. Drop a trailer, which comes after the body: it would be taken for a
+        header.
+        """
+        if not self._is_in_headers or self.transport.is_closing():
+            return
+        self._header_sizes.append(len(name) + len(value))
+        if len(self._header_sizes) > MAX_HEADERS or sum(self._header_sizes) > MAX_HEADER_BYTES:
+            self._refuse(431, "The request has too many headers.")
+        else:
             super().on_header(name, value)
+
+    def on_body(self, body: bytes) -> None:
+        """Pass on a part of the body, unless the request was refused."""
+        self._body_bytes += len(body)
+        if not self.transport.is_closing():
+            super().on_body(body)
 
     def on_headers_complete(self) -> None:
         """Stop the deadline of the headers, and start the request."""
         self._is_in_headers = False
+        if self.transport.is_closing():
+            return
         self._stop_read_deadline()
         super().on_headers_complete()
 
     def on_message_complete(self) -> None:
         """End the body. If the request was answered before, wait for the next one."""
+        if self.transport.is_closing():
+            return
         super().on_message_complete()
         if self.cycle is not None and self.cycle.response_complete and self.cycle.more_body:
             self.cycle.more_body = False

@@ -210,6 +210,8 @@ def build_environ(scope: Any, body: Any, body_bytes: int | None = None) -> dict[
     if client:
         environ["REMOTE_ADDR"], environ["REMOTE_PORT"] = client[0], str(client[1])
     for raw_name, raw_value in scope["headers"]:
+        if b"_" in raw_name:  # otherwise X_Forwarded_For would be taken for the proxy's X-Forwarded-For
+            continue
         name, value = raw_name.decode("latin-1").upper().replace("-", "_"), raw_value.decode("latin-1")
         if name not in ("CONTENT_TYPE", "CONTENT_LENGTH"):
             name = f"HTTP_{name}"

@@ -5,19 +5,23 @@ No transaction is open while messages are posted: it would hold up everything th
 
 Delivery is at least once: if the process is killed after an attempt and before its outcome is committed, the message is
 sent again with the same id. The outcome of each mail is committed before the next mail is sent. If the mail server
-fails, a circuit breaker (`MailServer`) puts off all mail, and none of it counts as tried. At most
-`MAX_ATTEMPTS_PER_HOST` simultaneous attempts go to one host and `MAX_WEBHOOKS_PER_ROUND` in all, on threads that do not
-use the database. A subscription whose last attempt failed gets one message at a time, with a growing back-off.
+fails, a circuit breaker (`MailServer`) puts off all mail, and none of it counts as tried.
+
+Webhooks are posted on threads that do not use the database. Projects take turns, and each has a limit of simultaneous
+attempts, as have each destination host and all together. No attempt waits for the end of another one. A subscription
+whose last attempt failed gets one message at a time, with a growing back-off; one whose receiver is slow pauses for as
+long as the attempt took.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import random
 import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Sequence
+from concurrent import futures
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from itertools import groupby
 from typing import Any
@@ -44,12 +48,19 @@ from cyborgweb.notify import keyring, mail, subscriptions, webhook
 from cyborgweb.notify.webhook import AttemptOutcome
 from cyborgweb.settings.mail_address import MailAddressError
 
+log = logging.getLogger(__name__)
+
 MAX_RUN_S = 10.0
-"""Seconds after which no new round begins. With `MAX_MAIL_ROUND_S` and one last mail, a job ends well below the
-cluster's time limit of 60 s.
+"""Seconds after which no new round of mails begins, and projects whose webhooks are in flight begin no more. With the
+last mail, or the last webhooks, a job ends well below the cluster's time limit of 60 s.
 """
-MAX_WEBHOOKS_PER_ROUND, MAX_ATTEMPTS_PER_HOST, MAX_MAILS_PER_ROUND, MAX_MESSAGES_PER_MAIL = 64, 4, 20, 100
-"""Attempts per webhook round, attempts per round to one host, mails per round, messages per mail."""
+MAX_WEBHOOKS, MAX_WEBHOOKS_PER_PROJECT, MAX_WEBHOOKS_PER_HOST = 64, 8, 4
+"""Simultaneous attempts in all, of the subscriptions of one project, and to one destination host."""
+MAX_MAILS_PER_ROUND, MAX_MESSAGES_PER_MAIL = 20, 100
+ROUND_S = 0.2
+"""Seconds that a round waits for the attempts in flight. Those that take longer go on during the next rounds."""
+SLOW_ATTEMPT_S = 2.0
+"""Seconds from which on an attempt counts as slow, so that its subscription pauses for as long as it took."""
 RETRY_DELAYS_S = (5, 30, 120, 600, 1800, 7200, 21_600, 43_200, 86_400)
 """Seconds to wait after the first failed attempt of a message, the second, and so on. The message is given up when the
 attempt after the last pause fails.
@@ -75,19 +86,40 @@ MAX_WAIT_S, PAUSE_AFTER_S, RETENTION_S = 3 * 86_400, 3 * 86_400, 30 * 86_400
 """
 
 SELECT_DUE_WEBHOOKS = """
-SELECT * FROM (
+WITH in_flight AS (
+  SELECT * FROM unnest(%(deliveries)s::bigint[], %(subscriptions)s::bigint[], %(projects)s::text[], %(hosts)s::text[])
+    AS f(delivery, subscription, project_id, host)
+), due AS (
   SELECT d.id, d.message::text, d.kind, d.at, d.data::text, d.attempts, s.id AS subscription, s.target, s.secret,
-    s.uuid::text AS subscription_uuid,
-    row_number() OVER (PARTITION BY split_part(s.target, '/', 3) ORDER BY d.next_at, d.id) AS place, d.next_at
+    s.uuid::text AS subscription_uuid, s.project_id, d.next_at, lower(split_part(s.target, '/', 3)) AS host
   FROM cyborgweb_subscription s CROSS JOIN LATERAL (
     SELECT * FROM cyborgweb_delivery d WHERE d.subscription_id = s.id AND d.progress = 'waiting'
-      AND d.next_at <= statement_timestamp() ORDER BY d.next_at, d.id
-    LIMIT CASE WHEN s.failures > 0 THEN 1 ELSE %(most)s END) d
+      AND d.next_at <= statement_timestamp() AND NOT EXISTS (SELECT FROM in_flight f WHERE f.delivery = d.id)
+    ORDER BY d.next_at, d.id LIMIT greatest(0, CASE WHEN s.failures > 0 THEN 1 ELSE %(per_host)s END
+      - (SELECT count(*) FROM in_flight f WHERE f.subscription = s.id))) d
   WHERE s.standing = 'active' AND s.way = 'webhook' AND s.retry_at <= statement_timestamp()
-) x WHERE x.place <= %(most)s ORDER BY x.next_at, x.id LIMIT %(batch)s
+    AND NOT EXISTS (SELECT FROM auth_user u WHERE u.id = s.user_id AND NOT u.is_active)
+    AND NOT (%(only_idle_projects)s AND EXISTS (SELECT FROM in_flight f WHERE f.project_id = s.project_id))
+), in_turn AS (
+  SELECT *, row_number() OVER (PARTITION BY project_id, host ORDER BY next_at, id)
+    + (SELECT count(*) FROM in_flight f WHERE f.project_id = due.project_id AND f.host = due.host) AS turn FROM due
+), at_host AS (
+  SELECT *, row_number() OVER (PARTITION BY host ORDER BY turn, next_at, id)
+    + (SELECT count(*) FROM in_flight f WHERE f.host = in_turn.host) AS host_place FROM in_turn
+), in_project AS (
+  SELECT *, row_number() OVER (PARTITION BY project_id ORDER BY turn, next_at, id)
+    + (SELECT count(*) FROM in_flight f WHERE f.project_id = at_host.project_id) AS project_place
+  FROM at_host WHERE host_place <= %(per_host)s
+)
+SELECT id, message, kind, at, data, attempts, subscription, target, secret, subscription_uuid, project_id, host
+FROM in_project WHERE project_place <= %(per_project)s ORDER BY project_place, next_at, id LIMIT %(count)s
+"""
+"""Plain SQL, for the same reasons as SELECT_DUE_MAILS. What is in flight counts as the first of its project and host:
+it takes places, and who has much in flight comes later.
 """
 SELECT_DUE_MAILS = """
-SELECT d.id, d.message::text, d.kind, d.at, d.data::text, d.attempts, s.id, s.target, s.secret, s.uuid::text
+SELECT d.id, d.message::text, d.kind, d.at, d.data::text, d.attempts, s.id, s.target, s.secret, s.uuid::text,
+  s.project_id, ''
 FROM (
   SELECT s.*, f.next_at, row_number() OVER (PARTITION BY s.project_id ORDER BY f.next_at, s.id) AS turn
   FROM cyborgweb_subscription s CROSS JOIN LATERAL (
@@ -95,6 +127,7 @@ FROM (
       AND d.next_at <= statement_timestamp() AND (s.confirmed_at IS NOT NULL OR d.kind = 'subscription.confirmation')
       ORDER BY d.next_at LIMIT 1) f
   WHERE s.standing = 'active' AND s.way = 'email' AND s.retry_at <= statement_timestamp()
+    AND NOT EXISTS (SELECT FROM auth_user u WHERE u.id = s.user_id AND NOT u.is_active)
   ORDER BY turn, f.next_at, s.id LIMIT %(mails)s
 ) s CROSS JOIN LATERAL (
   SELECT * FROM cyborgweb_delivery d WHERE d.subscription_id = s.id AND d.progress = 'waiting'
@@ -115,14 +148,19 @@ WHERE d.id = x.id AND d.progress = 'waiting'
 CASE with a branch for each.
 """
 UPDATE_SUBSCRIPTIONS = """
-UPDATE cyborgweb_subscription s SET failures = CASE WHEN x.error = '' THEN 0 ELSE s.failures + 1 END,
-  failing_since = CASE WHEN x.error <> '' THEN coalesce(s.failing_since, statement_timestamp()) END,
-  last_error = x.error, retry_at = statement_timestamp() + make_interval(secs => CASE WHEN x.error = '' THEN x.pause
-    ELSE least(%s, 5 * 6 ^ least(s.failures, 8)) END)
+UPDATE cyborgweb_subscription s SET failing_since = CASE WHEN x.error <> '' THEN coalesce(s.failing_since,
+    statement_timestamp()) END, last_error = x.error,
+  failures = CASE WHEN x.error = '' THEN 0 WHEN s.failures > 0 AND s.retry_at > statement_timestamp() THEN s.failures
+    ELSE s.failures + 1 END,
+  retry_at = CASE WHEN x.error = '' THEN statement_timestamp() + make_interval(secs => x.pause)
+    WHEN s.failures > 0 AND s.retry_at > statement_timestamp() THEN s.retry_at
+    ELSE statement_timestamp() + make_interval(secs => least(%s, 5 * 6 ^ least(s.failures, 8))) END
 FROM jsonb_to_recordset(%s::jsonb) AS x(id bigint, error text, pause float8) WHERE s.id = x.id AND s.standing = 'active'
 RETURNING s.id, s.failing_since < statement_timestamp() - make_interval(secs => %s), s.failures
 """
-"""Plain SQL, because the ORM's updates return no columns."""
+"""Plain SQL, because the ORM's updates return no columns. During the back-off, attempts that began before it do not
+count as further failures.
+"""
 
 
 @dataclass(frozen=True)
@@ -131,6 +169,7 @@ class DueDelivery:
 
     `message` is the message's id, `at` the time of the event, and `attempts` the number of attempts before this one.
     `subscription` is the subscription's primary key; `secret` is its secret as it is stored, encrypted ('' for mail).
+    `host` is the webhook's destination, with its port if the URL names one ('' for mail).
     """
 
     id: int
@@ -143,6 +182,8 @@ class DueDelivery:
     target: str
     secret: str
     subscription_uuid: str
+    project_id: str
+    host: str
 
     def build_body(self) -> bytes:
         """Return the JSON body of the webhook's request: the same bytes at every attempt."""
@@ -150,8 +191,8 @@ class DueDelivery:
 
 
 def run() -> None:
-    """Run the job `deliveries`: rounds of `send_webhooks` until nothing is due, for about `MAX_RUN_S` seconds at
-    most. If there is more then, wake the job again.
+    """Run the job `deliveries`: `send_webhooks` until nothing is due, for about `MAX_RUN_S` seconds at most, and then
+    for as long as the last attempts take. If there is more then, wake the job again.
     """
     _run_rounds(JOB_BY_WAY[DeliveryWay.WEBHOOK], send_webhooks)
 
@@ -162,13 +203,28 @@ def run_mails() -> None:
 
 
 def send_webhooks() -> bool:
-    """Clean up with `give_up_and_delete_old`, post at most MAX_WEBHOOKS_PER_ROUND due webhooks and store the outcomes.
-    Return True if there may be more. No rows are locked while it posts.
+    """Clean up with `give_up_and_delete_old`, post due webhooks in rounds, and store the outcomes. Return True if there
+    may be more. No rows are locked while it posts.
+
+    Each round begins the attempts that `fetch_due_webhooks` allows, and stores the outcomes of those that have ended.
+    After `MAX_RUN_S` seconds, projects with attempts in flight begin no more; `webhook.ATTEMPT_TIMEOUT_S` seconds later
+    nobody does. It returns when nothing is due and in flight, or when the last attempt has ended.
     """
     give_up_and_delete_old()
-    deliveries = fetch_due_webhooks(MAX_WEBHOOKS_PER_ROUND)
-    store_outcomes(deliveries, _post_all(deliveries), 0)
-    return bool(deliveries)
+    end = time.monotonic() + MAX_RUN_S
+    allowed = subscriptions.allowed_destinations()
+    in_flight: dict[futures.Future[AttemptOutcome], DueDelivery] = {}
+    with futures.ThreadPoolExecutor(MAX_WEBHOOKS, thread_name_prefix="webhook") as threads:
+        while True:
+            now = time.monotonic()
+            if now <= end + webhook.ATTEMPT_TIMEOUT_S:
+                for delivery in fetch_due_webhooks(in_flight.values(), only_idle_projects=now > end):
+                    secret = _decrypt_secret(delivery.secret)
+                    in_flight[threads.submit(_post_delivery, delivery, secret, allowed)] = delivery
+            if not in_flight:
+                return now > end
+            ended = list(futures.wait(in_flight, ROUND_S).done)
+            store_outcomes([in_flight.pop(one) for one in ended], [one.result() for one in ended], 0)
 
 
 def send_mails() -> bool:
@@ -233,13 +289,25 @@ def _run_rounds(job: str, step: Callable[[], bool]) -> None:
         jobs.enqueue_job(job)
 
 
-def fetch_due_webhooks(count: int) -> list[DueDelivery]:
-    """Read at most `count` due deliveries to active webhooks, the longest due first. Locks no rows.
+def fetch_due_webhooks(in_flight: Collection[DueDelivery] = (), only_idle_projects: bool = False) -> list[DueDelivery]:
+    """Read the due deliveries to active webhooks that may begin now, besides those `in_flight`. Locks no rows.
 
-    The caller must hold the lock of the job, otherwise two processes may send the same message. At most
-    MAX_ATTEMPTS_PER_HOST go to one destination host, and one to a failing subscription.
+    Projects take turns. At most MAX_WEBHOOKS_PER_HOST go to one destination host, MAX_WEBHOOKS_PER_PROJECT belong to
+    one project, and one to a failing subscription, those in flight included. With `only_idle_projects`, projects with
+    deliveries in flight are left out. The caller must hold the lock of the job, otherwise two processes may send the
+    same message.
     """
-    return _fetch(SELECT_DUE_WEBHOOKS, {"batch": count, "most": MAX_ATTEMPTS_PER_HOST})
+    parameters: dict[str, Any] = {
+        "deliveries": [one.id for one in in_flight],
+        "subscriptions": [one.subscription for one in in_flight],
+        "projects": [one.project_id for one in in_flight],
+        "hosts": [one.host for one in in_flight],
+        "only_idle_projects": only_idle_projects,
+        "per_host": MAX_WEBHOOKS_PER_HOST,
+        "per_project": MAX_WEBHOOKS_PER_PROJECT,
+        "count": MAX_WEBHOOKS - len(in_flight),
+    }
+    return _fetch(SELECT_DUE_WEBHOOKS, parameters)
 
 
 def fetch_due_mails(count: int) -> list[list[DueDelivery]]:
@@ -257,8 +325,8 @@ def _fetch(statement: str, parameters: dict[str, Any]) -> list[DueDelivery]:
     with connection.cursor() as cursor:
         cursor.execute(statement, parameters)
         return [
-            DueDelivery(id, message, kind, at, json.loads(data), attempts, subscription, target, secret, uuid)
-            for id, message, kind, at, data, attempts, subscription, target, secret, uuid, *_ in cursor.fetchall()
+            DueDelivery(id, message, kind, at, json.loads(data), *rest)
+            for id, message, kind, at, data, *rest in cursor.fetchall()
         ]
 
 
@@ -267,9 +335,9 @@ def store_outcomes(tried: Sequence[DueDelivery], outcomes: Sequence[AttemptOutco
     failures and next attempt.
 
     `outcomes` are in the order of `tried`. A subscription counts as working if one of its attempts succeeded; it may
-    get its next message after `pause_s` seconds. If all failed, its next attempt waits for its back-off. It is stopped
-    if its destination answered 410, if it has failed for `PAUSE_AFTER_S` seconds, or if the last of MAX_REFUSED_MAILS
-    failed attempts was refused permanently.
+    get its next message after `pause_s` seconds, or after as many seconds as a slow attempt took. If all failed, its
+    next attempt waits for its back-off. It is stopped if its destination answered 410, if it has failed for
+    `PAUSE_AFTER_S` seconds, or if the last of MAX_REFUSED_MAILS failed attempts was refused permanently.
     """
     if not tried:
         return
@@ -282,7 +350,11 @@ def store_outcomes(tried: Sequence[DueDelivery], outcomes: Sequence[AttemptOutco
         if outcome_by_subscription.get(delivery.subscription, AttemptOutcome("-")).error:
             outcome_by_subscription[delivery.subscription] = outcome
     subscription_rows = [
-        {"id": id, "error": outcome.error[:1000], "pause": pause_s}
+        {
+            "id": id,
+            "error": outcome.error[:1000],
+            "pause": outcome.seconds if outcome.seconds >= SLOW_ATTEMPT_S else pause_s,
+        }
         for id, outcome in sorted(outcome_by_subscription.items())
     ]
     with transaction.atomic(), connection.cursor() as cursor:
@@ -352,18 +424,6 @@ def _stop_subscription(id: int, standing: SubscriptionStanding, reason: str) -> 
             )
 
 
-def _post_all(deliveries: list[DueDelivery]) -> list[AttemptOutcome]:
-    """Post all these deliveries at the same time, one thread each, and return their outcomes in the same order. Blocks
-    until the last attempt has ended.
-    """
-    if not deliveries:
-        return []
-    allowed = subscriptions.allowed_destinations()
-    secrets = [_decrypt_secret(one.secret) for one in deliveries]
-    with ThreadPoolExecutor(len(deliveries), thread_name_prefix="webhook") as threads:
-        return list(threads.map(lambda one, secret: _post_delivery(one, secret, allowed), deliveries, secrets))
-
-
 def _decrypt_secret(stored: str) -> str | keyring.DecryptionError:
     """Return the decrypted secret. If it was encrypted with another key, return the error instead of raising it, so
     that only this delivery fails.
@@ -377,8 +437,8 @@ def _decrypt_secret(stored: str) -> str | keyring.DecryptionError:
 def _post_delivery(
     delivery: DueDelivery, secret: str | keyring.DecryptionError, allowed: webhook.AllowedDestinations
 ) -> AttemptOutcome:
-    """Sign the delivery with its subscription's secret and post it. Return the outcome; a secret that could not be
-    decrypted is a failed attempt, too.
+    """Sign the delivery with its subscription's secret and post it. Return the outcome, and how long it took; a secret
+    that could not be decrypted is a failed attempt, too.
     """
     if isinstance(secret, keyring.DecryptionError):
         return AttemptOutcome(str(secret))
@@ -390,7 +450,13 @@ def _post_delivery(
         "webhook-timestamp": str(now),
         "webhook-signature": webhook.sign_message(secret, f"msg_{delivery.message}", now, body),
     }
-    return webhook.post_message(delivery.target, headers, body, allowed)
+    begun_at = time.monotonic()
+    try:
+        outcome = webhook.post_message(delivery.target, headers, body, allowed, project=delivery.project_id)
+    except Exception as error:  # each attempt is settled by itself, whatever it raises
+        log.exception("a webhook could not be posted")
+        outcome = AttemptOutcome(f"This was not sent because of an error in the product: {type(error).__name__}.")
+    return replace(outcome, seconds=time.monotonic() - begun_at)
 
 
 def _send_mail(deliveries: list[DueDelivery]) -> mail.MailOutcome:

@@ -18,6 +18,7 @@ import socket
 import ssl
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -40,9 +41,6 @@ HOST_NAME = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9.-]{0,251}[A-Za-z0-9])?\.?")
 IpAddress = IPv4Address | IPv6Address
 LookupFunction = Callable[[str, int], Sequence[str]]
 """Function that returns the addresses of a host name and port. Raises OSError."""
-_free_lookups = threading.BoundedSemaphore(64)
-"""Limits the names that are looked up at the same time, also after their attempts have timed out. There is one for each
-simultaneous attempt, so that a DNS server that hangs for one name delays no other."""
 
 
 class WebhookUrlError(CyborgwebError):
@@ -89,12 +87,52 @@ class WebhookUrl:
 @dataclass(frozen=True)
 class AttemptOutcome:
     """Result of one attempt to deliver a message. `error` is '' on success; `is_gone` means that the receiver answered
-    410 and wants no more messages, `is_permanent` that another attempt with this message is useless.
+    410 and wants no more messages, `is_permanent` that another attempt with this message is useless. `seconds` is how
+    long the attempt to reach a webhook took.
     """
 
     error: str = ""
     is_gone: bool = False
     is_permanent: bool = False
+    seconds: float = 0.0
+
+
+class LookupPlaces:
+    """Limits the names that are looked up at the same time: `total` in all, and `per_project` for each project.
+
+    A lookup cannot be cancelled, so it keeps its place until it ends, also after its attempt has timed out.
+    """
+
+    def __init__(self, total: int, per_project: int) -> None:
+        self._total, self._per_project = total, per_project
+        self._taken: Counter[str] = Counter()
+        self._changed = threading.Condition()
+
+    def take(self, project: str, timeout_s: float) -> bool:
+        """Wait for a place for at most `timeout_s` seconds. Return whether the project got one."""
+
+        def is_free() -> bool:
+            """Return whether this project may begin a lookup."""
+            return self._taken.total() < self._total and self._taken[project] < self._per_project
+
+        with self._changed:
+            if not self._changed.wait_for(is_free, timeout_s):
+                return False
+            self._taken[project] += 1
+            return True
+
+    def give_back(self, project: str) -> None:
+        """Let another lookup begin."""
+        with self._changed:
+            self._taken[project] -= 1
+            self._taken += Counter()  # drops projects without lookups
+            self._changed.notify_all()
+
+
+_lookup_places = LookupPlaces(64, 8)
+"""As many as there are simultaneous attempts in all, and of one project, so that DNS servers that hang for the names of
+one project delay no other project.
+"""
 
 
 def parse_networks(words: Sequence[str]) -> tuple[IPv4Network | IPv6Network, ...]:
@@ -154,19 +192,24 @@ def resolve_host(host: str, port: int) -> Sequence[str]:
 
 
 def post_message(
-    url: str, headers: dict[str, str], body: bytes, allowed: AllowedDestinations, lookup: LookupFunction = resolve_host
+    url: str,
+    headers: dict[str, str],
+    body: bytes,
+    allowed: AllowedDestinations,
+    lookup: LookupFunction = resolve_host,
+    project: str = "",
 ) -> AttemptOutcome:
-    """Make one attempt to post the message and return its outcome. Blocks for at most about `ATTEMPT_TIMEOUT_S` s.
+    """Make one attempt to post the message and return its outcome. Blocks for at most about `ATTEMPT_TIMEOUT_S` s, from
+    the lookup of the name to the status of the answer.
 
     Errors of the URL, the network and TLS, and every answer but 2xx, are returned as a failed outcome and not raised.
-    `lookup` resolves the host's name.
+    `lookup` resolves the host's name; the number of lookups of one `project` is limited.
     """
     end = time.monotonic() + ATTEMPT_TIMEOUT_S
     try:
         destination = parse_webhook_url(url, allowed)
-        with _open_connection(destination, allowed, lookup) as connection:
-            connection.settimeout(_remaining_seconds(end))
-            connection.sendall(_build_request(destination, headers, body))
+        with _open_connection(destination, allowed, lookup, project, end) as connection:
+            _send_request(connection, _build_request(destination, headers, body), end)
             status = _read_status(connection, end)
     except WebhookUrlError as refused:
         return AttemptOutcome(str(refused))
@@ -209,23 +252,26 @@ def _check_addresses(addresses: Sequence[IpAddress], host: str, allowed: Allowed
         raise WebhookUrlError(f"{host} has an address that is not public: webhooks are not sent there.")
 
 
-def _open_connection(destination: WebhookUrl, allowed: AllowedDestinations, lookup: LookupFunction) -> socket.socket:
+def _open_connection(
+    destination: WebhookUrl, allowed: AllowedDestinations, lookup: LookupFunction, project: str, end: float
+) -> socket.socket:
     """Resolve the host name, check all its addresses, and open a connection to one of them, with TLS if the URL asks
-    for it.
+    for it. Each of these takes `CONNECT_TIMEOUT_S` seconds at most, and none goes on after `end` (monotonic clock).
 
     Raises WebhookUrlError if there is no address or one of them is not allowed, OSError if the name is not resolved, no
     connection is possible, or the certificate is not accepted.
     """
     try:
-        address_texts = _look_up(lookup, destination.host, destination.port)
+        address_texts = _look_up(lookup, destination.host, destination.port, project, _end_of_step(end))
     except TimeoutError:
         raise OSError(0, f"the name {destination.host} was not resolved in time") from None
     except (socket.gaierror, UnicodeError):
         raise OSError(0, f"the name {destination.host} cannot be resolved") from None
     addresses = [ip_address(text.partition("%")[0]) for text in dict.fromkeys(address_texts)]
     _check_addresses(addresses, destination.host, allowed)
-    connection = _connect_to_first([str(address) for address in addresses], destination.port)
+    connection = _connect_to_first([str(address) for address in addresses], destination.port, _end_of_step(end))
     try:
+        connection.settimeout(_remaining_seconds(_end_of_step(end)))
         return (
             _tls_context().wrap_socket(connection, server_hostname=destination.host)
             if destination.is_https
@@ -236,15 +282,14 @@ def _open_connection(destination: WebhookUrl, allowed: AllowedDestinations, look
         raise
 
 
-def _look_up(lookup: LookupFunction, host: str, port: int) -> Sequence[str]:
+def _look_up(lookup: LookupFunction, host: str, port: int, project: str, end: float) -> Sequence[str]:
     """Look up the name in a daemon thread, and return its addresses.
 
     A lookup cannot be cancelled: after the time-out its thread goes on, and does not delay the end of the process.
-    Raises TimeoutError after about `CONNECT_TIMEOUT_S` seconds, OSError if no thread can be started, and whatever
-    `lookup` raises.
+    Raises TimeoutError at `end` (monotonic clock), OSError if no thread can be started, and whatever `lookup` raises.
     """
-    end = time.monotonic() + CONNECT_TIMEOUT_S
-    if not _free_lookups.acquire(timeout=CONNECT_TIMEOUT_S):
+    places = _lookup_places
+    if not places.take(project, _remaining_seconds(end)):
         raise TimeoutError
 
     def run() -> Sequence[str]:
@@ -252,22 +297,21 @@ def _look_up(lookup: LookupFunction, host: str, port: int) -> Sequence[str]:
         try:
             return lookup(host, port)
         finally:
-            _free_lookups.release()
+            places.give_back(project)
 
     try:
         future = start_in_thread(run)
     except Failed as error:
-        _free_lookups.release()
+        places.give_back(project)
         raise OSError(0, str(error)) from None
     return future.result(_remaining_seconds(end))
 
 
-def _connect_to_first(addresses: Sequence[str], port: int) -> socket.socket:
-    """Connect to the first address that answers, within `CONNECT_TIMEOUT_S` seconds for all addresses together.
+def _connect_to_first(addresses: Sequence[str], port: int, end: float) -> socket.socket:
+    """Connect to the first address that answers, before `end` (monotonic clock).
 
     Raises OSError (also TimeoutError) if none of them answers.
     """
-    end = time.monotonic() + CONNECT_TIMEOUT_S
     for address in addresses[:-1]:
         try:
             return socket.create_connection((address, port), _remaining_seconds(end))
@@ -298,6 +342,16 @@ def _build_request(destination: WebhookUrl, headers: dict[str, str], body: bytes
     return "\r\n".join([*lines, "", ""]).encode("ascii") + body
 
 
+def _send_request(connection: socket.socket, request: bytes, end: float) -> None:
+    """Send these bytes. Raises TimeoutError at `end` (monotonic clock), and OSError if the connection fails.
+
+    `sendall` of a TLS connection would allow each record the whole time.
+    """
+    while request:
+        connection.settimeout(_remaining_seconds(end))
+        request = request[connection.send(request) :]
+
+
 def _read_status(connection: socket.socket, end: float) -> int:
     """Read the answer up to its status line and return the status.
 
@@ -318,6 +372,11 @@ def _read_status(connection: socket.socket, end: float) -> int:
         if answer
         else "The receiver closed the connection without an answer."
     )
+
+
+def _end_of_step(end: float) -> float:
+    """Return when a step of connecting that begins now must have ended, at the latest at `end` (monotonic clock)."""
+    return min(end, time.monotonic() + CONNECT_TIMEOUT_S)
 
 
 def _remaining_seconds(end: float) -> float:

@@ -26,7 +26,7 @@ from drivers.isolation.process import die_with_parent
 
 HANDSHAKE_S = 10.0
 RESERVED_FILES = 500
-"""Open files that are reserved for everything but agents: HTTP connections, the database, code."""
+"""Open files that are reserved for everything but connections of agents and HTTP clients: the database, code."""
 
 
 def main() -> None:
@@ -44,7 +44,7 @@ def main() -> None:
     die_with_parent()
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
     logging.getLogger("uvicorn.error").setLevel(logging.WARNING)  # INFO logs every agent's connect and disconnect
-    _raise_file_limit(get_keys().agent_connections)
+    _raise_file_limit(get_keys().agent_connections, get_keys().http_connections)
     from cyborgweb import asgi
 
     listener = socket.socket(fileno=arguments.fd)
@@ -185,18 +185,19 @@ class TwoListenerServer(uvicorn.Server):
         self.servers.append(server)
 
 
-def _raise_file_limit(agents: int) -> None:
-    """Raise the limit of open files to the hard limit; log a warning if that is too low for `agents` agents.
+def _raise_file_limit(agents: int, http_clients: int) -> None:
+    """Raise the limit of open files to the hard limit; log a warning if that is too low for so many agents and clients.
 
-    Every agent's connection is an open file, and the usual soft limit of 1 024 is meant for a shell.
+    Every connection is an open file, and the usual soft limit of 1 024 is meant for a shell.
     """
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    if hard != resource.RLIM_INFINITY and hard < agents + RESERVED_FILES:
+    others = http_clients + RESERVED_FILES
+    if hard != resource.RLIM_INFINITY and hard < agents + others:
         logging.getLogger(__name__).warning(
-            "only %d open files are allowed: about %d agents can be connected, not %d (CYBORG_AGENT_CONNECTIONS);"
-            " raise LimitNOFILE of the service, or `ulimit -Hn`",
-            *(hard, max(0, hard - RESERVED_FILES), agents),
+            "only %d open files are allowed: about %d agents can be connected, not %d (CYBORG_AGENT_CONNECTIONS),"
+            " beside %d clients (CYBORG_HTTP_CONNECTIONS); raise LimitNOFILE of the service, or `ulimit -Hn`",
+            *(hard, max(0, hard - others), agents, http_clients),
         )
 
 

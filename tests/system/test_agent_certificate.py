@@ -19,6 +19,7 @@ import pytest
 from click.testing import CliRunner
 
 from agents import credentials, wire
+from agents.certificates import compute_fingerprint
 from agents.host.backoff import ConnectionTiming
 from agents.host.connection.http import GatewayEndpoint
 from agents.host.connection.identity import load_or_create_keys
@@ -38,7 +39,7 @@ SELECT name, secret, '', 'test', now() + interval '1 hour'
 FROM unnest(%s::text[], %s::text[]) AS x(name, secret) RETURNING id
 """
 CONNECTED = """
-SELECT h.name, a.announcement FROM agents_agent a JOIN accelerators_host h ON h.id = a.host_id
+SELECT h.name, a.newest_certificate FROM agents_agent a JOIN accelerators_host h ON h.id = a.host_id
 JOIN agents_lease l ON l.host_id = h.id WHERE h.name LIKE 'cmp-%%' AND l.seen_at > to_timestamp(%s)
 """
 
@@ -124,11 +125,12 @@ def invite(product: Product, names: list[str]) -> dict[str, str]:
     }
 
 
-async def until_connected(product: Product, names: set[str], announcement: int) -> None:
-    """Wait until exactly these hosts renew their leases and know this announcement."""
+async def until_connected(product: Product, names: set[str], newest: Path) -> None:
+    """Wait until exactly these hosts renew their leases and accept this certificate as the newest."""
+    fingerprint = compute_fingerprint(newest.read_bytes())
     (begin,) = product.rows("SELECT extract(epoch FROM now())")[0]
     async with asyncio.timeout(3 * RETURN_S):
-        while {name for name, known in product.rows_or_empty(CONNECTED, begin) if known == announcement} != names:
+        while {name for name, known in product.rows_or_empty(CONNECTED, begin) if known == fingerprint} != names:
             await asyncio.sleep(0.5)
 
 
@@ -148,7 +150,7 @@ def test_200_agents_follow_a_replaced_certificate_and_one_of_them_was_away(
         tokens = invite(product, [f"cmp-{number}" for number in range(COUNT)])
         everybody = set(tokens)
         async with running_fleet(tmp_path / "hosts", tokens) as fleet:
-            await until_connected(product, everybody, 0)
+            await until_connected(product, everybody, old)
             await fleet.stop(AWAY)
 
             product.manage("agent_certificate", "--new", str(new))
@@ -164,17 +166,17 @@ def test_200_agents_follow_a_replaced_certificate_and_one_of_them_was_away(
             ]
             announced = CliRunner().invoke(cli, ["announce-certificate", *map(str, words)])
             assert announced.exit_code == 0, announced.output
-            await until_connected(product, everybody - {AWAY}, 1)
+            await until_connected(product, everybody - {AWAY}, new)
             shown = json.loads("\n".join(product.manage("agent_certificate", "--json")))
             assert shown["without_newest"] == [AWAY]
 
             await restart_with(product, str(new))
-            await until_connected(product, everybody - {AWAY}, 1)
+            await until_connected(product, everybody - {AWAY}, new)
             fleet.start(AWAY)
-            await until_connected(product, everybody, 1)
+            await until_connected(product, everybody, new)
 
             await restart_with(product, str(old))  # in the period in which both are good, one can go back
-            await until_connected(product, everybody, 1)
+            await until_connected(product, everybody, new)
 
     (tmp_path / "hosts").mkdir()
     asyncio.run(story())

@@ -247,8 +247,8 @@ class GatewayLink:
             self.drop_message(message)
 
     def build_hello(self) -> wire.Hello:
-        """Return the Hello message, with the number of the newest announcement of a certificate."""
-        return msgspec.structs.replace(self.hello, announcement=self.gateway.pins.newest_number)
+        """Return the Hello message, with the newest certificate that this host accepts."""
+        return msgspec.structs.replace(self.hello, newest_certificate=self.gateway.pins.newest)
 
     def accept_certificates(self, message: wire.Certificates) -> bool:
         """Keep the announcements that the gateway sent; return whether this host knows more than before.
@@ -313,10 +313,12 @@ class GatewayLink:
         log.info("%s has a new key: %s", self.keys.current_identity.host, self.keys.current_identity.public_key)
 
     def _journal_gateway(self, secret: str) -> None:
-        """Journal the gateway's address and that the token was used, so that a restart needs no token."""
+        """Journal the gateway's address, its certificates and that the token was used, so that a restart needs no
+        token."""
         self._use_token = False
         try:
             self.journal.store_gateway(self.gateway.address, self.gateway.fingerprint, secret)
+            self.journal.store_announcements(self.gateway.announcement_key, self.gateway.announcements)
         except sqlite3.OperationalError as error:
             log.error("the journal cannot store the gateway's address (%s): keep the join token until it can", error)
 

@@ -103,7 +103,7 @@ def _describe_agent(agent: Agent) -> dict[str, object]:
         "epoch": agent.epoch,
         "address": agent.address,
         "fingerprint": agent.fingerprint,
-        "announcement": agent.announcement,
+        "newest_certificate": agent.newest_certificate,
         "public_key": agent.public_key,
         "key_since": _format_time(agent.key_since),
         "rotate_asked_at": _format_time(agent.rotate_asked_at),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import time
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 from django.core.management.base import BaseCommand, CommandError
 
 from accelerators.management import shell
-from agents.certificates import AnnouncementError
+from agents.certificates import AnnouncementError, PinnedCertificates
 from agents.gateway.announcements import read_announcements
 from agents.models import Agent
 from cyborgweb.server import tls
@@ -54,10 +55,11 @@ class Command(BaseCommand):
             announcements = read_announcements(keys.agent_announcement_key, keys.announcements_path)
         except (ConfigurationError, AnnouncementError) as error:
             raise CommandError(str(error)) from None
-        newest = announcements[-1].number if announcements else 0
+        newest = announcements[-1].fingerprint if announcements else ""
         pinning = Agent.objects.filter(barred="").exclude(fingerprint="")
-        lacking = pinning.exclude(announcement__gte=newest).order_by("host__name")
-        hosts = list(lacking.values_list("host__name", flat=True))
+        lacking = pinning.exclude(newest_certificate=newest) if newest else pinning.filter(newest_certificate="")
+        hosts = list(lacking.order_by("host__name").values_list("host__name", flat=True))
+        problem = _find_problem(PinnedCertificates(present, keys.agent_announcement_key, announcements), newest)
         if options["json"]:
             document = {
                 "fingerprint": present,
@@ -71,6 +73,7 @@ class Command(BaseCommand):
                     }
                     for one in announcements
                 ],
+                "problem": problem,
                 "agents": pinning.count(),
                 "without_newest": hosts,
             }
@@ -86,13 +89,30 @@ class Command(BaseCommand):
         ]
         for line in shell.format_table([("number", "replaces", "by", "both until"), *rows]) if rows else ():
             self.stdout.write(line)
+        if problem:
+            self.stdout.write(f"Attention: {problem}")
         total = pinning.count()
-        known = f"announcement {newest}" if newest else "the announcement key"
-        self.stdout.write(f"{total - len(hosts)} of {total} agents that pin a certificate know {known}.")
+        known = f"accept the certificate of announcement {announcements[-1].number}" if newest else "know the key"
+        self.stdout.write(f"{total - len(hosts)} of {total} agents that pin a certificate {known}.")
         for host in hosts[:MAX_HOSTS]:
             self.stdout.write(f"  not {host}")
         if len(hosts) > MAX_HOSTS:
             self.stdout.write(f"  and {len(hosts) - MAX_HOSTS} more: see --json")
+
+
+def _find_problem(present: PinnedCertificates, newest: str) -> str:
+    """Return why agents that have the present certificate would not follow the announcements; '' if they would.
+
+    `newest` is the certificate of the last announcement, '' if there is none.
+    """
+    if newest and present.newest != newest:
+        return (
+            "the announcements do not lead from the present certificate to that of the last one: agents will not follow"
+            " them. Add the missing lines, or sign an announcement that replaces the present certificate"
+        )
+    if present.first not in present.list_accepted(time.time()):
+        return "the time of the present certificate is over: agents refuse it. Install the announced one now"
+    return ""
 
 
 def _format_time(moment: int) -> str:

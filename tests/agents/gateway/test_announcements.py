@@ -21,6 +21,7 @@ from agents.certificates import encode_announcement, sign_announcement
 from agents.gateway.asgi_app import AgentGateway
 from agents.models import Agent
 from cyborgweb.management.commands import agent_certificate
+from cyborgweb.server import tls
 from cyborgweb.settings.keys import Keys
 from tests.support.webserver import until
 from tests.support.wireagent import WireAgent, ask
@@ -63,8 +64,8 @@ def receive(socket: ClientConnection) -> wire.FromGateway | wire.UnknownMessage:
     return wire.decode_from_gateway(socket.recv(timeout=10))
 
 
-def hello(announcement: int | None) -> str:
-    return wire.encode_message(wire.Hello("1", "boot-1", (), announcement=announcement))
+def hello(newest: str) -> str:
+    return wire.encode_message(wire.Hello("1", "boot-1", (), newest_certificate=newest))
 
 
 @pytest.mark.django_db(transaction=True)
@@ -73,18 +74,18 @@ def test_agents_are_told_of_announcements_when_they_connect_and_when_the_file_ch
 ) -> None:
     with agent.connect() as socket:
         assert receive(socket) == wire.Certificates(PUBLIC_KEY, ()), "the key is known before there is an announcement"
-        socket.send(hello(0))
+        socket.send(hello(FIRST.replaces))
         write(file, FIRST)
         assert ask(socket, wire.Beat(1)) == wire.Ack(1, "Beat")
         assert receive(socket) == wire.Certificates(PUBLIC_KEY, (FIRST,))
-        socket.send(hello(1))
-        until(lambda: Agent.objects.get().announcement == 1)
+        socket.send(hello(FIRST.fingerprint))
+        until(lambda: Agent.objects.get().newest_certificate == FIRST.fingerprint)
         connected_at = Agent.objects.get().connected_at
         write(file, FIRST, SECOND)
         assert ask(socket, wire.Beat(2)) == wire.Ack(2, "Beat")
         assert receive(socket) == wire.Certificates(PUBLIC_KEY, (FIRST, SECOND))
-        socket.send(hello(2))
-        until(lambda: Agent.objects.get().announcement == 2)
+        socket.send(hello(SECOND.fingerprint))
+        until(lambda: Agent.objects.get().newest_certificate == SECOND.fingerprint)
         assert Agent.objects.get().connected_at == connected_at, "it is still the same connection"
         assert ask(socket, wire.Beat(3)) == wire.Ack(3, "Beat")
         assert ask(socket, wire.Beat(4)) == wire.Ack(4, "Beat"), "they are not sent again"
@@ -110,34 +111,54 @@ def test_an_unusable_file_leaves_the_former_announcements(
     assert caplog.text.count("announcements of certificates cannot be used") == 1
 
 
+@pytest.mark.django_db(transaction=True)
+def test_a_file_by_which_agents_would_refuse_the_present_certificate_is_not_sent(
+    agent: WireAgent, gateway: AgentGateway, file: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The clock of the machine where it was signed may be wrong."""
+    gateway.announcements.own_fingerprint = FIRST.replaces
+    write(file, sign_announcement(KEY, 1, FIRST.replaces, FIRST.fingerprint, both_until=1))
+    assert "announcements" not in read_challenge(agent.port)
+    assert "agents would refuse the present certificate" in caplog.text
+    write(file, FIRST)
+    assert "announcements" in read_challenge(agent.port)
+
+
 @pytest.mark.django_db
 def test_the_command_names_the_hosts_that_do_not_know_the_newest_announcement(
     tmp_path: Path, file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     keys = Keys(state_dir=str(tmp_path), agent_listen="127.0.0.1:9443", agent_announcement_key=PUBLIC_KEY)
     monkeypatch.setattr(agent_certificate, "get_keys", lambda: keys)
-    rows = [
-        ("a", 1, "", "f"),
-        ("b", 0, "", "f"),
-        ("c", None, "", "f"),
-        ("d", None, "revoked", "f"),
-        ("e", None, "", ""),
-    ]
-    for name, announcement, barred, pin in rows:
+    present = tls.read_fingerprint(keys)
+    announcement = sign_announcement(KEY, 1, present, "b" * 64, 2**37)
+    for name, newest, barred, pin in (
+        ("a", "b" * 64, "", "f"),
+        ("b", present, "", "f"),
+        ("c", "", "", "f"),
+        ("d", "", "revoked", "f"),
+        ("e", "", "", ""),
+    ):
         with conductor.writing():
             host = Host.objects.create(name=name, node=name)
-        Agent.objects.create(host=host, public_key=name, announcement=announcement, barred=barred, fingerprint=pin)
+        Agent.objects.create(host=host, public_key=name, newest_certificate=newest, barred=barred, fingerprint=pin)
 
     def shown(*words: str) -> str:
         out = StringIO()
         call_command("agent_certificate", *words, stdout=out)
         return out.getvalue()
 
-    assert "2 of 3 agents that pin a certificate know the announcement key.\n  not c\n" in shown()
-    write(file, FIRST)
-    assert "1 of 3 agents that pin a certificate know announcement 1.\n  not b\n  not c\n" in shown()
+    assert "2 of 3 agents that pin a certificate know the key.\n  not c\n" in shown()
+    write(file, announcement)
+    told = shown()
+    assert "1 of 3 agents that pin a certificate accept the certificate of announcement 1.\n  not b\n  not c\n" in told
+    assert "Attention" not in told
     document = json.loads(shown("--json"))
-    assert (document["agents"], document["without_newest"]) == (3, ["b", "c"])
+    assert (document["agents"], document["without_newest"], document["problem"]) == (3, ["b", "c"], "")
+    write(file, FIRST)
+    assert "Attention: the announcements do not lead from the present certificate" in shown()
+    write(file, sign_announcement(KEY, 1, present, "b" * 64, 1))
+    assert "Attention: the time of the present certificate is over" in shown()
     made = shown("--new", str(tmp_path / "new.pem"))
     assert made.startswith("sha256:") and made.strip() != f"sha256:{document['fingerprint']}"
 

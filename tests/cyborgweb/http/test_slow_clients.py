@@ -186,6 +186,33 @@ def test_headers_without_end_are_refused_before_they_fill_the_memory(server: Ser
         assert b"431" in read_all(connection)
 
 
+def test_too_many_headers_are_refused_also_when_they_arrive_together(server: Server) -> None:
+    server.start()
+    for headers in (b"a:b\r\n" * 1_000, b"X-A: %b\r\n" % (b"b" * 70_000), b"X-A: %b\r\n" % (b"b" * 1_000) * 100):
+        assert split_answer(server.connect(GET[:-2] + headers + b"\r\n"))[0] == 431
+    assert server.ask(GET[:-2] + b"X-A: b\r\n" * 100 + b"\r\n") == (200, b"0")
+    assert server.threads.active_requests == 0
+
+
+def test_trailers_without_end_are_refused_before_they_fill_the_memory(server: Server) -> None:
+    server.start()
+    head = b"POST /v2/x HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n1\r\na\r\n0\r\nX-A: "
+    connection, sent = server.connect(head), 0
+    try:
+        while sent < 100_000_000:
+            sent += connection.send(b"b" * 65_536)
+    except OSError:
+        pass
+    assert sent < 100_000_000
+
+
+def test_a_body_in_chunks_of_one_byte_is_read(server: Server) -> None:
+    server.start()
+    head = b"POST /v2/x HTTP/1.1\r\nHost: a\r\nConnection: close\r\nTransfer-Encoding: chunked\r\n\r\n"
+    status, body = split_answer(server.connect(head + b"1\r\na\r\n" * 50_000 + b"0\r\n\r\n"))
+    assert (status, body) == (200, b"50000")
+
+
 @pytest.mark.parametrize("announced", [True, False])
 def test_a_body_of_10_mib_is_answered_413_and_the_client_can_read_the_answer(server: Server, announced: bool) -> None:
     server.start()

@@ -50,8 +50,10 @@ def test_the_figures_in_the_manual_equal_the_constants_of_the_code() -> None:
     assert (sender.MAIL_SERVER_RETRY_S, sender.MAX_MAIL_SERVER_RETRY_S) == (30, 600)
     assert (sender.MAX_SERVER_FAULTS, sender.MAX_REFUSED_MAILS) == (3, 5)
     assert (
-        sender.MAX_ATTEMPTS_PER_HOST,
-        sender.MAX_WEBHOOKS_PER_ROUND,
+        sender.MAX_WEBHOOKS_PER_HOST,
+        sender.MAX_WEBHOOKS_PER_PROJECT,
+        sender.MAX_WEBHOOKS,
+        sender.SLOW_ATTEMPT_S,
         sender.MAX_MESSAGES_PER_MAIL,
         sender.MAIL_COLLECT_S,
-    ) == (4, 64, 100, 15)
+    ) == (4, 8, 64, 2, 100, 15)

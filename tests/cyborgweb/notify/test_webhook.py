@@ -5,8 +5,10 @@ from __future__ import annotations
 import base64
 import hashlib
 import hmac
+import socket
 import ssl
 import threading
+import time
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -87,7 +89,7 @@ def test_the_connection_goes_to_the_address_that_was_checked_without_a_second_lo
 
 def test_lookups_that_hang_are_bounded_and_do_not_keep_the_process_from_ending(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(webhook, "CONNECT_TIMEOUT_S", 0.2)
-    monkeypatch.setattr(webhook, "_free_lookups", threading.BoundedSemaphore(2))
+    monkeypatch.setattr(webhook, "_lookup_places", webhook.LookupPlaces(2, 2))
     before, answer, asked = set(threading.enumerate()), threading.Event(), []
 
     def lookup(host: str, port: int) -> list[str]:
@@ -104,6 +106,48 @@ def test_lookups_that_hang_are_bounded_and_do_not_keep_the_process_from_ending(m
     for thread in hanging:
         thread.join(10)
     assert "that is not public" in post_message("https://e.example/", {}, b"{}", PUBLIC_ONLY, lookup).error
+
+
+def test_lookups_that_hang_for_one_project_leave_places_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(webhook, "CONNECT_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(webhook, "_lookup_places", webhook.LookupPlaces(4, 3))
+    answer = threading.Event()
+
+    def hang(host: str, port: int) -> list[str]:
+        answer.wait(20)
+        return ["127.0.0.1"]
+
+    def resolve(host: str, port: int) -> list[str]:
+        return ["127.0.0.1"]
+
+    try:
+        for name in ("a", "b", "c", "d", "e"):
+            outcome = post_message(f"https://{name}.example/", {}, b"{}", PUBLIC_ONLY, hang, project="p1")
+            assert "was not resolved in time" in outcome.error
+        own = post_message("https://f.example/", {}, b"{}", PUBLIC_ONLY, resolve, project="p1")
+        other = post_message("https://f.example/", {}, b"{}", PUBLIC_ONLY, resolve, project="p2")
+        assert "was not resolved in time" in own.error and "that is not public" in other.error
+    finally:
+        answer.set()
+
+
+def test_an_attempt_has_one_deadline_for_the_lookup_the_connection_tls_and_the_answer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(webhook, "ATTEMPT_TIMEOUT_S", 0.3)
+    answer = threading.Event()
+
+    def hang(host: str, port: int) -> list[str]:
+        answer.wait(20)
+        return ["127.0.0.1"]
+
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        address = f"https://127.0.0.1:{silent.getsockname()[1]}/"
+        for url, lookup in ((address, webhook.resolve_host), ("https://hook.example/", hang)):
+            begun_at = time.monotonic()
+            assert "in time" in post_message(url, {}, b"{}", WITH_LOOPBACK, lookup).error
+            assert time.monotonic() - begun_at < webhook.CONNECT_TIMEOUT_S
+    answer.set()
 
 
 @pytest.mark.parametrize(

@@ -62,7 +62,9 @@ def test_a_connected_agent_learns_of_the_next_certificate_and_follows_it(
         async with server.open(certificate[0]):
             gateway = server.gateway("s")
             async with run_agent_link(tmp_path, gateway):
-                await wait_until(lambda: [one.announcement for one in server.hellos] == [None, 0, 1])
+                await wait_until(
+                    lambda: [one.newest_certificate for one in server.hellos] == ["", certificate[1], successor[1]]
+                )
         known = read_known_gateway(tmp_path)
         assert known == KnownGateway(gateway.address, certificate[1], PUBLIC_KEY, (announcement,))
 
@@ -91,7 +93,7 @@ def test_an_agent_that_was_away_learns_of_the_replacement_from_the_new_gateway(
             gateway = GatewayEndpoint(server.address, certificate[1], "s", announcement_key=PUBLIC_KEY)
             async with run_agent_link(tmp_path, gateway) as host:
                 await wait_until(lambda: server.hellos)
-                assert server.hellos[0].announcement == 1
+                assert server.hellos[0].newest_certificate == successor[1]
                 assert host.link.gateway.fingerprint == certificate[1], "the pin itself stays"
         with replaced(server, certificate[1]):
             requests = len(server.requests)
@@ -155,7 +157,7 @@ def test_an_agent_that_pins_nothing_keeps_no_announcements(tmp_path: Path) -> No
         async with server.open(), run_agent_link(tmp_path, server.gateway()) as host:
             host.record_report(*ONE_DEVICE)
             await wait_until(lambda: host.journal.acknowledged)
-            assert [one.announcement for one in server.hellos] == [None]
+            assert [one.newest_certificate for one in server.hellos] == [""]
         assert read_known_gateway(tmp_path).announcement_key == ""
 
     asyncio.run(story())
@@ -206,6 +208,26 @@ def test_a_join_token_that_is_older_than_the_announcements_still_finds_its_gatew
     gateway = _choose_gateway(credentials.parse_join_string(other), known)
     assert gateway is not None and gateway.pins.list_accepted(2) == {successor[1]}, "a new token begins anew"
     assert gateway.announcements == (), "announcements of the former key do not count"
+
+
+def test_the_announcement_key_of_a_new_join_token_replaces_the_former_one_also_after_a_restart(
+    tmp_path: Path, certificate: Certificate
+) -> None:
+    """The former key was stolen, and nothing was announced with the new one yet."""
+
+    async def story() -> None:
+        server = FakeGateway(fingerprint=certificate[1])
+        stolen = credentials.encode_public_key(Ed25519PrivateKey.generate().public_key())
+        for key in (stolen, PUBLIC_KEY):
+            server.after_welcome = [certificates_message(key=key)]
+            async with server.open(certificate[0]):
+                gateway = replace(server.gateway("s"), announcement_key=key)
+                hellos = len(server.hellos)
+                async with run_agent_link(tmp_path, gateway):
+                    await wait_until(lambda hellos=hellos: len(server.hellos) > hellos)
+        assert read_known_gateway(tmp_path).announcement_key == PUBLIC_KEY
+
+    asyncio.run(story())
 
 
 def test_the_check_command_finds_a_gateway_with_an_announced_certificate(
