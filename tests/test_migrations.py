@@ -46,7 +46,8 @@ REVIEWED_STEPS: dict[str, str] = {
     "agents 0003_agent_announcement: RunSQL": "it sets a time limit for the migration's locks",
     "agents 0002_used_nonces: RunSQL": "it sets a time limit for the migration's locks",
     "cyborgweb 0002_mail_server: RunSQL": "it sets a time limit for the migration's locks",
-    "cyborgweb 0003_mail_confirmations: RunSQL": "it sets a time limit for the migration's locks",
+    "cyborgweb 0003_mail_confirmations: RunSQL": "it sets a time limit for the migration's locks, and fills the new "
+    "column, which the former release does not read",
     "accelerators 0007_sign_seals: RunSQL": "it sets a time limit for the migration's locks, and adds a trigger that "
     "rejects an unsigned seal after a signed one: the job of the former release fails, and that of this one seals",
     "placement_sync 0003_vanished_listed: RunSQL": "it sets a time limit for the migration's locks",

@@ -9,6 +9,7 @@ from django.contrib.auth.admin import GroupAdmin as StockGroupAdmin
 from django.contrib.auth.admin import UserAdmin as StockUserAdmin
 from django.contrib.auth.models import Group, User
 from django.core.exceptions import ValidationError
+from django.core.validators import EmailValidator
 from django.db.models import Model
 from django.http import HttpRequest
 from django.utils.safestring import SafeString
@@ -47,16 +48,31 @@ admin.site.register(Maintenance, MaintenanceAdmin)
 
 
 class PlainAddressForm(UserChangeForm):
-    """Form of a user. Accepts the same mail addresses as subscriptions do."""
+    """Form of a user. Accepts the same mail addresses as subscriptions do, and the stored one, whatever it is, so that
+    a user who has another one can be changed.
+    """
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        if field := self.fields.get("email"):  # the stored one may fail Django's check, too
+            field.validators = [one for one in field.validators if not isinstance(one, EmailValidator)]
 
     def clean_email(self) -> str:
         """Return the mail address in its plain form, '' if there is none. Raises ValidationError if it is none that we
-        accept.
+        accept. The stored address is not checked.
         """
+        email = str(self.cleaned_data["email"])
+        if email in ("", self.initial.get("email")):
+            return email
         try:
-            return parse_mail_address(self.cleaned_data["email"]) if self.cleaned_data["email"] else ""
+            return parse_mail_address(email)
         except MailAddressError as error:
             raise ValidationError(str(error)) from None
+
+    def _get_validation_exclusions(self) -> set[str]:
+        """Return the fields that the model's checks leave out: also the address, which `clean_email` has checked."""
+        exclusions: set[str] = super()._get_validation_exclusions()  # type: ignore[misc]  # the stubs lack it
+        return exclusions | {"email"}
 
 
 @admin.register(User)

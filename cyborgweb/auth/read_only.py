@@ -2,7 +2,7 @@
 
 The switch is on while the table `Maintenance` has its one row. `cyborgweb.auth.policy` checks it before every write of
 an API, `cyborgweb.middleware.requests` before every write of the console. It is switched in the console and with
-`manage.py read_only`, which are both exempt from it.
+`manage.py read_only`, which are both exempt from it, as is the link that ends mails (`cyborgweb.pages.mail_links`).
 """
 
 from __future__ import annotations

@@ -16,17 +16,19 @@ class Migration(migrations.Migration):
             name="confirmed_at",
             field=models.DateTimeField(
                 blank=True,
-                db_default=django.db.models.functions.datetime.Now(),
                 editable=False,
                 help_text="When the recipient of the mails confirmed the address; empty while it waits for confirmation.",
                 null=True,
             ),
         ),
+        # Without a default: what the former release inserts during the upgrade waits for confirmation.
+        migrations.RunSQL("UPDATE cyborgweb_subscription SET confirmed_at = now()", migrations.RunSQL.noop),
         migrations.CreateModel(
             name="ConfirmationRequest",
             fields=[
                 ("id", models.BigAutoField(auto_created=True, primary_key=True, serialize=False, verbose_name="ID")),
                 ("address", models.CharField(db_collation="C", max_length=320)),
+                ("project_id", models.CharField(db_collation="C", max_length=255)),
                 ("asked_by", models.CharField(db_collation="C", max_length=255)),
                 ("asked_at", models.DateTimeField(db_default=django.db.models.functions.datetime.Now())),
             ],

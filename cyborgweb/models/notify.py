@@ -85,7 +85,6 @@ class Subscription(fields.Row):
         null=True,
         blank=True,
         editable=False,
-        db_default=Now(),
         help_text="When the recipient of the mails confirmed the address; empty while it waits for confirmation.",
     )
 
@@ -181,10 +180,12 @@ class Delivery(models.Model):
 
 class ConfirmationRequest(models.Model):
     """A letter that asked somebody to confirm an address; it limits how many more are sent. It outlives its
-    subscription. `address` is the mailbox (`subscriptions.find_mailbox`), `asked_by` the id of the caller.
+    subscription. `address` is the mailbox (`subscriptions.find_mailbox`), `project_id` the project of
+    the subscription, `asked_by` the id of the caller.
     """
 
     address = models.CharField(max_length=320, db_collation="C")
+    project_id = models.CharField(max_length=255, db_collation="C")
     asked_by = models.CharField(max_length=255, db_collation="C")
     asked_at = models.DateTimeField(db_default=Now())
 

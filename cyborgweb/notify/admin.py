@@ -98,7 +98,8 @@ class SubscriptionForm(SubscriptionModelForm):
         if not self.errors:
             try:
                 current_values = {name: getattr(self.instance, name) for name in ("way", "scope")}
-                subscriptions.validate_subscription(Subscription(**current_values | data))
+                stored_target = self.instance.target if self.instance.pk else None
+                subscriptions.validate_subscription(Subscription(**current_values | data), stored_target)
             except RefusedError as refused:
                 raise forms.ValidationError(refused.text) from None
         return data

@@ -97,7 +97,8 @@ put AS (
   SELECT gen_random_uuid(), s.id, z.id, k.kind, z.at, z.data,
     CASE s.way WHEN 'inbox' THEN 'delivered' ELSE 'waiting' END, CASE s.way WHEN 'inbox' THEN s.person ELSE '' END,
     CASE s.way WHEN 'inbox' THEN now() END
-  FROM seen z JOIN cyborgweb_subscription s ON s.standing = 'active' AND s.confirmed_at IS NOT NULL
+  FROM seen z JOIN cyborgweb_subscription s ON s.standing = 'active'
+    AND (s.way <> 'email' OR s.confirmed_at IS NOT NULL)
     AND (s.scope = 'cloud') = z.everything AND (z.everything OR s.project_id = z.project)
     AND z.kinds && s.kinds::text[] AND z.at >= s.created_at
     AND (s.host = '' OR z.host LIKE translate(replace(s.host, '_', '\\_'), '*?', '%%_'))

@@ -43,6 +43,10 @@ _LOGIN_NEEDED = (530, 534, 535, 538)
 _TOO_BIG = 552
 _CLOSING = 421
 """The answer of a mail server that closes the connection."""
+_POLICY = re.compile(rb"5\.7\.\d|(?![245]\.\d).*(relay|#5\.7\.)", re.IGNORECASE | re.DOTALL)
+"""Answers that refuse an address because of the mail server's policy: a relay that is configured wrongly refuses every
+address with one. Some mail servers send no enhanced status code, only a text ("relay not permitted").
+"""
 _STATUS_CODE = re.compile(rb"[245]\.\d{1,3}\.\d{1,3}\b")
 
 
@@ -52,11 +56,11 @@ class MailServerError(CyborgwebError):
 
 @dataclass(frozen=True)
 class MailOutcome(AttemptOutcome):
-    """Result of one attempt to send a mail. `is_connection_lost` means that the mail server ended the connection, or
-    did not answer in time, while it received this mail.
+    """Result of one attempt to send a mail. `is_server_fault` means that other mail may fail for the same reason: the
+    mail server ended the connection, did not answer in time, or refused the address because of its policy.
     """
 
-    is_connection_lost: bool = False
+    is_server_fault: bool = False
 
 
 def build_mail(to: str, messages: Sequence[MailMessage], message_id: str, subscription: str) -> EmailMessage:
@@ -176,17 +180,19 @@ def _classify(error: Exception) -> MailOutcome:
         case smtplib.SMTPRecipientsRefused():
             answer = smtplib.SMTPResponseException(*next(iter(error.recipients.values())))
             outcome = _outcome_of_answer(answer, "this address")
+            if outcome.is_permanent and _POLICY.match(_answer_bytes(answer)):
+                outcome = MailOutcome(outcome.error, is_server_fault=True)
         case smtplib.SMTPResponseException():
             outcome = _outcome_of_answer(error, "the mail")
         case smtplib.SMTPNotSupportedError() | ValueError():
             outcome = MailOutcome(f"This cannot be sent as a mail: {type(error).__name__}.", is_permanent=True)
         case smtplib.SMTPServerDisconnected():
-            outcome = MailOutcome("The mail server closed the connection.", is_connection_lost=True)
+            outcome = MailOutcome("The mail server closed the connection.", is_server_fault=True)
         case TimeoutError():
-            outcome = MailOutcome("The mail server did not answer in time.", is_connection_lost=True)
+            outcome = MailOutcome("The mail server did not answer in time.", is_server_fault=True)
         case OSError():
             reason = error.strerror or type(error).__name__
-            outcome = MailOutcome(f"The connection to the mail server was lost: {reason}.", is_connection_lost=True)
+            outcome = MailOutcome(f"The connection to the mail server was lost: {reason}.", is_server_fault=True)
         case _:
             log.error("a mail could not be sent", exc_info=error)
             outcome = MailOutcome(f"This was not sent because of an error in the product: {type(error).__name__}.")
@@ -203,13 +209,17 @@ def _outcome_of_answer(error: smtplib.SMTPResponseException, refused: str) -> Ma
     if 500 <= code < 600:
         return MailOutcome(f"The mail server refused {refused} ({_code_text(error)}).", is_permanent=True)
     text = f"The mail server does not accept {refused} now ({_code_text(error)})."
-    return MailOutcome(text, is_connection_lost=code == _CLOSING or code < 0)
+    return MailOutcome(text, is_server_fault=code == _CLOSING or code < 0)
 
 
 def _code_text(error: smtplib.SMTPResponseException) -> str:
     """Return the code of the server's answer, with its enhanced status code if it has one: `550 5.1.1`. The rest of the
     answer may name addresses of the operator's network, which the subscriber may not see.
     """
-    answer = error.smtp_error if isinstance(error.smtp_error, bytes) else str(error.smtp_error).encode()
-    found = _STATUS_CODE.match(answer)
+    found = _STATUS_CODE.match(_answer_bytes(error))
     return f"{error.smtp_code} {found[0].decode()}" if found else str(error.smtp_code)
+
+
+def _answer_bytes(error: smtplib.SMTPResponseException) -> bytes:
+    """Return the text of the server's answer."""
+    return error.smtp_error if isinstance(error.smtp_error, bytes) else str(error.smtp_error).encode()

@@ -27,6 +27,7 @@ from itertools import groupby
 from typing import Any
 
 import orjson
+from django.conf import settings
 from django.db import connection, transaction
 from django.db.models import Case, F, QuerySet, TextField, Value, When
 from django.db.models.functions import Now
@@ -74,8 +75,10 @@ MAIL_SERVER_RETRY_S, MAX_MAIL_SERVER_RETRY_S = 30, 600
 """Seconds during which no mail is tried after the mail server has failed: the first pause, which doubles with each
 failure, and the longest.
 """
-MAX_LOST_CONNECTIONS = 3
-"""Mails after one another during which the connection was lost, which count as a failure of the mail server."""
+MAX_SERVER_FAULTS = 3
+"""Mails after one another during which the connection was lost, or whose address the mail server's policy refused,
+which count as a failure of the mail server.
+"""
 MAX_REFUSED_MAILS = 5
 """Failed attempts after one another, the last of them refused permanently, after which a subscription is paused."""
 MAX_WAIT_S, PAUSE_AFTER_S, RETENTION_S = 3 * 86_400, 3 * 86_400, 30 * 86_400
@@ -240,9 +243,9 @@ def send_mails() -> bool:
             _count_mail_server_failure(str(error), 1)
             return False
         store_outcomes(deliveries, [outcome] * len(deliveries), MAIL_COLLECT_S)
-        if not outcome.is_connection_lost:
+        if not outcome.is_server_fault:
             MailServer.objects.filter(failures__gt=0).update(failures=0, last_error="")
-        elif _count_mail_server_failure(outcome.error, MAX_LOST_CONNECTIONS):
+        elif _count_mail_server_failure(outcome.error, MAX_SERVER_FAULTS):
             return False
         if time.monotonic() > end:
             break
@@ -458,7 +461,8 @@ def _post_delivery(
 
 def _send_mail(deliveries: list[DueDelivery]) -> mail.MailOutcome:
     """Send these messages of one subscription as one mail. Return the outcome; an address that is not accepted any more
-    is a permanent refusal. Raises MailServerError if the mail server sends no mail for anybody now.
+    is a permanent refusal. A request to confirm is not sent without its link. Raises MailServerError if the mail server
+    sends no mail for anybody now.
     """
     messages = [(one.at, one.kind, one.data) for one in deliveries]
     try:
@@ -467,6 +471,8 @@ def _send_mail(deliveries: list[DueDelivery]) -> mail.MailOutcome:
         return mail.MailOutcome(str(error), is_permanent=True)
     first = deliveries[0]
     if first.kind == CONFIRMATION_KIND:
+        if not settings.KEYS.public_url:
+            return mail.MailOutcome("CYBORG_PUBLIC_URL, with which the link begins, is not set for the cluster work.")
         letter = mail.build_confirmation(to, first.data["by"], first.message, first.subscription_uuid)
     else:
         letter = mail.build_mail(to, messages, first.message, first.subscription_uuid)

@@ -34,13 +34,17 @@ from cyborgweb.models.event_types import (
 )
 from cyborgweb.models.notify import ConfirmationRequest, Delivery, Subscription
 from cyborgweb.notify import keyring, mail, webhook
-from cyborgweb.settings.mail_address import MailAddressError
+from cyborgweb.settings.mail_address import MailAddressError, find_plain_form
 
 MAX_SUBSCRIPTIONS = 50
 """Subscriptions that one person may have in a project, or one project for itself."""
 MAX_REPLAYED = 1000
 MAX_ASKED_OF_ADDRESS, MAX_ASKED_OF_ADDRESS_IN_MONTH, MAX_ASKED_BY_USER = 3, 10, 10
-"""Requests to confirm that one address gets in a day, and in 30 days, and that one user can have sent in a day."""
+"""Requests to confirm that one address gets from one project in a day, and in 30 days, and that one user can have sent
+in a day.
+"""
+MAX_ASKED_BY_ALL_IN_MONTH = 30
+"""Requests to confirm that one address gets from all projects in 30 days."""
 RECORDED_FIELDS = ("name", "scope", "kinds", "host", "type", "label", "way", "target", "standing")
 SETTABLE_STANDINGS = (SubscriptionStanding.ACTIVE, SubscriptionStanding.OFF)
 """The standings that a person may set."""
@@ -120,7 +124,7 @@ def edit(pk: int, values: Mapping[str, Any], caller: Caller, source: EventSource
         before, target_before = _recorded_values(row), row.target
         for name, value in values.items():
             setattr(row, name, value)
-        validate_subscription(row)
+        validate_subscription(row, target_before)
         changes = {
             name: [before[name], value] for name, value in _recorded_values(row).items() if before[name] != value
         }
@@ -129,7 +133,7 @@ def edit(pk: int, values: Mapping[str, Any], caller: Caller, source: EventSource
             row.updated_at = database_clock.now()
             row.save()
             _record_event("changed", row, changes, caller, source)
-            if row.way == DeliveryWay.EMAIL and row.target != target_before:
+            if row.way == DeliveryWay.EMAIL and find_plain_form(row.target) != find_plain_form(target_before):
                 _require_confirmation(row, caller, source)
     _enqueue_delivery_jobs(row.way)
     return row
@@ -253,7 +257,7 @@ def confirm_address(uuid: str, address: str) -> str:
     sentence that tells the recipient what is the case now.
     """
     with conductor.writing():
-        row = _lock_mails(uuid, address)
+        row, _ = _lock_mails(uuid, address)
         if row is None or row.standing != SubscriptionStanding.ACTIVE:
             return NO_MAILS
         if row.is_unconfirmed:
@@ -269,10 +273,11 @@ def end_mails(uuid: str, address: str) -> str:
     """Let the recipient end the mails of the subscription with this uuid, and record an event. Return the sentence that
     tells the recipient what is the case now.
 
-    The subscription is off, its waiting messages are given up, and its address has to be confirmed again.
+    The subscription is off, its waiting messages are given up, and its address has to be confirmed again: also in the
+    other subscriptions of its owner, which would prove the address of a new one.
     """
     with conductor.writing():
-        row = _lock_mails(uuid, address)
+        row, others = _lock_mails(uuid, address)
         if row is None or (row.is_unconfirmed and row.standing == SubscriptionStanding.OFF):
             return NO_MAILS
         changes = {
@@ -285,7 +290,15 @@ def end_mails(uuid: str, address: str) -> str:
         waiting = row.deliveries.filter(progress=DeliveryProgress.WAITING)
         waiting.update(progress=DeliveryProgress.GIVEN_UP, last_error=ENDED)
         _record_recipient_event("ended", row, changes)
-    return f"No more mails of this subscription are sent to {address}."
+        for other in others:
+            if not other.is_unconfirmed:
+                other.confirmed_at, other.updated_at = None, row.updated_at
+                other.save(update_fields=["confirmed_at", "updated_at"])
+                _record_recipient_event("unconfirmed", other, {"confirmed": [True, False]})
+    return (
+        f"No more mails of this subscription are sent to {address}. Its owner can send none to this address before you"
+        " confirm it again."
+    )
 
 
 def find_mailbox(address: str) -> str:
@@ -299,7 +312,8 @@ def _require_confirmation(row: Subscription, caller: Caller, source: EventSource
     subscription of the same owner. Call it inside `conductor.writing()`. Raises RefusedError as `_ask_recipient` does.
     """
     owned = Subscription.objects.filter(way=DeliveryWay.EMAIL, project_id=row.project_id, person=row.person)
-    if not owned.filter(target=row.target, confirmed_at__isnull=False).exclude(pk=row.pk).exists():
+    proven = owned.filter(confirmed_at__isnull=False).exclude(pk=row.pk).values_list("target", flat=True)
+    if row.target not in map(find_plain_form, proven):
         _ask_recipient(row, caller, source)
         return
     row.confirmed_at = database_clock.now()
@@ -322,10 +336,12 @@ def _ask_recipient(row: Subscription, caller: Caller, source: EventSource) -> No
         cursor.execute("SELECT pg_advisory_xact_lock(%s)", [_ASK_LOCK_ID])
     mailbox, now = find_mailbox(row.target), database_clock.now()
     of_address = ConfirmationRequest.objects.filter(address=mailbox)
+    by_project = of_address.filter(project_id=row.project_id)
     by_user = ConfirmationRequest.objects.filter(asked_by=caller.user_id)
     for requests, days, limit, limited in (
-        (of_address, 1, MAX_ASKED_OF_ADDRESS, "this address"),
-        (of_address, 30, MAX_ASKED_OF_ADDRESS_IN_MONTH, "this address"),
+        (by_project, 1, MAX_ASKED_OF_ADDRESS, "this address"),
+        (by_project, 30, MAX_ASKED_OF_ADDRESS_IN_MONTH, "this address"),
+        (of_address, 30, MAX_ASKED_BY_ALL_IN_MONTH, "this address"),
         (by_user, 1, MAX_ASKED_BY_USER, "your requests"),
     ):
         if requests.filter(asked_at__gt=now - timedelta(days=days)).count() >= limit:
@@ -333,7 +349,9 @@ def _ask_recipient(row: Subscription, caller: Caller, source: EventSource) -> No
                 RefusalReason.CONFLICT,
                 f"The limit for {limited} is {limit} requests to confirm in {days} day{'s'[: days > 1]}: try later.",
             )
-    ConfirmationRequest.objects.create(address=mailbox, asked_by=caller.user_id, asked_at=now)
+    ConfirmationRequest.objects.create(
+        address=mailbox, project_id=row.project_id, asked_by=caller.user_id, asked_at=now
+    )
     _give_up_requests(row)
     row.confirmed_at, row.retry_at = None, now
     row.save(update_fields=["confirmed_at", "retry_at"])
@@ -348,10 +366,19 @@ def _give_up_requests(row: Subscription) -> None:
     requests.update(progress=DeliveryProgress.GIVEN_UP, last_error="It is not needed any more.")
 
 
-def _lock_mails(uuid: str, address: str) -> Subscription | None:
-    """Lock the subscription with this uuid and return it; None if it sends no mail to this address any more."""
-    rows = Subscription.objects.filter(uuid=uuid, way=DeliveryWay.EMAIL, target=address)
-    return rows.select_for_update().first()
+def _lock_mails(uuid: str, address: str) -> tuple[Subscription | None, list[Subscription]]:
+    """Lock the mail subscription with this uuid and the others of its owner. Return it, and those of the others that
+    have the same address. Instead of the first return None if it sends no mail to this address any more.
+
+    `address` is in its plain form. The rows are locked in one order, so that links that are used at the same time cause
+    no deadlock.
+    """
+    mails = Subscription.objects.filter(way=DeliveryWay.EMAIL)
+    owner = mails.filter(uuid=uuid).values("project_id", "person").first() or {"pk": None}
+    owned = mails.filter(**owner).select_for_update().order_by("pk")
+    rows = [one for one in owned if find_plain_form(one.target) == address]
+    row = next((one for one in rows if str(one.uuid) == uuid), None)
+    return row, [one for one in rows if one is not row]
 
 
 def _record_recipient_event(action: str, row: Subscription, changes: dict[str, Any]) -> None:
@@ -389,11 +416,12 @@ def mark_as_read(rows: QuerySet[Delivery], messages: Iterable[Any] | None = None
     return rows.update(read_at=database_clock.now())
 
 
-def validate_subscription(row: Subscription) -> None:
+def validate_subscription(row: Subscription, stored_target: str | None = None) -> None:
     """Raise RefusedError INVALID, with the reason, if the fields of a subscription do not fit together.
 
     Checked are the kinds, the host filter, and whether the target fits the way and is allowed. No name is looked up. A
-    mail address is brought into its plain form.
+    mail address is brought into its plain form. A target that is stored already is checked only if the subscription is
+    active, so that one which is not allowed any more can be switched off.
     """
     if not row.kinds or set(row.kinds) - set(NotificationKind):
         raise RefusedError(
@@ -406,6 +434,8 @@ def validate_subscription(row: Subscription) -> None:
         )
     if row.way == DeliveryWay.INBOX and row.target:
         raise RefusedError(RefusalReason.INVALID, "The inbox takes no target.")
+    if row.target == stored_target and row.standing != SubscriptionStanding.ACTIVE:
+        return
     if row.way == DeliveryWay.WEBHOOK:
         try:
             webhook.parse_webhook_url(row.target, allowed_destinations())

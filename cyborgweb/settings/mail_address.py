@@ -39,6 +39,16 @@ def parse_mail_address(text: str) -> str:
     return f"{local_part}@{parse_mail_domain(domain)}"
 
 
+def find_plain_form(stored: str) -> str:
+    """Return a stored address in its plain form; as it is if we do not accept it any more. An earlier release stored
+    addresses as they were written.
+    """
+    try:
+        return parse_mail_address(stored)
+    except MailAddressError:
+        return stored
+
+
 def parse_mail_domain(text: str) -> str:
     """Return the domain in lower-case ASCII. Raises MailAddressError if it is no domain that mail can be sent to."""
     domain = text.lower()

@@ -23,7 +23,7 @@ from cyborgweb.models.notify import ConfirmationRequest, Delivery, Subscription
 from cyborgweb.notify import mail_links, sender, subscriptions
 from tests.accelerators.api.own.conftest import Ask, get_error_message, get_results
 from tests.accelerators.api.own.conftest import ask as ask  # noqa: PLC0414
-from tests.cyborgweb.notify.conftest import OLGA, Subscribe
+from tests.cyborgweb.notify.conftest import OLGA, Subscribe, make_retries_due
 from tests.cyborgweb.notify.test_mail import smtp as smtp  # noqa: PLC0414
 from tests.support.smtp import SmtpServer
 
@@ -107,6 +107,56 @@ def test_every_mail_has_a_link_that_ends_it_and_only_a_new_confirmation_resumes_
     subscriptions.resend_confirmation(row.pk, OLGA)
 
 
+def test_the_owner_cannot_undo_the_end_of_mails_with_another_subscription_to_the_same_address(
+    anonymous: Client, subscribe: Subscribe
+) -> None:
+    row, silent = subscribe("email", target="victim@example.org"), subscribe("email", target="victim@example.org")
+    Subscription.objects.filter(pk=silent.pk).update(target="victim@Example.ORG")
+    elsewhere = subscribe("email", target="victim@example.org", personal=True)
+    other = subscribe("email", target="other@example.org")
+    link = mail_links.build_link(mail_links.LinkAction.END, str(row.uuid), row.target).removeprefix(BASE)
+    assert b"before you confirm it again" in anonymous.post(link).content
+    assert create_mails("victim@example.org").is_unconfirmed
+    assert subscriptions.edit(other.pk, {"target": "victim@example.org"}, OLGA).is_unconfirmed
+    silent.refresh_from_db()
+    elsewhere.refresh_from_db()
+    assert (silent.standing, silent.is_unconfirmed, elsewhere.is_unconfirmed) == ("active", True, False)
+    event = Event.objects.get(action="subscription.unconfirmed")
+    assert (event.actor, event.changes) == ("victim@Example.ORG", {"confirmed": [True, False]})
+
+
+def test_a_request_to_confirm_waits_while_the_sending_process_lacks_the_public_address(
+    smtp: SmtpServer, settings: Any
+) -> None:
+    row, keys = create_mails(), settings.KEYS
+    settings.KEYS = replace(keys, public_url="")
+    sender.run_mails()
+    row.refresh_from_db()
+    assert not smtp.accepted and "CYBORG_PUBLIC_URL" in row.last_error
+    assert row.deliveries.get().progress == "waiting"
+    make_retries_due()
+    settings.KEYS = keys
+    sender.run_mails()
+    assert find_link(smtp.accepted[0], "confirm")
+
+
+def test_an_address_that_the_former_release_stored_with_capitals_works_with_links_and_edits(
+    smtp: SmtpServer, anonymous: Client, subscribe: Subscribe
+) -> None:
+    row = subscribe("email", target="ops@example.com")
+    Subscription.objects.filter(pk=row.pk).update(target="ops@Example.COM")
+    assert not create_mails("ops@example.com").is_unconfirmed, "the owner has proven it"
+    for target in ("ops@Example.COM", "ops@EXAMPLE.com"):
+        assert not subscriptions.edit(row.pk, {"name": target, "target": target}, OLGA).is_unconfirmed
+        Subscription.objects.filter(pk=row.pk).update(target="ops@Example.COM")
+    assert not ConfirmationRequest.objects.exists()
+    row.deliveries.create(kind="request.bound", event=1)
+    sender.run_mails()
+    assert b"No more mails" in anonymous.post(find_link(smtp.accepted[0], "end")).content
+    row.refresh_from_db()
+    assert (row.standing, row.is_unconfirmed) == ("off", True)
+
+
 def test_a_link_serves_one_purpose_one_address_and_expires(
     anonymous: Client, monkeypatch: pytest.MonkeyPatch, settings: Any
 ) -> None:
@@ -138,17 +188,24 @@ def test_a_link_serves_one_purpose_one_address_and_expires(
     assert not Subscription.objects.filter(target="third@example.org").exists()
 
 
-def test_the_links_change_nothing_while_everything_is_read_only(anonymous: Client, subscribe: Subscribe) -> None:
-    row = subscribe("email", target="colleague@example.org")
-    link = mail_links.build_link(mail_links.LinkAction.END, str(row.uuid), row.target).removeprefix(BASE)
-    read_only.switch_read_only(True, OLGA, "", subscriptions.EventSource.PERSON)
+def test_while_everything_is_read_only_mails_can_be_ended_but_not_confirmed(
+    anonymous: Client, subscribe: Subscribe
+) -> None:
+    row, new = subscribe("email", target="colleague@example.org"), create_mails("new@example.org")
+    end = mail_links.build_link(mail_links.LinkAction.END, str(row.uuid), row.target).removeprefix(BASE)
+    confirm = mail_links.build_link(mail_links.LinkAction.CONFIRM, str(new.uuid), new.target).removeprefix(BASE)
+    read_only.switch_read_only(True, OLGA, "the secret reason", subscriptions.EventSource.PERSON)
     read_only._drop_cached(None)
     try:
-        assert anonymous.post(link).status_code == 503
-        row.refresh_from_db()
-        assert row.standing == "active"
+        answer = anonymous.post(confirm)
+        assert (answer.status_code, answer["Retry-After"]) == (503, "30") and b"Try again later" in answer.content
+        assert b"olga" not in answer.content and b"secret reason" not in answer.content
+        assert b"No more mails" in anonymous.post(end).content
     finally:
         read_only._drop_cached(None)
+    row.refresh_from_db()
+    new.refresh_from_db()
+    assert (row.standing, new.is_unconfirmed) == ("off", True)
 
 
 def test_requests_to_confirm_are_limited_by_mailbox_and_by_user() -> None:
@@ -178,6 +235,18 @@ def test_requests_to_confirm_are_limited_by_mailbox_and_by_user() -> None:
         create_mails(f"n{number}@example.org")
     with pytest.raises(RefusedError, match="your requests is 10"):
         create_mails("n10@example.org")
+
+
+def test_one_project_cannot_use_up_the_requests_of_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    for number in range(3):
+        create_mails(f"victim+{number}@example.org")
+    with pytest.raises(RefusedError, match="3 requests to confirm in 1 day"):
+        create_mails("victim@example.org")
+    members = [replace(OLGA, user_id=str(number), project_id=f"p{number}") for number in (2, 3)]
+    subscriptions.create(MAILS | {"target": "victim@example.org"}, members[0])
+    monkeypatch.setattr(subscriptions, "MAX_ASKED_BY_ALL_IN_MONTH", 4)
+    with pytest.raises(RefusedError, match="4 requests to confirm in 30 days"):
+        subscriptions.create(MAILS | {"target": "victim@example.org"}, members[1])
 
 
 def test_an_address_that_the_owner_has_proven_is_not_confirmed_again(subscribe: Subscribe) -> None:

@@ -74,6 +74,26 @@ def test_an_unconfirmed_address_gets_no_messages(subscribe: Subscribe) -> None:
     assert list_kinds(confirmed) == ["device.ready"] and list_kinds(waiting) == []
 
 
+def test_of_what_the_former_release_inserts_during_the_upgrade_only_mail_waits_for_confirmation(
+    subscribe: Subscribe,
+) -> None:
+    known = {"id", "uuid", "confirmed_at"}
+    columns = ", ".join(field.column for field in Subscription._meta.fields if field.column not in known)
+    subscribe("email", target="a@example.org")
+    subscribe("webhook", target="https://example.org/")
+    subscribe()
+    with connection.cursor() as cursor:
+        cursor.execute(
+            f"INSERT INTO cyborgweb_subscription (uuid, {columns})"
+            f" SELECT gen_random_uuid(), {columns} FROM cyborgweb_subscription ORDER BY id"
+        )
+    mails, hook, inbox = Subscription.objects.order_by("id")[3:]
+    create_ready_device()
+    fanout.run()
+    assert mails.is_unconfirmed
+    assert (list_kinds(mails), list_kinds(hook), list_kinds(inbox)) == ([], ["device.ready"], ["device.ready"])
+
+
 def test_events_are_delivered_to_matching_subscriptions_only(subscribe: Subscribe) -> None:
     cloud = subscribe(name="all")
     here = subscribe(name="here", host="cmp?")

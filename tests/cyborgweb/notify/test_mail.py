@@ -100,6 +100,28 @@ def test_an_address_that_is_not_plain_is_refused_in_the_configuration_and_for_us
     assert user.email == "t@b.org"
 
 
+def test_what_has_a_stored_address_that_is_not_plain_can_be_switched_off(subscribe: Subscribe, client: Client) -> None:
+    client.force_login(User.objects.create(username="vera", is_staff=True, is_superuser=True))
+    user = User.objects.create(username="tim", email="admin@corp")
+    page = f"/admin/auth/user/{user.pk}/change/"
+    form = {"username": "tim", "date_joined_0": "2026-01-01", "date_joined_1": "00:00:00"}
+    assert b"no e-mail address" in client.post(page, form | {"email": "other@corp"}).content
+    assert client.post(page, form | {"email": "admin@corp"}).status_code == 302
+    user.refresh_from_db()
+    assert (user.is_active, user.email) == (False, "admin@corp")
+    by_api, by_console = subscribe("email", target="a@b.org"), subscribe("email", target="a@b.org")
+    Subscription.objects.update(target="admin@corp")
+    assert subscriptions.edit(by_api.pk, {"standing": "off"}, OLGA).standing == "off"
+    page = f"/admin/cyborgweb/subscription/{by_console.pk}/change/"
+    values = {"name": "mine", "kinds": "request.bound", "scope": "cloud", "target": "admin@corp", "standing": "off"}
+    answer = client.post(page, values)
+    by_console.refresh_from_db()
+    assert (answer.status_code, by_console.standing, by_console.target) == (302, "off", "admin@corp")
+    for changes in ({"standing": "active"}, {"target": "other@corp"}):
+        with pytest.raises(RefusedError, match="no e-mail address"):
+            subscriptions.edit(by_api.pk, changes, OLGA)
+
+
 def test_a_stored_address_that_is_not_plain_costs_only_its_own_mail(subscribe: Subscribe, smtp: SmtpServer) -> None:
     bad, *_ = subscribe_mails(subscribe, "bad", "good", "other")
     Subscription.objects.filter(pk=bad.pk).update(target=HEADER_AS_ADDRESS)
@@ -126,6 +148,8 @@ def test_a_stored_address_outside_the_domains_gets_no_mail(
     [
         ("RCPT", "550 5.1.1 no such user at 10.0.0.7", "given up", "The mail server refused this address (550 5.1.1)."),
         ("RCPT", "451 4.7.1 greylisted", "waiting", "The mail server does not accept this address now (451 4.7.1)."),
+        ("RCPT", "550 5.1.1 no user at relay.corp", "given up", "The mail server refused this address (550 5.1.1)."),
+        ("RCPT", "550 5.7.133 members only", "waiting", "The mail server refused this address (550 5.7.133)."),
         ("DATA", "554 no", "given up", "The mail server refused the mail (554)."),
         (".", "554 5.7.1 spam", "given up", "The mail server refused the mail (554 5.7.1)."),
         (".", "452 full", "waiting", "The mail server does not accept the mail now (452)."),
@@ -232,8 +256,34 @@ def test_a_mail_server_that_loses_every_connection_is_left_alone_for_a_while(
     smtp.answer = lambda verb, *_: "closes" if verb == "." else ""
     for _ in range(3):
         sender.run_mails()
-    assert smtp.connections == sender.MAX_LOST_CONNECTIONS == MailServer.objects.get().failures
-    assert sum(attempts for _, _, attempts in list_states()) == sender.MAX_LOST_CONNECTIONS
+    assert smtp.connections == sender.MAX_SERVER_FAULTS == MailServer.objects.get().failures
+    assert sum(attempts for _, _, attempts in list_states()) == sender.MAX_SERVER_FAULTS
+
+
+@pytest.mark.parametrize(
+    "answer",
+    ["554 5.7.1 Relay access denied", "550 relay not permitted", "553 not in my list of allowed rcpthosts (#5.7.1)"],
+)
+def test_L3_a_relay_that_denies_everybody_for_an_hour_loses_no_mail(
+    subscribe: Subscribe, smtp: SmtpServer, answer: str
+) -> None:
+    subscribe_mails(subscribe, *"abcdef")
+    smtp.answer = lambda verb, *_: answer if verb == "RCPT" else ""
+    for _ in range(2):
+        sender.run_mails()
+    assert smtp.connections == sender.MAX_SERVER_FAULTS == MailServer.objects.get().failures
+    for _ in range(5):  # the pauses of one mail allow at most six attempts in an hour
+        MailServer.objects.update(retry_at=PAST_TIME)
+        make_retries_due()
+        sender.run_mails()
+    assert {progress for _, progress, _ in list_states()} == {"waiting"}
+    assert {row.standing for row in Subscription.objects.all()} == {"active"}
+    MailServer.objects.update(retry_at=PAST_TIME)
+    make_retries_due()
+    smtp.answer = lambda *_: ""
+    sender.run_mails()
+    assert {progress for _, progress, _ in list_states()} == {"delivered"}
+    assert MailServer.objects.get().failures == 0
 
 
 def test_a_kill_between_acceptance_and_storing_repeats_at_most_that_mail(

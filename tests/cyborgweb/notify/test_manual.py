@@ -48,7 +48,7 @@ def test_the_figures_in_the_manual_equal_the_constants_of_the_code() -> None:
     assert (sender.MAX_WAIT_S, sender.PAUSE_AFTER_S, sender.RETENTION_S) == (3 * 86_400, 3 * 86_400, 30 * 86_400)
     assert (mail.CONNECT_TIMEOUT_S, mail.MAIL_TIMEOUT_S) == (10, 20)
     assert (sender.MAIL_SERVER_RETRY_S, sender.MAX_MAIL_SERVER_RETRY_S) == (30, 600)
-    assert (sender.MAX_LOST_CONNECTIONS, sender.MAX_REFUSED_MAILS) == (3, 5)
+    assert (sender.MAX_SERVER_FAULTS, sender.MAX_REFUSED_MAILS) == (3, 5)
     assert (
         sender.MAX_WEBHOOKS_PER_HOST,
         sender.MAX_WEBHOOKS_PER_PROJECT,
