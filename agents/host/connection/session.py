@@ -326,6 +326,6 @@ async def receive_message(socket: ClientConnection) -> wire.FromGateway | wire.U
     try:
         return wire.decode_from_gateway(await socket.recv())
     except ConnectionClosed as error:
-        frame = error.rcvd
+        frame = error.rcvd or error.sent  # the latter if this end closed it, because a ping was not answered
         close_reason = f" ({frame.code} {frame.reason})".replace(" )", ")") if frame else ""
         raise ConnectionLostError(f"the connection was closed{close_reason}") from None
