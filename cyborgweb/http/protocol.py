@@ -45,6 +45,8 @@ class HttpProtocol(HttpToolsProtocol):
         """Bytes of the present request's headers that have arrived, without the first segment."""
         self._header_sizes: list[int] = []
         """Sizes of the complete headers of the present request."""
+        self._has_begun = False
+        """Whether a request has begun in the present segment."""
         self._body_bytes = self._framing_bytes = 0
         """Bytes of the present request's body, and of what came after its headers and is no body."""
 
@@ -82,7 +84,7 @@ class HttpProtocol(HttpToolsProtocol):
         """
         if self.timeout_keep_alive_task is not None:
             self._start_read_deadline(self.limits.header_s)
-        was_in_headers, body_bytes = self._is_in_headers, self._body_bytes
+        was_in_headers, body_bytes, self._has_begun = self._is_in_headers, self._body_bytes, False
         super().data_received(data)
         if self.transport.is_closing():
             return
@@ -90,15 +92,15 @@ class HttpProtocol(HttpToolsProtocol):
             self._header_bytes += len(data)
             if self._header_bytes > MAX_HEADER_BYTES:
                 self._refuse(431, "The headers of the request are too large.")
-        elif not was_in_headers and not self._is_in_headers:
-            self._framing_bytes += max(0, len(data) - (self._body_bytes - body_bytes))
+        elif not was_in_headers and not self._has_begun:
+            self._framing_bytes += len(data) - (self._body_bytes - body_bytes)
             if self._framing_bytes > MAX_HEADER_BYTES + MAX_CHUNK_OVERHEAD * self._body_bytes:
                 self._refuse(431, "The trailers of the request are too large.")
 
     def on_message_begin(self) -> None:
         """Begin a request."""
         super().on_message_begin()
-        self._is_in_headers, self._header_bytes = True, 0
+        self._is_in_headers, self._header_bytes, self._has_begun = True, 0, True
         self._header_sizes.clear()
         self._body_bytes = self._framing_bytes = 0
 

@@ -206,6 +206,19 @@ def test_trailers_without_end_are_refused_before_they_fill_the_memory(server: Se
     assert sent < 100_000_000
 
 
+@pytest.mark.parametrize("size", [200_000, 900_000])
+def test_a_connection_is_kept_after_a_large_body(server: Server, size: int) -> None:
+    server.start()
+    connection = server.connect()
+    for body in (b"x" * size, b"", b"x" * size, b"y"):
+        connection.sendall(b"POST /v2/x HTTP/1.1\r\nHost: a\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body))
+        answer = b""
+        while b"%d" % len(body) not in answer.partition(b"\r\n\r\n")[2] or not answer.endswith(b"0\r\n\r\n"):
+            part = connection.recv(65_536)
+            assert part and b"431" not in answer, answer
+            answer += part
+
+
 def test_a_body_in_chunks_of_one_byte_is_read(server: Server) -> None:
     server.start()
     head = b"POST /v2/x HTTP/1.1\r\nHost: a\r\nConnection: close\r\nTransfer-Encoding: chunked\r\n\r\n"
