@@ -21,7 +21,7 @@ class AnnouncementFile:
     """Reads the file of announcements. Without an announcement key there are none."""
 
     def __init__(self, public_key: str, path: Path) -> None:
-        self._public_key, self._path = public_key, path
+        self.public_key, self._path = public_key, path
         self._message: wire.Certificates | None = None
         self._version: tuple[int, ...] = ()
         self._next_check_at = 0.0
@@ -33,7 +33,7 @@ class AnnouncementFile:
 
         If the file becomes unreadable, the announcements that were read last stay, and an error is logged once.
         """
-        if self._public_key and (now := time.monotonic()) >= self._next_check_at:
+        if self.public_key and (now := time.monotonic()) >= self._next_check_at:
             self._next_check_at = now + CHECK_INTERVAL_S
             if (version := self._read_version()) != self._version or self._message is None:
                 self._version = version
@@ -51,18 +51,18 @@ class AnnouncementFile:
     def _load(self) -> None:
         """Read the file. If it cannot be used, log that; then the former announcements stay."""
         try:
-            announcements = read_announcements(self._public_key, self._path)
-            own = certificates.PinnedCertificates(self.own_fingerprint, self._public_key, announcements)
+            announcements = read_announcements(self.public_key, self._path)
+            own = certificates.PinnedCertificates(self.own_fingerprint, self.public_key, announcements)
             if self.own_fingerprint not in own.list_accepted(time.time()):
                 raise certificates.AnnouncementError(
                     f"by {self._path} agents would refuse the present certificate, because its time is over:"
                     " install the announced one first, or sign an announcement with a later end (was the clock right"
                     " where this one was signed?)"
                 )
-            self._message = wire.Certificates(self._public_key, announcements)
+            self._message = wire.Certificates(self.public_key, announcements)
         except AgentsError as error:
             log.error("announcements of certificates cannot be used: %s", error)
-            self._message = self._message or wire.Certificates(self._public_key)
+            self._message = self._message or wire.Certificates(self.public_key)
 
 
 def read_announcements(public_key: str, path: Path) -> tuple[wire.CertificateAnnouncement, ...]:

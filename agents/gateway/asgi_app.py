@@ -399,7 +399,8 @@ class AgentGateway:
                 metrics.event_counts["beats"] += 1
                 self.leases.note_heartbeat(session.identity.host_id, session.epoch)
                 await send_text(session, f'{{"type":"Ack","seq":{message.seq},"of":"Beat"}}')
-                await self._send_new_announcements(session)
+                if self.announcements.public_key:
+                    await self._send_new_announcements(session)
             elif type(message) is wire.Report:
                 epoch_seq, content_hash, urgent = (message.epoch, message.seq), message.hash, message.urgent
                 # Decoded it takes five times the memory of its text: do not keep it while waiting for the commit.

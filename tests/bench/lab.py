@@ -48,6 +48,8 @@ class Lab:
         for name in [n for n in os.environ if n.startswith("CYBORG_") and n != "CYBORG_PG_BIN"]:
             del os.environ[name]
         os.environ |= {"CYBORG_STATE_DIR": str(self.home), "DJANGO_SETTINGS_MODULE": "cyborgweb.settings.base"}
+        # A few agents stand for thousands here: a host's share of reports would be all that is measured.
+        os.environ |= {"CYBORG_HOST_REPORTS_PER_S": "100000", "CYBORG_HOST_REPORT_BYTES_PER_S": str(2**30)}
         return self
 
     def __exit__(self, *_: object) -> None:

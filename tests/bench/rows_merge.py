@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from time import perf_counter, process_time
 
 from django.db import connection, transaction
@@ -78,12 +77,11 @@ def rows(size: Size, progress: Callable[[str], None]) -> list[Row]:
 
 
 def _spool_reports(ids: list[int]) -> None:
-    now = datetime.now(UTC)
     with transaction.atomic(), connection.cursor() as cursor, cursor.copy(COPY_TO_SPOOL) as copy:
         copy.set_types(COPY_TYPES)
         for number, host in enumerate(ids):
             parts = messages.report_parts(messages.devices(DEVICES, messages.host_name(number)))
-            copy.write_row((host, 1, number + 1, now, messages.report(parts, number + 1), False))
+            copy.write_row((host, 1, number + 1, messages.report(parts, number + 1), False))
     with connection.cursor() as cursor:
         cursor.execute("ANALYZE spool")
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from time import perf_counter, process_time
 from typing import Any
 
@@ -25,7 +24,7 @@ from tests.bench.statements import collect_statements
 DEVICES = 10
 UNCHANGED = "ab" * 20
 UNREAD = "a socket that reads nothing"
-PLAIN_COPY = "COPY spool (host_id, epoch, seq, received_at, payload, urgent) FROM STDIN"
+PLAIN_COPY = "COPY spool (host_id, epoch, seq, payload, urgent) FROM STDIN"
 TIMERS = re.compile(
     r"SELECT 1(?: FROM spool LIMIT 1)?$|SELECT host_id, public_key, barred,|SELECT h\.id FROM accelerators_host h\s"
     r"|SET lock_timeout"
@@ -200,10 +199,7 @@ def _measure_copy(write: Write, batch: int, seconds: float) -> Turn:
     with pin_to_cores(SERVER_CORE), psycopg.connect(**wanted) as link:
         began, cpu = perf_counter(), process_time()
         while perf_counter() - began < seconds:
-            now = datetime.now(UTC)
-            rows = [
-                (number, 1, seq + number, now, messages.report(parts, seq + number), False) for number in range(batch)
-            ]
+            rows = [(number, 1, seq + number, messages.report(parts, seq + number), False) for number in range(batch)]
             with link.cursor() as cursor:
                 write(cursor, rows)
             link.commit()
