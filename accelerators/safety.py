@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Collection, Hashable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
+from uuid import UUID
 
 from django.db.models import F, Func, IntegerField, QuerySet, TextField, Value
 from django.db.models.expressions import RawSQL
@@ -178,7 +179,7 @@ def _find_own_holders(devices: Collection[int]) -> dict[int, dict[str, HolderChe
     requests: dict[int, list[str]] = {pk: [] for pk in devices}
     releases: dict[int, list[str]] = {pk: [] for pk in devices}
     for pk, uuid, instance in query_requests_of_devices(devices, "uuid", "instance_uuid") if devices else ():
-        requests[pk].append(f"request {uuid} of instance {instance}")
+        requests[pk].append(_describe_request(uuid, instance))
     for pk, release in find_releases_of_devices(devices) if devices else ():
         releases[pk].append(f"a guest, perhaps: {release.description}")
     return {
@@ -202,7 +203,12 @@ def find_requests_of_device(device: Device) -> tuple[str, ...]:
     Reads rows without locking them.
     """
     rows = query_requests_of_devices([device.pk], "uuid", "instance_uuid")[:MAX_HOLDERS_NAMED]
-    return tuple(f"request {uuid} of instance {instance}" for _, uuid, instance in rows)
+    return tuple(_describe_request(uuid, instance) for _, uuid, instance in rows)
+
+
+def _describe_request(uuid: UUID, instance: UUID | None) -> str:
+    """Return a request as a refusal names it."""
+    return f"request {uuid} of instance {instance}"
 
 
 def find_releases_of_devices(devices: Collection[int]) -> list[tuple[int, ReleasedHandle]]:

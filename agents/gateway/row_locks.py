@@ -85,11 +85,8 @@ def write_unless_locked(items: list[ItemT], write: Callable[[list[ItemT]], objec
         if timeout_count >= MAX_LOCK_TIMEOUTS:
             unwritten.untried.extend(part)
             continue
-        written = False
         with suppressing_lock_timeouts():
             write(part)
-            written = True
-        if written:
             continue
         timeout_count += 1
         middle = len(part) // 2

@@ -350,15 +350,13 @@ class DatabaseWriter(threading.Thread):
         """Store reports and resolve their futures; return the reports that cannot be stored now, because a table is
         locked. Raise if the database is down."""
         assert self._loop
-        if reports:
-            try:
-                results = _process_isolating_errors(self._store_reports, reports, _error_for_unserved)
-            except (OperationalError, psycopg.OperationalError) as error:
-                if not is_lock_timeout(error):
-                    raise
-                return reports
+        if not reports:
+            return []
+        with suppressing_lock_timeouts():
+            results = _process_isolating_errors(self._store_reports, reports, _error_for_unserved)
             self._loop.call_soon_threadsafe(_resolve_futures, results)
-        return []
+            return []
+        return reports
 
     def _identify_agents(self, jobs: list[AdmitJob]) -> None:
         """Look up all connecting agents in one statement; enrol those with a token, and store changed node names.

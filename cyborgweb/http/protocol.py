@@ -43,8 +43,8 @@ class HttpProtocol(HttpToolsProtocol):
         self._is_in_headers = False
         self._header_bytes = 0
         """Bytes of the present request's headers that have arrived, without the first segment."""
-        self._header_sizes: list[int] = []
-        """Sizes of the complete headers of the present request."""
+        self._parsed_header_bytes = 0
+        """Bytes of the present request's headers that are complete."""
         self._has_begun = False
         """Whether a request has begun in the present segment."""
         self._body_bytes = self._framing_bytes = 0
@@ -101,7 +101,7 @@ class HttpProtocol(HttpToolsProtocol):
         """Begin a request."""
         super().on_message_begin()
         self._is_in_headers, self._header_bytes, self._has_begun = True, 0, True
-        self._header_sizes.clear()
+        self._parsed_header_bytes = 0
         self._body_bytes = self._framing_bytes = 0
 
     def on_header(self, name: bytes, value: bytes) -> None:
@@ -110,8 +110,8 @@ class HttpProtocol(HttpToolsProtocol):
         """
         if not self._is_in_headers or self.transport.is_closing():
             return
-        self._header_sizes.append(len(name) + len(value))
-        if len(self._header_sizes) > MAX_HEADERS or sum(self._header_sizes) > MAX_HEADER_BYTES:
+        self._parsed_header_bytes += len(name) + len(value)
+        if len(self.headers) >= MAX_HEADERS or self._parsed_header_bytes > MAX_HEADER_BYTES:
             self._refuse(431, "The request has too many headers.")
         else:
             super().on_header(name, value)

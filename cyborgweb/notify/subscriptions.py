@@ -287,8 +287,7 @@ def end_mails(uuid: str, address: str) -> str:
         row.standing, row.confirmed_at, row.last_error = SubscriptionStanding.OFF, None, ENDED
         row.updated_at = database_clock.now()
         row.save(update_fields=["standing", "confirmed_at", "last_error", "updated_at"])
-        waiting = row.deliveries.filter(progress=DeliveryProgress.WAITING)
-        waiting.update(progress=DeliveryProgress.GIVEN_UP, last_error=ENDED)
+        _give_up_waiting(row.deliveries.all(), ENDED)
         _record_recipient_event("ended", row, changes)
         for other in others:
             if not other.is_unconfirmed:
@@ -362,8 +361,13 @@ def _ask_recipient(row: Subscription, caller: Caller, source: EventSource) -> No
 
 def _give_up_requests(row: Subscription) -> None:
     """Give up the requests to confirm that are still waiting: a newer one, or the confirmation, replaces them."""
-    requests = row.deliveries.filter(kind=CONFIRMATION_KIND, progress=DeliveryProgress.WAITING)
-    requests.update(progress=DeliveryProgress.GIVEN_UP, last_error="It is not needed any more.")
+    _give_up_waiting(row.deliveries.filter(kind=CONFIRMATION_KIND), "It is not needed any more.")
+
+
+def _give_up_waiting(deliveries: QuerySet[Delivery], reason: str) -> None:
+    """Give up those of the deliveries that are waiting, and store why."""
+    waiting = deliveries.filter(progress=DeliveryProgress.WAITING)
+    waiting.update(progress=DeliveryProgress.GIVEN_UP, last_error=reason)
 
 
 def _lock_mails(uuid: str, address: str) -> tuple[Subscription | None, list[Subscription]]:

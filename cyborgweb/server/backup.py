@@ -26,12 +26,11 @@ from cyborgweb.database import libpq
 from cyborgweb.database.postgres import Postgres, find_client_program
 from cyborgweb.errors import CyborgwebError
 from cyborgweb.server import tls
-from cyborgweb.settings.keys import AUDIT_KEY_FILE, get_keys
+from cyborgweb.settings.keys import ANNOUNCEMENTS_FILE, AUDIT_KEY_FILE, get_keys
 from drivers.files import sync_directory, write_private
 
 DUMP_FILE, DESCRIPTION_FILE = "database.dump", "backup.json"
 SECRET_KEY_FILE = "secret-key"
-ANNOUNCEMENTS_FILE = "agent-announcements"
 STATE_FILES = (
     *(SECRET_KEY_FILE, tls.CERTIFICATE_FILE, AUDIT_KEY_FILE),
     *(ANNOUNCEMENTS_FILE, "policy.yaml", "drivers.toml"),

@@ -17,6 +17,9 @@ from drivers.configuration import ConfigurationError, declare_key, load_configur
 
 MAX_BODY_BYTES = 1_048_576
 """The size of a request's body, except of an uploaded image."""
+ANNOUNCEMENTS_FILE = "agent-announcements"
+"""The file in the state directory with the announcements of certificates, unless CYBORG_AGENT_ANNOUNCEMENTS names
+another."""
 AUDIT_KEY_FILE = "audit-key.pem"
 """The file in the state directory with the key that signs seals, unless CYBORG_AUDIT_KEY_FILE names another."""
 
@@ -349,7 +352,7 @@ class Keys:
         return (
             Path(self.agent_announcements).absolute()
             if self.agent_announcements
-            else self.state_path / "agent-announcements"
+            else self.state_path / ANNOUNCEMENTS_FILE
         )
 
     @property

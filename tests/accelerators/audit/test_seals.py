@@ -26,22 +26,9 @@ from accelerators.domain.hash_chain import SealKind
 from accelerators.domain.states import EventSource
 from accelerators.models import Event, Seal
 from tests.support.reports import apply_report, get_or_create_host, make_card, make_driver_report
+from tests.support.seals import create_seals, record_events
 
 pytestmark = pytest.mark.django_db(transaction=True)
-
-
-def record_events(*names: str) -> None:
-    """Record one event with each of these names, in one transaction."""
-    with conductor.writing():
-        conductor.record_events(
-            [conductor.build_event("device.odd", EventSource.SYSTEM, "test", subject=(None, name)) for name in names]
-        )
-
-
-def create_seals(max_events: int = sealing.MAX_EVENTS_PER_SEAL) -> list[Seal]:
-    while sealing.seal_oldest_events(max_events):
-        pass
-    return list(Seal.objects.order_by("number"))
 
 
 @contextmanager

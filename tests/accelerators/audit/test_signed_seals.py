@@ -26,9 +26,9 @@ from accelerators.audit.sealing import SealChain
 from accelerators.audit.signing import AuditKeyError
 from accelerators.domain import hash_chain
 from accelerators.domain.hash_chain import SealKind
-from accelerators.domain.states import EventSource
 from accelerators.models import Event, Seal, Tick
 from accelerators.runtime import database_clock, jobs
+from tests.support.seals import create_seals, record_events
 
 pytestmark = pytest.mark.django_db(transaction=True)
 SEAL_COLUMNS = "number, month, tx, event, events, digest, drops, sealed_at, hash, marks, kind, details, key, signature"
@@ -84,20 +84,6 @@ def write_seal(other: Any, seal: Seal) -> None:
     other.execute("DELETE FROM accelerators_seal WHERE number = %s", [seal.number])
     marks = ", ".join(["%s"] * len(values))
     other.execute(f"INSERT INTO accelerators_seal ({SEAL_COLUMNS}) VALUES ({marks})", values)
-
-
-def record_events(*names: str) -> None:
-    """Record one event with each of these names, in one transaction."""
-    with conductor.writing():
-        conductor.record_events(
-            [conductor.build_event("device.odd", EventSource.SYSTEM, "test", subject=(None, name)) for name in names]
-        )
-
-
-def create_seals(max_events: int = sealing.MAX_EVENTS_PER_SEAL) -> list[Seal]:
-    while sealing.seal_oldest_events(max_events):
-        pass
-    return list(Seal.objects.order_by("number"))
 
 
 def append_forged(kind: SealKind | str, signed: bool, details: str = "", drops: str = "", month: str = "") -> None:
