@@ -1,10 +1,13 @@
 """Django application of the console: registers what it adds to other packages, and prepares the database with each
 `migrate`."""
 
+import logging
 from typing import Any
 
 from django.apps import AppConfig
 from django.db.models.signals import post_migrate, pre_migrate
+
+log = logging.getLogger(__name__)
 
 DEVELOPMENT_MIGRATION = ("accelerators", "0002_events")
 """A migration of the versions before the first release. No release has it."""
@@ -19,6 +22,8 @@ class CyborgwebConfig(AppConfig):
 
     def ready(self) -> None:
         """Register deployment checks, the handlers of `migrate`, jobs, and functions of the console."""
+        from django_q.signals import post_execute_in_worker
+
         from accelerators.runtime.jobs import JOBS, Job
         from accelerators.ui.extensions import DENIAL_REASON, FIELD_SENTENCE, LIST_MEMORY, PAGE_SECTIONS, USER_PROJECT
         from agents.authentication import CONDUCTOR_ADDRESS
@@ -30,6 +35,7 @@ class CyborgwebConfig(AppConfig):
         from cyborgweb.server.tls import choose_agent_address
         from placement_sync.cloud import SERVICE_SESSION
 
+        post_execute_in_worker.connect(_record_slow_neighbours)
         pre_migrate.connect(_refuse_development_database, sender=self)
         post_migrate.connect(_create_role_groups, sender=self)
         JOBS.register("messages", Job("cyborgweb.notify.fanout.run", periodic=True))
@@ -43,6 +49,21 @@ class CyborgwebConfig(AppConfig):
         FIELD_SENTENCE.register("manual", field_sentence)
         SERVICE_SESSION.register("keystone", keystone.service_session)
         CONDUCTOR_ADDRESS.register("tls", choose_agent_address)
+
+
+def _record_slow_neighbours(**signal_arguments: Any) -> None:
+    """Record, after each task of a worker, which neighbours its calls have found slow.
+
+    If the database fails, this is only logged: the counts are kept, and the next task records them.
+    """
+    from django.db import Error
+
+    from accelerators import slow_neighbours
+
+    try:
+        slow_neighbours.record()
+    except Error as error:
+        log.warning("Slow neighbours cannot be recorded now: %s", type(error).__name__)
 
 
 def _refuse_development_database(using: str, **about: Any) -> None:

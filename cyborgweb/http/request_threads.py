@@ -20,6 +20,7 @@ from typing import Any
 from cyborgweb.http.bodies import BodyReader, has_body
 from cyborgweb.http.deadlines import ClientLimits, make_client_limits
 from cyborgweb.http.refusals import ClientDisconnectedError, RefusedRequestError, build_refusal
+from cyborgweb.http.slow_clients import note_slow_client
 from cyborgweb.monitoring.served import busy_refusals
 
 REFUSAL_DRAIN_S = 2.0
@@ -102,6 +103,8 @@ class RequestThreads:
         except RefusedRequestError as refused:
             if refused.status == 503:
                 busy_refusals.inc()
+            elif refused.status == 408:
+                note_slow_client(scope.get("client"))
             await send_refusal(scope, receive, send, refused)
             return
         if answer.body is not None:

@@ -9,10 +9,13 @@ from typing import Any
 import msgspec
 from django.db import connection
 
+from accelerators import slow_neighbours
 from accelerators.admin.events_and_intents import STUCK_AFTER
 
 NEAR_DEADLINE_S = 10
 """Seconds before its deadline from which a bind counts as close to failing."""
+MAX_SLOW_NEIGHBOURS = 30
+"""The number of slow neighbours that are listed."""
 SELECT_BACKLOG = """
 SELECT json_build_object(
   'spool', (SELECT count(*) FROM spool), 'spool_oldest', (SELECT min(received_at) FROM spool),
@@ -41,12 +44,16 @@ SELECT json_build_object(
   'unconfirmed', (SELECT count(*) FROM accelerators_releasedhandle w
     JOIN accelerators_attachhandle t ON t.id = w.handle_id WHERE w.ask_until IS NULL AND t.attach_type = 'PCI'),
   'mail_error', coalesce((SELECT last_error FROM cyborgweb_mailserver WHERE retry_at > now()), ''),
+  'slow_neighbours', (SELECT coalesce(json_agg(json_build_array(subject_name, reason)), '[]') FROM (
+    SELECT DISTINCT ON (subject_name) subject_name, reason FROM accelerators_event
+    WHERE host = %(neighbours)s AND at > now() - make_interval(secs => %(shown)s)
+    ORDER BY subject_name, at DESC LIMIT %(most)s) s),
   'intents', (SELECT coalesce(json_object_agg(kind, i), '{}') FROM (
     SELECT kind, count(*) AS number, count(*) FILTER (WHERE attempts >= %(stuck)s) AS stuck, min(created_at) AS oldest,
       coalesce((array_agg(last_error ORDER BY attempts DESC) FILTER (WHERE last_error <> ''))[1], '') AS error
     FROM accelerators_intent GROUP BY kind) i))::text
 """
-"""Plain SQL, because it reads sixteen tables in one statement; the dashboard may run at most ten (promise P3)."""
+"""Plain SQL, because it reads seventeen tables in one statement; the dashboard may run at most ten (promise P3)."""
 
 
 @dataclass(frozen=True)
@@ -96,6 +103,8 @@ class Backlog:
     released: int
     unconfirmed: int
     mail_error: str = ""
+    slow_neighbours: list[tuple[str, str]] = field(default_factory=list)
+    """Name of each slow neighbour, and what is slow (`accelerators.slow_neighbours`)."""
     intents: dict[str, IntentBacklog] = field(default_factory=dict)
     devices: list[tuple[str, str, int]] = field(default_factory=list)
     """State, type, and number of devices."""
@@ -119,6 +128,8 @@ class Backlog:
 def read_backlog() -> Backlog:
     """Read how much work is unfinished, and how many devices are unhealthy, in one statement. Nothing is locked."""
     with connection.cursor() as cursor:
-        cursor.execute(SELECT_BACKLOG, {"near": NEAR_DEADLINE_S, "stuck": STUCK_AFTER})
+        parameters = {"near": NEAR_DEADLINE_S, "stuck": STUCK_AFTER, "neighbours": slow_neighbours.NEIGHBOURS}
+        parameters |= {"shown": slow_neighbours.SHOWN_S, "most": MAX_SLOW_NEIGHBOURS}
+        cursor.execute(SELECT_BACKLOG, parameters)
         document: Any = cursor.fetchone()[0]
     return msgspec.json.decode(document, type=Backlog)
