@@ -19,6 +19,7 @@ from typing import Any
 
 from cyborgweb.http.bodies import BodyReader, has_body
 from cyborgweb.http.deadlines import ClientLimits, make_client_limits
+from cyborgweb.http.fair_queue import FairQueue, HttpCaller, find_caller
 from cyborgweb.http.refusals import ClientDisconnectedError, RefusedRequestError, build_refusal
 from cyborgweb.http.slow_clients import note_slow_client
 from cyborgweb.monitoring.served import busy_refusals
@@ -62,8 +63,9 @@ def _refuse_write(data: bytes) -> None:
 
 
 class RequestThreads:
-    """Runs a WSGI application on `threads` threads. At most `queue` further requests wait for a thread; all others get
-    503 at once.
+    """Runs a WSGI application on `threads` threads. At most `queue` further requests wait for a thread; others get 503.
+
+    Callers take turns (`FairQueue`): one with many requests delays mostly itself.
 
     `bodies` reads the bodies; several instances can share one, so that they have one limit of bytes together.
     """
@@ -78,10 +80,14 @@ class RequestThreads:
     ) -> None:
         self._application = application
         self._executor = ThreadPoolExecutor(threads, thread_name_prefix="request")
-        self._max_requests = threads + queue
+        self._queue = FairQueue(threads, queue)
         self._limits = limits or make_client_limits()
         self._bodies = bodies or BodyReader(self._limits.body_s, self._limits.body_buffer_bytes)
-        self.active_requests = 0
+
+    @property
+    def active_requests(self) -> int:
+        """The number of requests that run or wait for a thread."""
+        return self._queue.active
 
     async def __call__(self, scope: Any, receive: Any, send: Any, streams_body: bool = False) -> None:
         """Read the body, run the request on a thread, and send the answer.
@@ -89,14 +95,14 @@ class RequestThreads:
         With `streams_body`, the application reads the body while it arrives. Answers 503 if `threads` + `queue`
         requests are under way, or too many bytes of bodies are in memory; 408 and 413 for bodies.
         """
+        caller = find_caller(scope)
         try:
-            self._check_queue(is_body_complete=not has_body(scope))
+            self._check_queue(caller, is_body_complete=not has_body(scope))
             if streams_body:
                 arriving = io.BufferedReader(_ArrivingBody(receive, self._limits.body_s), STREAM_BUFFER_BYTES)
                 answer = await self._run_on_thread(scope, arriving, send)
             else:
                 async with self._bodies.read(scope, receive) as body:
-                    self._check_queue(is_body_complete=True)
                     answer = await self._run_on_thread(scope, io.BytesIO(body), send, len(body))
         except ClientDisconnectedError:
             return
@@ -111,9 +117,9 @@ class RequestThreads:
             await send({"type": "http.response.start", "status": answer.status, "headers": answer.headers})
             await send({"type": "http.response.body", "body": answer.body})
 
-    def _check_queue(self, is_body_complete: bool) -> None:
-        """Raise RefusedRequestError 503 if no further request may wait for a thread."""
-        if self.active_requests >= self._max_requests:
+    def _check_queue(self, caller: HttpCaller, is_body_complete: bool) -> None:
+        """Raise RefusedRequestError 503 if no further request of this caller may wait for a thread."""
+        if not self._queue.has_place(caller):
             raise RefusedRequestError(503, is_body_complete)
 
     async def _run_on_thread(self, scope: Any, body: Any, send: Any, body_bytes: int | None = None) -> Answer:
@@ -134,12 +140,9 @@ class RequestThreads:
             """Run `send_in_time` on the event loop and wait for it."""
             asyncio.run_coroutine_threadsafe(send_in_time(message), loop).result()
 
-        self.active_requests += 1
-        try:
-            run = contextvars.copy_context().run
+        run = contextvars.copy_context().run
+        async with self._queue.wait_for_thread(find_caller(scope), is_body_complete=body_bytes is not None):
             return await loop.run_in_executor(self._executor, run, self._run, environ, send_from_thread)
-        finally:
-            self.active_requests -= 1
 
     def _run(self, environ: dict[str, Any], send: Callable[[dict[str, Any]], None]) -> Answer:
         """Call the application. Return its answer with the body, or send a streamed one while it is made."""

@@ -128,7 +128,11 @@ class Backlog:
 def read_backlog() -> Backlog:
     """Read how much work is unfinished, and how many devices are unhealthy, in one statement. Nothing is locked."""
     with connection.cursor() as cursor:
-        parameters = {"near": NEAR_DEADLINE_S, "stuck": STUCK_AFTER, "neighbours": slow_neighbours.NEIGHBOURS}
+        parameters: dict[str, Any] = {
+            "near": NEAR_DEADLINE_S,
+            "stuck": STUCK_AFTER,
+            "neighbours": slow_neighbours.NEIGHBOURS,
+        }
         parameters |= {"shown": slow_neighbours.SHOWN_S, "most": MAX_SLOW_NEIGHBOURS}
         cursor.execute(SELECT_BACKLOG, parameters)
         document: Any = cursor.fetchone()[0]

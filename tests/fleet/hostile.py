@@ -33,7 +33,7 @@ FIRST_KEY = 900_000
 """Number of the key of the first hostile host; the next host has the next one."""
 UNKNOWN_KEY = 999_999
 """Number of a key that nobody has enrolled, with which handshakes are forged."""
-VARIANTS, NEW_DEVICES = 44, 110
+VARIANTS, NEW_DEVICES = 15, 300
 """The number of different reports, and of devices in each, none of which is in another: the product stores fewer."""
 OVERSIZED_BYTES = 1_200_000
 PATIENCE_S = 40.0
@@ -42,7 +42,7 @@ SLOW_READ_S = 20.0
 """How long a slow reader reads one answer."""
 TRICKLE_S, TRICKLE_BYTES = 0.5, 64
 MAX_FORGED_NAMES = 50
-LISTS = ("/v2/devices", "/v2/deployables", "/v2/accelerator_requests", "/api/devices/?limit=1000")
+LISTS = ("/v2/devices", "/v2/deployables", "/v2/accelerator_requests", "/api/accelerators/")
 CRAFTED_ADDRESSES = (
     "=?utf-8?q?=0a?=@example.org",
     '"a\x0bb"@example.org',
@@ -469,7 +469,7 @@ ATTACKS: dict[str, Attack] = {
     "trickle": Attack(HostileNeighbours.trickle_body, 20, 10.0),
     "chunks": Attack(HostileNeighbours.send_chunks, 2, 5.0),
     "slow readers": Attack(HostileNeighbours.read_slowly, 10, 5.0),
-    "list": Attack(HostileNeighbours.list_everything, 6, 20.0),
+    "list": Attack(HostileNeighbours.list_everything, 100, 30.0),
     "markers": Attack(HostileNeighbours.try_markers, 1, 2.0),
     "bind": Attack(HostileNeighbours.bind_own, 2, 4.0),
     "subscribe": Attack(HostileNeighbours.subscribe, 1, 2.0),

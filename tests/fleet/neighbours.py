@@ -15,6 +15,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from uuid import uuid4
 
 import requests
 
@@ -51,6 +52,8 @@ INSTANCES_PER_S = 2 * BINDS_PER_S
 SETTLE_S = 2.0
 """Pause between two runs, in which connections are closed and time-outs end."""
 CONSOLE_TRIES_S = 20.0
+OWN_HOST = "controller.example"
+"""The host of the product's own agent."""
 ADMINISTRATOR = "fleet-operator"
 PROFILE = "one"
 HOOK = "hostile-hook"
@@ -102,8 +105,8 @@ def running_beside_neighbours(state: Path, count: int, devices: int, **settings:
             cloud_placement = stack.enter_context(placement.running(cloud_login))
         except environments.Unavailable as error:
             raise MeasurementError(str(error)) from None
-        for number in range(OFFERED_HOSTS):
-            cloud_placement.create_compute_provider(messages.host_name(number))
+        hosts = [OWN_HOST, *HOSTILE_HOSTS, *map(messages.host_name, range(count))]
+        _create_compute_providers(cloud_placement, cloud_login.token("admin"), hosts)
         nova = stack.enter_context(running_nova())
         slow = _start(lab, "slow_neighbours", stack)
         urls = slow.ask(
@@ -130,6 +133,7 @@ def running_beside_neighbours(state: Path, count: int, devices: int, **settings:
         own = cloud_login.environment("service") | {
             "CYBORG_DATABASE_URL": f"postgresql://postgres@/cyborg?host={lab.home}/slow",
             "CYBORG_ENABLED_DRIVERS": "fake_driver",
+            "CYBORG_HOST_NAME": OWN_HOST,
             "CYBORG_PLACEMENT_ENDPOINT": urls["placement"],
             "CYBORG_NOVA_ENDPOINT": urls["nova"],
             "CYBORG_HOST_REPORTS_PER_S": str(defaults.host_reports_per_s),
@@ -141,6 +145,17 @@ def running_beside_neighbours(state: Path, count: int, devices: int, **settings:
             installation = Installation(lab, product, fleet, count, devices, neighbours=neighbours)
             wait_for(lambda: installation.query("SELECT FROM accelerators_device LIMIT 1"), "the first merge")
             yield installation
+
+
+def _create_compute_providers(cloud_placement: placement.Placement, token: str, hosts: list[str]) -> None:
+    """Create the providers of compute hosts, as Nova does."""
+    with requests.Session() as nova:
+        nova.headers.update({"X-Auth-Token": token, "OpenStack-API-Version": "placement 1.39"})
+        for host in hosts:
+            answer = nova.post(
+                f"{cloud_placement.url}/resource_providers", json={"name": host, "uuid": str(uuid4())}, timeout=30
+            )
+            answer.raise_for_status()
 
 
 def _prepare_database() -> tuple[dict[str, str], str]:
@@ -307,14 +322,17 @@ def _describe(totals: dict[str, Any]) -> str:
 
 
 OVERVIEW = "/admin/"
+EVENT_LINK = r"/admin/accelerators/event/\d+/(?:change/)?"
 REFUSALS = "/admin/accelerators/event/?q=agent.refused"
+UNPROVEN_REFUSALS = "/admin/accelerators/event/?q=action:agent.refused+host:(unknown)"
+UNPROVEN_REFUSAL = "the newest event about clients that have proven nothing"
 SUBSCRIPTIONS = "/admin/cyborgweb/subscription/"
 WANTED_NAMES: dict[str, list[tuple[str, str]]] = {
     "the host with too many devices": [(OVERVIEW, REPORTING_HOST), (OVERVIEW, "CYBORG_MAX_DEVICES_PER_HOST")],
     "the host that claims another's provider": [(OVERVIEW, "stealing_driver"), (OVERVIEW, "belongs to host")],
     "the host with oversized frames": [(REFUSALS, OVERSIZED_HOST), (REFUSALS, "too-large")],
     "the host above its share": [(REFUSALS, REPORTING_HOST), (REFUSALS, "throttled")],
-    "the address of forged handshakes": [(REFUSALS, AGENT_ADDRESS)],
+    "the address of forged handshakes": [(UNPROVEN_REFUSAL, AGENT_ADDRESS)],
     "the subscription of the slow receiver": [(SUBSCRIPTIONS, HOOK), (SUBSCRIPTIONS, "failing")],
     "the slow Placement": [(OVERVIEW, "Placement answers slowly")],
     "the slow Nova": [(OVERVIEW, "Nova answers slowly")],
@@ -331,9 +349,10 @@ def look_at_console(installation: Installation) -> dict[str, str]:
         _log_in(installation, browser)
         while True:
             pages = {
-                page: _show_text(_get_page(installation, browser, page))
-                for page in {page for places in WANTED_NAMES.values() for page, _ in places}
+                page: _show_text(_get_page(installation, browser, page)) for page in (OVERVIEW, REFUSALS, SUBSCRIPTIONS)
             }
+            if event := re.search(EVENT_LINK, _get_page(installation, browser, UNPROVEN_REFUSALS)):
+                pages[UNPROVEN_REFUSAL] = _show_text(_get_page(installation, browser, event[0]))
             missing = latencies.find_unnamed(pages, WANTED_NAMES)
             if not missing or time.monotonic() > end:
                 return missing

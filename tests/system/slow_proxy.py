@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-CHUNK = 16_384
+CHUNK = 262_144
 SOCKET_NAME = ".s.PGSQL.5432"
 LOOK_S = 0.02
 
@@ -81,9 +81,9 @@ async def serve_http(proxy: SlowProxy, target: str) -> asyncio.Server:
     there = urlsplit(target)
 
     async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await _connect(proxy, reader, writer, asyncio.open_connection(there.hostname, there.port))
+        await _connect(proxy, reader, writer, asyncio.open_connection(there.hostname, there.port, limit=CHUNK))
 
-    server = await asyncio.start_server(accept, "127.0.0.1", 0)
+    server = await asyncio.start_server(accept, "127.0.0.1", 0, limit=CHUNK)
     proxy.url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}{there.path}"
     return server
 
@@ -93,9 +93,9 @@ async def serve_postgres(proxy: SlowProxy, server: Path, folder: Path) -> asynci
     folder.mkdir(parents=True, exist_ok=True)
 
     async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await _connect(proxy, reader, writer, asyncio.open_unix_connection(str(server / SOCKET_NAME)))
+        await _connect(proxy, reader, writer, asyncio.open_unix_connection(str(server / SOCKET_NAME), limit=CHUNK))
 
-    return await asyncio.start_unix_server(accept, str(folder / SOCKET_NAME))
+    return await asyncio.start_unix_server(accept, str(folder / SOCKET_NAME), limit=CHUNK)
 
 
 @contextmanager
