@@ -43,7 +43,7 @@ FIRST_SHARE = 1 / 16
 its batches took too long."""
 FIRST_DELAY_S, MAX_DELAY_S = 60.0, 3600.0
 """Seconds for which the reports of a host are put aside if one of them alone takes too long; doubled each time."""
-HOST_SHARE, HOST_BURST_S, FREE_BATCH_S = 0.02, 2.0, 0.25
+HOST_SHARE, HOST_BURST_S, FREE_BATCH_S = 0.01, 2.0, 0.25
 """The share of the merge's time that one host may use lastingly, and the seconds that it may use at once. Above it, its
 reports wait, also while no other host reports: a report that arrives during a long batch waits until its end. The first
 FREE_BATCH_S of a batch are not counted, because they are mostly round trips to the database, whatever is merged."""

@@ -267,7 +267,7 @@ def test_X5_an_event_names_a_host_that_uses_more_than_its_share_and_its_report_i
     assert Device.objects.get(host=busy).model == "m2" and Device.objects.filter(host=other).exists()
     assert Spooled.objects.get().host == busy, "an acknowledged report is not lost"
     event = Event.objects.get(action="report.delayed")
-    assert event.host == "cmp1" and "more than 2% of the time" in event.reason
+    assert event.host == "cmp1" and "more than 1% of the time" in event.reason
     monkeypatch.setattr(jobs, "_pace", MergePace())  # The time is over.
     jobs.merge()
     assert Device.objects.get(host=busy).model == "m3"

@@ -19,7 +19,7 @@ from drivers.isolation.process import die_with_parent
 from tests.bench.remote_calls import MeasurementError
 from tests.fleet import verdict
 from tests.fleet.installation import Installation, running_installation
-from tests.fleet.neighbours import DATABASE_DELAY_S, running_beside_neighbours
+from tests.fleet.neighbours import DATABASE_DELAY_S, SHORT_S, SHORT_SETTINGS, running_beside_neighbours
 from tests.fleet.scenarios import LONG_SCENARIOS, NEIGHBOURS, SCENARIOS, ScenarioRun, run_and_judge
 from tests.fleet.view import FleetView
 
@@ -80,6 +80,8 @@ def main() -> int:
     die_with_parent()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(2))
     settings = {"CYBORG_HANDSHAKES": str(arguments.handshakes)}
+    if arguments.scenario == NEIGHBOURS and arguments.hostile < SHORT_S:
+        settings |= SHORT_SETTINGS
     verdicts: dict[str, list[verdict.PromiseLine]] = {}
     with tempfile.TemporaryDirectory(prefix="cyborg-fleet-") as folder:
         try:

@@ -33,7 +33,7 @@ FIRST_KEY = 900_000
 """Number of the key of the first hostile host; the next host has the next one."""
 UNKNOWN_KEY = 999_999
 """Number of a key that nobody has enrolled, with which handshakes are forged."""
-VARIANTS, NEW_DEVICES = 15, 300
+VARIANTS, NEW_DEVICES = 4, 1300
 """The number of different reports, and of devices in each, none of which is in another: the product stores fewer."""
 OVERSIZED_BYTES = 1_200_000
 PATIENCE_S = 40.0
@@ -401,7 +401,8 @@ class HostileNeighbours:
         body: object = None,
         tokens: dict[str, str] | None = None,
     ) -> tuple[int, bytes]:
-        """Send a request on this worker's persistent connection and return the status and the body of the answer."""
+        """Send a request on this worker's persistent connection and return the status and the body of the answer. Raise
+        AnsweredError if the server is busy."""
         at = (kind, worker)
         for is_last in (False, True):
             if at not in self._clients or self._clients[at][1].is_closing() or self._clients[at][0].at_eof():
@@ -414,6 +415,8 @@ class HostileNeighbours:
             try:
                 async with asyncio.timeout(PATIENCE_S):
                     status, answer = await _read_answer(reader)
+                if status == 503:
+                    raise AnsweredError("503")
                 break
             except (OSError, TimeoutError, asyncio.IncompleteReadError):
                 writer.transport.abort()

@@ -75,6 +75,8 @@ class Installation:
     snapshots: list[FleetSnapshot] = field(default_factory=list)
     neighbours: Neighbours | None = None
     """Its hostile and slow neighbours, if it was made with them."""
+    extra_memory_kb: int = 0
+    """What hostile clients may occupy in the memory of the web process, above what its agents need."""
 
     def power_on(self, bad: float = 0.0) -> None:
         """Start all agents that are off; `bad` is the share of hosts with a bad driver."""

@@ -47,14 +47,21 @@ SERVICE_DELAY_S = 2.0
 DATABASE_DELAY_S = 0.005
 OFFERED_HOSTS, HOSTILE_OFFERS = 10, 2
 """The number of hosts whose devices can be bound, and how many of them the hostile tenant's instances run on."""
+HOSTILE_MEMORY_KB = 160_000
+"""What the hostile may occupy in the web process: forty long lists of 3 MB that wait for slow readers, or are made, and
+reports of 1 MB."""
 CHANGES_PER_S, BINDS_PER_S = 4.0, 2.0
 INSTANCES_PER_S = 2 * BINDS_PER_S
 SETTLE_S = 2.0
 """Pause between two runs, in which connections are closed and time-outs end."""
-CONSOLE_TRIES_S = 20.0
+CONSOLE_TRIES_S = 40.0
 OWN_HOST = "controller.example"
 """The host of the product's own agent."""
 ADMINISTRATOR = "fleet-operator"
+SHORT_S = 60.0
+SHORT_SETTINGS = {"CYBORG_HOST_REPORTS_PER_S": "2", "CYBORG_HOST_REPORT_BYTES_PER_S": "65536"}
+"""Settings for runs that are shorter than SHORT_S: with the defaults a host may send for longer than that before its
+reports wait."""
 PROFILE = "one"
 HOOK = "hostile-hook"
 
@@ -142,7 +149,9 @@ def running_beside_neighbours(state: Path, count: int, devices: int, **settings:
             "CYBORG_WEBHOOK_NETWORKS": "127.0.0.0/8",
         }
         with run_product(lab, **own | settings) as product:
-            installation = Installation(lab, product, fleet, count, devices, neighbours=neighbours)
+            installation = Installation(
+                lab, product, fleet, count, devices, neighbours=neighbours, extra_memory_kb=HOSTILE_MEMORY_KB
+            )
             wait_for(lambda: installation.query("SELECT FROM accelerators_device LIMIT 1"), "the first merge")
             yield installation
 
@@ -218,6 +227,7 @@ def hostile_neighbours(run: ScenarioRun) -> list[PromiseLine]:
     found = measure(run, steady_offers)
     missing = look_at_console(installation)
     totals = neighbours.hostile.ask("stop")
+    _delete_hostile_requests(installation)
     slow_totals = neighbours.slow.ask("get_totals")
     neighbours.set_slow(0.0, slow=False)
     run.wait_until_settled()
@@ -278,6 +288,19 @@ def _create_foreign_request(installation: Installation) -> str:
     if answer.status_code != 201:
         raise MeasurementError(f"no request can be created: {answer.status_code} {answer.text}")
     return str(answer.json()["arqs"][0]["uuid"])
+
+
+def _delete_hostile_requests(installation: Installation) -> None:
+    """Delete the requests that the hostile tenant has left, because Nova does not know their instances."""
+    assert installation.neighbours
+    url = f"http://127.0.0.1:{installation.product.port}/v2/accelerator_requests"
+    headers = {"X-Auth-Token": installation.neighbours.tokens["hostile"]}
+    left = requests.get(url, headers=headers, timeout=60).json()["arqs"]
+    headers["X-Service-Token"] = installation.neighbours.tokens["nova"]
+    for request in left:
+        answer = requests.delete(url, params={"arqs": request["uuid"]}, headers=headers, timeout=60)
+        if answer.status_code != 204:
+            raise MeasurementError(f"a request of the hostile tenant cannot be deleted: {answer.text}")
 
 
 def measure(run: ScenarioRun, offers: list[tuple[str, str]]) -> Latencies:

@@ -38,6 +38,7 @@ class FakeInstallation:
     """A fake installation with the given tables and one host."""
 
     count = 1
+    extra_memory_kb = 0
 
     def __init__(self, host: SimulatedAgent, *stored: tuple[str, str, int, str]) -> None:
         self.stored, self.states = list(stored), [list(host.state())]
