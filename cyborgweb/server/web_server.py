@@ -15,7 +15,6 @@ import os
 import resource
 import socket
 import ssl
-import sys
 from collections.abc import Callable
 from typing import Any
 from urllib.parse import urlsplit
@@ -26,10 +25,6 @@ from cyborgweb.settings.keys import Keys, get_keys
 from drivers.isolation.process import die_with_parent
 
 HANDSHAKE_S = 10.0
-SWITCH_INTERVAL_S = 0.0005
-"""How long a thread may compute while another one waits for the interpreter. By default it is 5 ms: an acknowledgement
-or a bind, which waits for the interpreter after each of its statements, then takes many times as long while other
-threads make long lists."""
 RESERVED_FILES = 500
 """Open files that are reserved for everything but connections of agents and HTTP clients: the database, code."""
 
@@ -64,7 +59,6 @@ def main() -> None:
             socket.socket(fileno=arguments.agent_fd), agent_config, tls.make_ssl_context(get_keys())
         )
     _tune_garbage_collection()
-    sys.setswitchinterval(SWITCH_INTERVAL_S)
     if arguments.after is not None:
         os.read(arguments.after, 1)
     asgi.set_gateway_url(find_own_url(listener, get_keys().database_url))

@@ -227,6 +227,7 @@ def hostile_neighbours(run: ScenarioRun) -> list[PromiseLine]:
     found = measure(run, steady_offers)
     missing = look_at_console(installation)
     totals = neighbours.hostile.ask("stop")
+    merges = _read_merge_times(installation)
     _delete_hostile_requests(installation)
     slow_totals = neighbours.slow.ask("get_totals")
     neighbours.set_slow(0.0, slow=False)
@@ -245,7 +246,7 @@ def hostile_neighbours(run: ScenarioRun) -> list[PromiseLine]:
         neighbours.hostile.ask("stop")
     neighbours.set_slow(0.0, slow=False)
     stored = installation.query(STORED_DEVICES, REPORTING_HOST) or [(0,)]
-    print(f"hostile: {_describe(totals)}\nslow: {slow_totals}", flush=True)
+    print(f"hostile: {_describe(totals)}\nslow: {slow_totals}\nmerges by time: {merges}", flush=True)
     return [
         *latencies.compare_runs(found, controls, run.factor or None),
         *latencies.judge_refusals(totals["outcomes"], stored[0][0], Keys().max_devices_per_host),
@@ -333,6 +334,17 @@ def measure(run: ScenarioRun, offers: list[tuple[str, str]]) -> Latencies:
     return latencies.compute_latencies(
         run.ask("take_timings")["timings"], sightings, bound["bound_s"], sum(bound["failures"].values())
     )
+
+
+def _read_merge_times(installation: Installation) -> str:
+    """Return how many merges took at most how long, from the product's metrics; one number includes those before it."""
+    text = _get_text(installation, "/metrics")
+    counts = re.findall(r'cyborg_merge_seconds_bucket\{le="([^"]+)"\} (\d+)', text)
+    return ", ".join(f"{count} in {seconds} s" for seconds, count in counts)
+
+
+def _get_text(installation: Installation, path: str) -> str:
+    return requests.get(f"http://127.0.0.1:{installation.product.port}{path}", timeout=60).text
 
 
 def _describe(totals: dict[str, Any]) -> str:
