@@ -245,7 +245,7 @@ def _hash_secret(secret: str) -> str:
 
 
 class Lookup(NamedTuple):
-    """What the database knows about the key and the nonce of a request.
+    """The result of looking up the key and the nonce of one request in the database.
 
     `is_accepted` is False if the nonce is expired, or was used before at any gateway. `agent` is None if the key is not
     enrolled. `database_time` is the database's Unix time.

@@ -25,7 +25,8 @@ from drivers.files import write_private
 
 
 class AuditKeyError(AcceleratorsError):
-    """Nothing can be sealed with the key that this process has. The message says why and what to do."""
+    """Raised if this process cannot sign the next seal: its key is missing, unreadable or not the right one, or the
+    newest seal is not valid. The message gives the reason."""
 
 
 def get_public_key(key: Ed25519PrivateKey) -> str:
