@@ -36,8 +36,8 @@ CONDUCTOR_ADDRESS: Registry[Callable[[str, bool], tuple[str, str]]] = Registry("
 pin. It gets the requested address ('' for the default), and whether nothing is to be pinned. `manage.py join_token`
 calls it."""
 CHALLENGE_LIFETIME_S = 30.0
-"""Seconds for which a challenge is valid, by the database's clock. It is also refused if it was issued later than so
-many seconds from now."""
+"""Seconds for which a challenge is valid, by the database's clock. It is also refused if it was issued more than this
+number of seconds in the future."""
 MAX_EPOCH_LEAP = 2**33
 """Maximum difference between a new epoch and the highest known one, or the current Unix time if that is greater.
 

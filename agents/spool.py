@@ -77,7 +77,7 @@ class SpooledReport(NamedTuple):
 
 @dataclass(frozen=True)
 class Turn:
-    """What one batch does for one host: it merges `reports`, and deletes all reports up to `last`, an (epoch, seq).
+    """The work of one batch for one host: merge `reports`, and delete all reports up to `last`, an (epoch, seq).
 
     `error` says why a report could not be decoded, '' if all could. `is_complete` is False if later reports of the host
     wait already.

@@ -215,7 +215,7 @@ class Wish(Struct, frozen=True, omit_defaults=True):
 
     @property
     def should_run(self) -> bool:
-        """Whether the driver should run: it is installed and enabled."""
+        """Whether the driver should run, because it is installed and enabled."""
         return self.installed and self.enabled
 
 

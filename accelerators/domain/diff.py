@@ -315,7 +315,7 @@ def collect_changes(
     Placement may have to be updated. `now` is an ISO timestamp, for `since` and `state_since`. A stored device whose
     driver or backend reported an error stays as it is, even if another driver reports it. If the host was rebooted,
     all its devices lose what they were programmed with, unless it is in flash memory; after a restore of the database,
-    what is in flash memory is forgotten, too.
+    the programs in flash memory are forgotten, too.
 
     `owners` maps the ids of providers to the names of the hosts to which they belong; the host's new providers are
     added. If a driver names a provider of another host, its part of the report is replaced by an error and a fault.

@@ -253,7 +253,8 @@ def fail_overdue_binds() -> bool:
     """Set at most OVERDUE_BATCH_SIZE BindStarted requests whose deadline has passed to BindFailed; return True if there
     may be more.
 
-    Requests that another transaction has locked are skipped. What a failed bind entails is done by `finish_binds`.
+    Requests that another transaction has locked are skipped. `finish_binds` carries out the consequences of a failed
+    bind.
     """
     with conductor.writing():
         overdue = [WaitingRequest(*row) for row in _fetch_all(sql.LOCK_OVERDUE, {"count": OVERDUE_BATCH_SIZE})]
@@ -520,8 +521,8 @@ def _plan_bind(
     None.
 
     The request becomes Bound if its handle needs nothing on the host and its device is not programmed; otherwise
-    BindStarted with a deadline. `programmed_by` maps a device to the request whose image it gets. Of the requests on
-    such a device only that one gets a command here; the others follow when the command has ended. Nothing is written.
+    BindStarted with a deadline. `programmed_by` maps a device to the request whose image it gets. Only that request
+    gets a command here; the other requests on the device follow when the command has ended. Nothing is written.
     """
     move = _build_bind_columns(request, spec, caller) | {
         "state": _S.BOUND,

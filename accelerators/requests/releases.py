@@ -2,9 +2,9 @@
 
 The request of a handle may end while its guest still runs: it is detached from a running instance, or Nova deletes an
 instance on a host that it cannot reach. The row of `ReleasedHandle` is what keeps the handle back; the job `releases`
-asks the host until it has an answer (`accelerators.workflows.release_checks`). What a host has made for a handle, such
-as a mediated device, is gone when it confirms; so a host has exactly those of the handles that requests hold or that
-wait here.
+asks the host until it has an answer (`accelerators.workflows.release_checks`). When a host confirms, it has removed the
+objects that it made for the handle, such as a mediated device. So a host has such objects exactly for the handles that
+requests hold or that wait here.
 """
 
 from __future__ import annotations

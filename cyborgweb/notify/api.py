@@ -50,7 +50,7 @@ class SubscriptionFilter(filters.FilterSet):
 
 
 class SubscriptionSerializer(RowSerializer):
-    """What a subscription delivers, and how."""
+    """A subscription: the messages that it selects, and the way in which they are delivered."""
 
     url = UrlField("subscriptions", source="uuid")
     name = StrictTextField(max_length=64, help_text="Your own name for it.")

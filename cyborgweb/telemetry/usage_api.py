@@ -193,7 +193,7 @@ class SecondsField(serializers.FloatField):
 
 
 class QuestionSerializer(ClosedSerializer):
-    """What to ask the hosts."""
+    """A question to the hosts: their load, and how many more requests of a profile they have room for."""
 
     hosts = serializers.ListField(
         child=StrictTextField(max_length=255),
@@ -220,7 +220,7 @@ class QuestionSerializer(ClosedSerializer):
 
 
 class CandidateSerializer(serializers.Serializer[Any]):
-    """One host and what it answered."""
+    """One host and its answer."""
 
     host = HostReference(read_only=True)
     free = serializers.IntegerField(read_only=True, help_text="Units that fit what is asked for.")

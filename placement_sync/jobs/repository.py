@@ -1,4 +1,4 @@
-"""Load what is desired and what was written for one host, and store the outcome of a synchronization.
+"""Load the desired and the written state of one host, and store the outcome of a synchronization.
 
 It connects the tables with `mapping`, `reconcile` and `apply_writes`, which are free of Django. Reading a host costs
 three statements, storing an outcome at most three.

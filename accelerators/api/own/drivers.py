@@ -1,4 +1,5 @@
-"""Drivers on hosts: the wanted configuration of each, and what the host's agent reports. Rollouts change them."""
+"""Drivers on hosts: the wanted configuration of each, and its state as the host's agent reports it. Rollouts change
+them."""
 
 from __future__ import annotations
 

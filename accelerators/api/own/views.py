@@ -106,8 +106,8 @@ class CollectionView(GenericViewSet[Any]):
     elevated_rule: ClassVar[str] = ""
     """The policy rule that allows callers who are no administrators to see the rows of all projects."""
     elevated_write_rule: ClassVar[str] = ""
-    """The policy rule that allows callers who are no administrators to change the rows of all projects. Whoever sees a
-    row of another project may not change it for that reason."""
+    """The policy rule that allows callers who are no administrators to change the rows of all projects. A caller who
+    may see a row of another project may not therefore change it."""
     sort_fields: ClassVar[Mapping[str, str]] = {"created": "id"}
     """The words that `ordering` accepts, each with the indexed field that it sorts by."""
     default_ordering: ClassVar[str] = "created"
