@@ -52,7 +52,7 @@ ReportBatch = dict[int, Sequence[HostReport]]
 
 
 class MergePace:
-    """How large the batches of this process are, and the hosts whose reports it has put aside."""
+    """The size of this process's batches, and the hosts whose reports it has put aside."""
 
     def __init__(self) -> None:
         self.share = FIRST_SHARE

@@ -122,7 +122,8 @@ class WaitingRequest:
 
 @dataclass(frozen=True)
 class BindOutcome:
-    """How a BindStarted request ends: Bound if `fault` is empty, otherwise BindFailed with `fault` as the reason.
+    """The end of a BindStarted request: it becomes Bound if `fault` is empty, otherwise BindFailed with `fault` as the
+    reason.
 
     `may_exist_on_host` says that the handle may already exist on the host. A failed bind then also orders a detach
     there.

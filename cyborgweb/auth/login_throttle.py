@@ -1,4 +1,5 @@
-"""Limit how fast passwords can be guessed at the console's login, and how much of a web process logins can take.
+"""Limit how fast passwords can be guessed at the console's login, and how many threads of a web process logins can
+occupy.
 
 Each web process counts for itself, in bounded memory. An attempt counts from its beginning until it has succeeded. One
 count is for a name from one address: it stops somebody who guesses. Another is for a name from all addresses: it is

@@ -39,7 +39,7 @@ class NotificationKind(StrEnum):
 
 
 class DeliveryWay(Choice):
-    """How a message is delivered."""
+    """The ways in which messages are delivered."""
 
     WEBHOOK = "webhook"
     EMAIL = "email"

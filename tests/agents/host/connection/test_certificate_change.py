@@ -134,7 +134,7 @@ def test_a_gateway_with_an_unannounced_certificate_gets_neither_credential_nor_t
 def test_a_gateway_cannot_replace_the_announcement_key_that_an_agent_knows(
     tmp_path: Path, certificate: Certificate, successor: Certificate, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Whoever steals the gateway's certificate cannot name a successor of it."""
+    """Somebody who steals the gateway's certificate cannot name a successor of it."""
 
     async def story() -> None:
         thief = Ed25519PrivateKey.generate()
