@@ -257,7 +257,8 @@ class Lookup(NamedTuple):
 
 
 def find_enrolled(requests: Sequence[tuple[str, bool, IssuedNonce | None]]) -> list[Lookup]:
-    """Look up the keys of requests, and use up their nonces; return what was found, in the same order. One statement.
+    """Look up the keys of requests, and use up their nonces; return what was found, in the same order. Costs one
+    statement.
 
     A request is a key, whether the credential has a token, and a nonce; a nonce of None was accepted earlier. The nonce
     of a client without a token whose key is not enrolled is neither recorded nor checked. Each enrolled agent gets a

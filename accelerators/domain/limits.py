@@ -18,8 +18,8 @@ SETTING = "CYBORG_MAX_DEVICES_PER_HOST"
 DEFAULT_MAX_DEVICES = 4096
 """Default of `CYBORG_MAX_DEVICES_PER_HOST`."""
 RESERVED_FRACTION = 16
-"""One driver may use all places of a host but 1 / RESERVED_FRACTION of them. A driver that reports new devices without
-end so leaves places for the devices of other drivers."""
+"""One driver may use all places of a host but 1 / RESERVED_FRACTION of them. So a driver that reports new devices
+without end leaves places for the devices of other drivers."""
 PARTS_PER_DEVICE = 16
 """A host may have PARTS_PER_DEVICE times as many parts (deployables and attach handles) as it may have devices. Parts
 that are not reported any more stay stored with their device, so the limits of a report do not bound them."""

@@ -143,7 +143,7 @@ def create_requests(profile_name: str, caller: Caller) -> list[str]:
 
     Returns their uuids in the order of the profile's groups; empty if the groups ask for nothing. Raises RefusedError
     NOT_FOUND if there is no such profile. The profile comes from the cache; if it was changed or replaced since, it is
-    read again and the creation is retried once. One statement if the cached profile is current.
+    read again and the creation is retried once. Costs one statement if the cached profile is current.
     """
     for _ in range(2):
         profile = profiles.get_profile_by_name(profile_name)

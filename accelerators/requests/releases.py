@@ -37,9 +37,9 @@ def release_handles(
     """Keep those of these released handles back that may still be in use, and ask their hosts about them.
 
     `instances` maps the id of each handle to the instance that had it. `detach_orders` are placed: they ask about the
-    handles that are made on a host. One statement if no handle has to wait, otherwise a constant number: the waiting
-    handles, their events, the commands, and the `provider` intents that reserve the units in Placement. Call it inside
-    `conductor.writing()`, after the requests were released.
+    handles that are made on a host. Costs one statement if no handle has to wait, otherwise a constant number: the
+    waiting handles, their events, the commands, and the `provider` intents that reserve the units in Placement. Call it
+    inside `conductor.writing()`, after the requests were released.
     """
     # The rows come before the commands, because an answer counts only if its question is not older than the row. The
     # intents come last: whoever has locked a device may wait for them, and the commands wait for the device.

@@ -319,13 +319,14 @@ class CommandDispatcher(threading.Thread):
             self._loop.call_soon_threadsafe(send_to_outdated)
 
     def _start_task(self, work: Coroutine[Any, Any, None]) -> None:
-        """Run a coroutine as a task, and keep a reference to it until it is done. On the event loop only."""
+        """Run a coroutine as a task, and keep a reference to it until it is done. Call it on the event loop only."""
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
     def _enqueue_messages(self, outgoing: Iterable[tuple[AgentSession, list[str]]]) -> None:
-        """Add messages to the outboxes of their sessions, and start a sender where none runs. On the event loop only.
+        """Add messages to the outboxes of their sessions, and start a sender where none runs. Call it on the event loop
+        only.
 
         Each socket is served at its own pace and in order. Messages beyond MAX_OUTBOX are dropped: commands are sent
         again later, and an agent whose Ack was dropped repeats its Result after a reconnection.

@@ -137,7 +137,8 @@ def _load_suspects(row: NovaEndpoint) -> list[str]:
 
 
 def select_turn(holding: Collection[str], excluded: Collection[str], after: object, limit: int) -> list[str]:
-    """Return the next instances to look up in turn, at most `limit`: by uuid, those behind `after` first. Pure.
+    """Return the next instances to look up in turn, at most `limit`: by uuid, those behind `after` first. This is a
+    pure function.
 
     `after` is the last one of the turn before, or None. Those in `excluded` are left out.
     """
