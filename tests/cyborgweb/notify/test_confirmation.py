@@ -1,4 +1,4 @@
-"""Recipients confirm mail addresses, and end mails, with signed links and without a login."""
+"""Test that recipients confirm mail addresses, and end mails, with signed links and without a login."""
 
 from __future__ import annotations
 

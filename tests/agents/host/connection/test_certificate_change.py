@@ -1,4 +1,4 @@
-"""The gateway's certificate is replaced: which agents follow, and whom they do not follow."""
+"""Test the replacement of the gateway's certificate: which announcements an agent follows, and which it refuses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Several gateways behind one name or one balancer: an agent answers a challenge where it was made."""
+"""Test several gateways behind one name or one load balancer: an agent answers a challenge at the address that made
+it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The agent's end of a change of keys, and of the question whether it lives, against a gateway of the test."""
+"""Test key rotation and probes on the agent's side, against a fake gateway."""
 
 from __future__ import annotations
 
