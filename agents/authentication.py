@@ -165,7 +165,8 @@ class Challenges:
         self._presented: dict[str, float] = {}
 
     def create(self) -> credentials.Challenge:
-        """Make a new challenge. Nothing is stored. The gateways need no common time: its issue has the database's."""
+        """Make a new challenge. Nothing is stored. It contains the database's time, so the clocks of the gateways may
+        differ."""
         issued_at = database_clock.estimate_timestamp()
         nonce = self._signer.sign(f"{secrets.token_urlsafe(18)}.{issued_at:.3f}")
         return credentials.Challenge(nonce, CHALLENGE_LIFETIME_S, wire.VERSIONS)

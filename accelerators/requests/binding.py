@@ -267,7 +267,8 @@ def fail_overdue_binds() -> bool:
 
 
 def _explain_overdue_binds(overdue: Sequence[WaitingRequest]) -> dict[str, str]:
-    """Return by the request's uuid what each of these binds still waited for at its deadline. Three statements."""
+    """Return by the request's uuid what each of these binds still waited for at its deadline. Costs three
+    statements."""
     uuids = [request.uuid for request in overdue]
     programmed = Intent.objects.filter(kind=PROGRAMMED_INTENT, key__in=uuids)
     host_by_request = dict(programmed.values_list("key", "payload__host"))

@@ -136,9 +136,7 @@ def count_possible_choices(
     wanted_groups: Sequence[Mapping[str, str]], candidates: Sequence[ProviderCandidate], maximum: int
 ) -> int:
     """Return how many times in a row `choose_providers` could serve these groups from these providers, at most
-    `maximum`.
-
-    Pure; reserves nothing.
+    `maximum`. It is a pure function and reserves nothing.
     """
     plan, fitting, free_handles = (
         groups.list_requested_groups(wanted_groups),

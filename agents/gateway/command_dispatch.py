@@ -95,7 +95,7 @@ def store_messages(messages: Sequence[CommandMessage]) -> set[CommandId]:
 
 
 def explain_unreachable(host: Host) -> str:
-    """Return why the agent of a host accepts no commands, '' if it does or if nothing is known. One query."""
+    """Return why the agent of a host accepts no commands, '' if it does or if nothing is known. Costs one query."""
     agent = Agent.objects.filter(host=host).values_list("ops", "version").first()
     return _describe_no_commands(host.name, agent[1]) if agent and agent[0] == "" else ""
 
@@ -259,7 +259,7 @@ class CommandDispatcher(threading.Thread):
     def _collect_commands(self, hosts: set[int], now: float, outgoing: list[tuple[AgentSession, list[str]]]) -> bool:
         """Append to `outgoing` the commands that these hosts are to be sent, and note that they were sent at `now`.
 
-        Return True if there may be more. One query. The commands of agents that accept none are refused in the
+        Return True if there may be more. Costs one query. The commands of agents that accept none are refused in the
         database instead.
         """
         states = {host: self._states[host] for host in hosts}
@@ -292,7 +292,8 @@ class CommandDispatcher(threading.Thread):
         return False
 
     def _collect_acknowledgements(self, outgoing: list[tuple[AgentSession, list[str]]]) -> None:
-        """Append to `outgoing` an Ack for each watched command that is settled, and stop watching it. One query."""
+        """Append to `outgoing` an Ack for each watched command that is settled, and stop watching it. Costs one
+        query."""
         settled = self._unsettled_results.keys() - command_queue.select_open_commands(self._unsettled_results)
         for number in settled:
             outgoing.append((self._unsettled_results.pop(number), [wire.encode_message(wire.Ack(number[1], "Result"))]))
@@ -311,8 +312,8 @@ class CommandDispatcher(threading.Thread):
             text = wire.encode_message(wire.Writer(epoch))
 
             def send_to_outdated() -> None:
-                """Start one task for each outdated agent, so that a slow socket does not delay the others. On the event
-                loop only."""
+                """Start one task for each outdated agent, so that a slow socket does not delay the others. Call it on
+                the event loop only."""
                 for line in outdated:
                     self._start_task(_send_past_outbox(line.session, text))
 
