@@ -453,7 +453,7 @@ def _post_delivery(
     begun_at = time.monotonic()
     try:
         outcome = webhook.post_message(delivery.target, headers, body, allowed, project=delivery.project_id)
-    except Exception as error:  # each attempt is settled by itself, whatever it raises
+    except Exception as error:  # an error of one attempt must not stop the others
         log.exception("a webhook could not be posted")
         outcome = AttemptOutcome(f"This was not sent because of an error in the product: {type(error).__name__}.")
     return replace(outcome, seconds=time.monotonic() - begun_at)
