@@ -179,8 +179,8 @@ class CollectionView(GenericViewSet[Any]):
         super().check_permissions(request)
 
     def is_rule_satisfied(self, rule: str) -> bool:
-        """Return whether the caller satisfies `rule`, which need not be a rule of this URL. Whoever runs `manage.py`
-        satisfies every rule.
+        """Return whether the caller satisfies `rule`, which need not be a rule of this URL. A person who runs
+        `manage.py` satisfies every rule.
 
         Raises KeyError for an unknown rule. Raises ReadOnlyError (503) if the rule is satisfied while everything is
         read only and this request's method is not GET, HEAD or OPTIONS; whether the rule is about a write does not
