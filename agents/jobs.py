@@ -47,8 +47,9 @@ HOST_SHARE, HOST_BURST_S, FREE_BATCH_S = 0.01, 2.0, 0.25
 """The share of the merge's time that one host may use lastingly, and the seconds that it may use at once. Above it, its
 reports wait, also while no other host reports: a report that arrives during a long batch waits until its end. The first
 FREE_BATCH_S of a batch are not counted, because they are mostly round trips to the database, whatever is merged."""
-MIN_REST_S, REST_EVENT_INTERVAL_S = 1.0, 600.0
-"""The shortest time for which a host above its share waits, and the time after which another event tells of it."""
+MIN_REST_S, MAX_REST_S, REST_EVENT_INTERVAL_S = 1.0, 300.0, 600.0
+"""The shortest and the longest time for which a host above its share waits, and the time after which another event
+tells of it."""
 FIRST_LOCK_DELAY_S, MAX_LOCK_DELAY_S = 5.0, 60.0
 """Seconds for which a host is left out because another transaction has locked its row; doubled each time."""
 
@@ -105,7 +106,7 @@ class MergePace:
         for host_id, size in sizes.items():
             cost_s = max(0.0, seconds - FREE_BATCH_S) * size / max(sum(sizes.values()), 1)
             if cost_s and (rest_s := self._time_budgets.take(host_id, cost_s)) >= MIN_REST_S:
-                self._rests[host_id] = time.monotonic() + rest_s
+                self._rests[host_id] = time.monotonic() + min(rest_s, MAX_REST_S)
 
     def take_hosts_to_tell_of(self) -> dict[int, float]:
         """Return the hosts above their share of which an event is due, each with the seconds for which it waits."""

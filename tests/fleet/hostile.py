@@ -141,6 +141,8 @@ class HostileNeighbours:
 
     def __init__(self) -> None:
         self.target = HostileTarget(0, {}, {}, [], "", "", [])
+        self.turns: Counter[str] = Counter()
+        """The turns of each attack that have begun; its outcomes are of those that have ended."""
         self.outcomes: dict[str, Counter[str]] = {}
         self.sent_bytes = 0
         self._chance = random.Random(0)
@@ -157,7 +159,7 @@ class HostileNeighbours:
     async def start(self, target: dict[str, Any], seed: int, rates: dict[str, float] | None = None) -> dict[str, Any]:
         """Begin all attacks on `target` (the fields of HostileTarget), with the rates of ATTACKS or with `rates`."""
         self.target, self._chance = HostileTarget(**target), random.Random(seed)
-        self.outcomes = {name: Counter() for name in ATTACKS}
+        self.outcomes, self.turns = {name: Counter() for name in ATTACKS}, Counter()
         self.sent_bytes, self._subscription = 0, ""
         self._reports = self._reports or [make_report_parts(n, self.target.victims[0]) for n in range(VARIANTS)]
         self._began = time.monotonic()
@@ -186,15 +188,16 @@ class HostileNeighbours:
         return await self.get_totals()
 
     async def get_totals(self) -> dict[str, Any]:
-        """Return the outcomes and the rate of each attack, and the bytes that were sent."""
+        """Return the outcomes of each attack, the rate at which its turns began, and the bytes that were sent."""
         seconds = max((time.monotonic() if self._tasks else self._ended) - self._began, 1e-6)
-        rates = {name: counts.total() / seconds for name, counts in self.outcomes.items()}
+        rates = {name: self.turns[name] / seconds for name in self.outcomes}
         return {"outcomes": self.outcomes, "rates": rates, "megabytes": self.sent_bytes / 1e6}
 
     async def _repeat(self, name: str, attack: Attack, worker: int, pace: Pace) -> None:
         """Take turns until it is cancelled; a broken connection is an outcome, too."""
         while True:
             await pace.wait()
+            self.turns[name] += 1
             try:
                 outcome = await attack.turn(self, worker)
             except AnsweredError as error:

@@ -109,16 +109,17 @@ def judge_names(missing: Mapping[str, str], culprits: Iterable[str]) -> list[Pro
 
 
 def judge_refusals(
-    outcomes: Mapping[str, Mapping[str, int]], stored_devices: int, max_devices: int
+    outcomes: Mapping[str, Mapping[str, int]], rates: Mapping[str, float], stored_devices: int, max_devices: int
 ) -> list[PromiseLine]:
-    """Return the line that the hostile load was refused: only the expected outcomes occurred in each attack."""
+    """Return the lines that the hostile load was refused: each attack took place, which its rate of turns shows, and
+    had only the expected outcomes; no more devices are stored than allowed."""
     unexpected = {
         attack: {label: count for label, count in counts.items() if label not in EXPECTED[attack] | DISCONNECTED}
         for attack, counts in outcomes.items()
         if attack in EXPECTED
     }
     told = "; ".join(f"{attack}: {found}" for attack, found in unexpected.items() if found)
-    idle = [attack for attack, counts in outcomes.items() if not sum(counts.values())]
+    idle = [attack for attack in outcomes if not rates[attack]]
     if idle:
         told = f"{told}; no turn of {', '.join(idle)}".removeprefix("; ")
     return [

@@ -229,6 +229,8 @@ def hostile_neighbours(run: ScenarioRun) -> list[PromiseLine]:
     totals = neighbours.hostile.ask("stop")
     merges = _read_merge_times(installation)
     _delete_hostile_requests(installation)
+    with installation.connect(autocommit=True) as database:
+        database.execute(DELETE_HOSTILE_REPORTS)
     slow_totals = neighbours.slow.ask("get_totals")
     neighbours.set_slow(0.0, slow=False)
     run.wait_until_settled()
@@ -249,7 +251,7 @@ def hostile_neighbours(run: ScenarioRun) -> list[PromiseLine]:
     print(f"hostile: {_describe(totals)}\nslow: {slow_totals}\nmerges by time: {merges}", flush=True)
     return [
         *latencies.compare_runs(found, controls, run.factor or None),
-        *latencies.judge_refusals(totals["outcomes"], stored[0][0], Keys().max_devices_per_host),
+        *latencies.judge_refusals(totals["outcomes"], totals["rates"], stored[0][0], Keys().max_devices_per_host),
         *latencies.judge_names(missing, WANTED_NAMES),
     ]
 
@@ -257,6 +259,10 @@ def hostile_neighbours(run: ScenarioRun) -> list[PromiseLine]:
 STORED_DEVICES = """
 SELECT count(*) FROM accelerators_device d JOIN accelerators_host h ON h.id = d.host_id WHERE h.name = %s
 """
+DELETE_HOSTILE_REPORTS = """
+DELETE FROM spool s USING accelerators_host h WHERE h.id = s.host_id AND h.name LIKE 'hostile-%'
+"""
+"""Its last reports wait for minutes, because the host has used more than its share."""
 SPOOLED_REPORTS = """
 SELECT s.id FROM spool s JOIN accelerators_host h ON h.id = s.host_id WHERE h.name LIKE 'bench-%' LIMIT 1
 """

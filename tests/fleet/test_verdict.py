@@ -260,12 +260,15 @@ def test_a_culprit_that_a_page_does_not_name_breaks_the_promise() -> None:
 
 def test_a_hostile_request_that_was_served_or_an_attack_that_never_ran_breaks_the_promise() -> None:
     refused = {attack: dict.fromkeys(labels or ["closed"], 1) for attack, labels in latencies.EXPECTED.items()}
-    assert [line.holds for line in latencies.judge_refusals(refused, 10, 10)] == [True, True]
-    assert [line.holds for line in latencies.judge_refusals(refused, 11, 10)] == [True, False]
+    rates = dict.fromkeys(refused, 1.0)
+    assert [line.holds for line in latencies.judge_refusals(refused, rates, 10, 10)] == [True, True]
+    assert [line.holds for line in latencies.judge_refusals(refused, rates, 11, 10)] == [True, False]
     for attack, outcome in (("forged", "101"), ("markers", "200, unknown 400"), ("subscribe", "crafted 201")):
-        (line, _) = latencies.judge_refusals(refused | {attack: {outcome: 1}}, 0, 10)
+        (line, _) = latencies.judge_refusals(refused | {attack: {outcome: 1}}, rates, 0, 10)
         assert not line.holds and outcome in line.found
-    (line, _) = latencies.judge_refusals(refused | {"forged": {}}, 0, 10)
+    (line, _) = latencies.judge_refusals(refused | {"forged": {}}, rates, 0, 10)
+    assert line.holds, "its turns have begun and not ended"
+    (line, _) = latencies.judge_refusals(refused, rates | {"forged": 0.0}, 0, 10)
     assert not line.holds and "no turn of forged" in line.found
 
 
