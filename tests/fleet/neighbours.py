@@ -213,6 +213,7 @@ def hostile_neighbours(run: ScenarioRun) -> list[PromiseLine]:
     run.wait_until_settled()
     offers = wait_for(lambda: _find_offers(installation), "providers of all offered devices", patience_s=run.patience_s)
     steady_offers, hostile_offers = offers[: -HOSTILE_OFFERS * installation.devices], offers[-installation.devices :]
+    ((device,),) = installation.query(SELECT_UNUSED_DEVICE, offers[-installation.devices - 1][0]) or [("",)]
     target = {
         "port": installation.product.port,
         "tokens": {"X-Auth-Token": neighbours.tokens["hostile"]},
@@ -224,7 +225,7 @@ def hostile_neighbours(run: ScenarioRun) -> list[PromiseLine]:
     }
     neighbours.set_slow(run.database_delay_s, slow=True)
     neighbours.hostile.ask("start", target=target, seed=run.seed)
-    found = measure(run, steady_offers)
+    found = measure(run, steady_offers, device)
     missing = look_at_console(installation)
     totals = neighbours.hostile.ask("stop")
     merges = _read_merge_times(installation)
@@ -244,7 +245,7 @@ def hostile_neighbours(run: ScenarioRun) -> list[PromiseLine]:
         neighbours.hostile.ask(
             "start", target=target | {"port": neighbours.dummy_port}, seed=run.seed, rates=totals["rates"]
         )
-        controls[name] = measure(run, steady_offers)
+        controls[name] = measure(run, steady_offers, device)
         neighbours.hostile.ask("stop")
     neighbours.set_slow(0.0, slow=False)
     stored = installation.query(STORED_DEVICES, REPORTING_HOST) or [(0,)]
@@ -271,6 +272,10 @@ SELECT_OFFERS = """
 SELECT h.name, p.rp_uuid::text FROM accelerators_deployable p JOIN accelerators_device d ON d.id = p.device_id
 JOIN accelerators_host h ON h.id = d.host_id
 WHERE h.name LIKE 'bench-%' AND d.state = 'ready' AND p.rp_uuid IS NOT NULL ORDER BY h.name, p.id
+"""
+SELECT_UNUSED_DEVICE = """
+SELECT d.uuid::text FROM accelerators_device d JOIN accelerators_host h ON h.id = d.host_id
+WHERE h.name = %s ORDER BY d.id LIMIT 1
 """
 WAITING_PROVIDERS = "SELECT count(*) FROM accelerators_intent WHERE kind = 'provider'"
 
@@ -310,7 +315,7 @@ def _delete_hostile_requests(installation: Installation) -> None:
             raise MeasurementError(f"a request of the hostile tenant cannot be deleted: {answer.text}")
 
 
-def measure(run: ScenarioRun, offers: list[tuple[str, str]]) -> Latencies:
+def measure(run: ScenarioRun, offers: list[tuple[str, str]], device: str) -> Latencies:
     """Let agents change and the steady client bind for `neighbours_s` seconds; return the durations."""
     neighbours = run.installation.neighbours
     assert neighbours
@@ -320,6 +325,7 @@ def measure(run: ScenarioRun, offers: list[tuple[str, str]]) -> Latencies:
         port=run.installation.product.port,
         tokens={"X-Auth-Token": neighbours.tokens["steady"], "X-Service-Token": neighbours.tokens["nova"]},
         offers=offers,
+        device=device,
         seed=run.seed,
         per_s=BINDS_PER_S,
         database=str(run.installation.lab.postgres.socket),
@@ -335,8 +341,7 @@ def measure(run: ScenarioRun, offers: list[tuple[str, str]]) -> Latencies:
         time.sleep(0.2)
     time.sleep(2 * latencies.RESOLUTION_S)
     sightings = neighbours.steady.ask("stop_watching")["visible"]
-    if bound["failures"]:
-        print(f"binds that failed: {bound['failures']}", flush=True)
+    print(f"failed binds: {bound['failures']}; a device disabled or enabled: {bound['toggles']}", flush=True)
     return latencies.compute_latencies(
         run.ask("take_timings")["timings"], sightings, bound["bound_s"], sum(bound["failures"].values())
     )

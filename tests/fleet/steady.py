@@ -1,5 +1,5 @@
-"""The well-behaved client in one process: it binds and deletes requests at a steady rate, as Nova does, and records
-when each host's reports become visible in the tables.
+"""The well-behaved clients in one process: one binds and deletes requests at a steady rate, as Nova does; an operator
+disables and enables a device, which Placement must be told; and the tables are watched for each host's reports.
 
 `neighbours.Neighbours` starts the process. All times are of the monotonic clock, which the processes share.
 """
@@ -21,6 +21,8 @@ from tests.bench.remote_calls import serve_calls
 INSTANCES = UUID("0d0b3c62-7f0c-4a51-9f0b-6e1c3f0f7d11")
 """Namespace of the instances' ids, which follow from the seed, so that the fake Nova knows them beforehand."""
 POLL_S = 0.04
+TOGGLE_S = 4.0
+"""How often the operator disables or enables the device."""
 BIND_S = 60.0
 """How long a bind may take at most; then it has failed."""
 SELECT_APPLIED = "SELECT name, applied_epoch, applied_seq FROM accelerators_host WHERE name LIKE 'bench-%'"
@@ -45,26 +47,36 @@ class SteadyClients:
         self._idle: list[Client] = []
         self._bound_s: list[float] = []
         self._failures: Counter[str] = Counter()
+        self._toggles: Counter[str] = Counter()
         self._visible: list[tuple[str, int, int, float]] = []
         self._generators: list[asyncio.Task[None]] = []
 
     async def start(
-        self, port: int, tokens: dict[str, str], offers: list[tuple[str, str]], seed: int, per_s: float, database: str
+        self,
+        port: int,
+        tokens: dict[str, str],
+        offers: list[tuple[str, str]],
+        device: str,
+        seed: int,
+        per_s: float,
+        database: str,
     ) -> dict[str, Any]:
-        """Begin to bind `per_s` requests a second to `offers` (host, provider), each of which has one unit, and to
-        watch the tables of the database whose socket is in the folder `database`."""
+        """Begin to bind `per_s` requests a second to `offers` (host, provider), each of which has one unit; to disable
+        and enable a device; and to watch the tables of the database whose socket is in the folder `database`."""
         self._port, self._tokens, self._offers, self._seed = port, tokens, offers, seed
         self._free = self._free or deque(range(len(offers)))
-        self._bound_s, self._visible, self._failures = [], [], Counter()
+        self._bound_s, self._visible, self._failures, self._toggles = [], [], Counter(), Counter()
         self._generators = [
             asyncio.create_task(self._bind_steadily(per_s)),
+            asyncio.create_task(self._toggle_device(device)),
             asyncio.create_task(self._watch_tables(database)),
         ]
         return {}
 
     async def stop_binding(self) -> dict[str, Any]:
         """Begin no further bind, wait for those under way, and delete all requests; return the durations of the binds
-        in seconds, and the failures by reason."""
+        in seconds, the failures by reason, and the outcomes of what the operator did."""
+        await self._end(self._generators.pop(0))
         await self._end(self._generators.pop(0))
         if self._tasks:
             await asyncio.wait(self._tasks)
@@ -73,7 +85,7 @@ class SteadyClients:
         for client in self._idle:
             client.close()
         self._idle.clear()
-        return {"bound_s": self._bound_s, "failures": self._failures}
+        return {"bound_s": self._bound_s, "failures": self._failures, "toggles": self._toggles}
 
     async def stop_watching(self) -> dict[str, Any]:
         """Stop to watch the tables; return (host, epoch, seq, time) of each report that became visible."""
@@ -121,6 +133,18 @@ class SteadyClients:
                 await self._delete_oldest()
         except (OSError, TimeoutError, RuntimeError, asyncio.IncompleteReadError) as error:
             self._failures[f"{type(error).__name__}: {str(error)[:120]}"] += 1
+
+    async def _toggle_device(self, device: str) -> None:
+        """Disable and enable a device in turns; what fails is tried again the next time."""
+        while True:
+            for action in ("disable", "enable"):
+                try:
+                    await self._call("POST", f"/v2/devices/{device}/{action}", 200)
+                except (OSError, RuntimeError, asyncio.IncompleteReadError) as error:
+                    self._toggles[f"{action}: {type(error).__name__}: {str(error)[:120]}"] += 1
+                else:
+                    self._toggles["done"] += 1
+                await asyncio.sleep(TOGGLE_S)
 
     async def _delete_oldest(self) -> None:
         """Delete the request that has been bound for the longest time; its unit is free then."""
