@@ -139,7 +139,7 @@ class SteadyClients:
         while True:
             for action in ("disable", "enable"):
                 try:
-                    await self._call("POST", f"/v2/devices/{device}/{action}", 200)
+                    await self._call("POST", f"/v2/devices/{device}/{action}", 204)
                 except (OSError, RuntimeError, asyncio.IncompleteReadError) as error:
                     self._toggles[f"{action}: {type(error).__name__}: {str(error)[:120]}"] += 1
                 else:
