@@ -185,13 +185,12 @@ def find_account(user_id: str) -> Account | None:
 
 def list_roles(user_id: str, project_id: str) -> frozenset[str]:
     """Ask Keystone for the names of the roles that a user has in a project, also by groups, by inheritance and implied
-    by other roles. Empty if the user or the project does not exist. Raises like `find_account`.
+    by other roles. Empty if the user or the project does not exist: Keystone answers 404 then. Call it only after
+    `find_account` has found the user, so that this 404 does not come from a wrong address. Raises like `find_account`.
     """
     query = {"user.id": user_id, "scope.project.id": project_id, "effective": "1", "include_names": "1"}
     found = _get_identity("role_assignments", _AssignmentsAnswer, query)
-    if found is None:
-        raise TokenCheckUnavailableError("Keystone has no list of role assignments (404)", unreachable=False)
-    return frozenset(one.role.name for one in found.role_assignments)
+    return frozenset(one.role.name for one in found.role_assignments) if found else frozenset()
 
 
 def _get_identity(path: str, answer: type[SomeAnswer], query: dict[str, str] | None = None) -> SomeAnswer | None:

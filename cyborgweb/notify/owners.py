@@ -45,6 +45,8 @@ CHECK_INTERVAL_S, RETRY_S = 900, 60
 """Seconds until Keystone is asked about an owner again, and until it is asked again after it gave no answer."""
 MAX_RUN_S, MAX_OWNERS = 20.0, 500
 """Seconds after which a run asks Keystone about no further owner, and the most owners about whom one run asks."""
+MAX_FAILURES = 3
+"""Owners about whom Keystone gave no answer in one run, after which it is asked about no others in this run."""
 NO_OWNER = "It is not known who created it."
 FEDERATED = "Keystone learns the roles of its owner, a federated user, only at a login."
 
@@ -183,12 +185,13 @@ def _settle_rights(caller: Caller, project_id: str, actor: str, ends: bool = Tru
 def ask_keystone() -> None:
     """Ask Keystone about the owners that are due, with no transaction open, and end what they may not have any more.
 
-    The longest due come first. It asks about no further owner after `MAX_RUN_S` seconds; the next run goes on. If
-    Keystone gives no answer, all that are due wait for `RETRY_S` seconds, and nothing is ended.
+    The longest due come first. It asks about no further owner after `MAX_RUN_S` seconds; the next run goes on. An owner
+    about whom Keystone gives no answer waits for `RETRY_S` seconds, and nothing is ended; after `MAX_FAILURES` of them,
+    all that are due wait.
     """
     if not policy.has_rules():
         return
-    deadline = time.monotonic() + MAX_RUN_S
+    deadline, failures = time.monotonic() + MAX_RUN_S, 0
     rows = Subscription.objects.exclude(standing=SubscriptionStanding.ENDED)
     due = rows.filter(owner_check_at__lte=Now())
     _doubt(due.filter(owner=""), NO_OWNER)
@@ -201,9 +204,12 @@ def ask_keystone() -> None:
         except keystone.ListingNotAllowedError as error:
             _doubt(rows.filter(owner=owner, project_id=project_id), str(error))
         except TokenCheckUnavailableError as error:
-            log.warning("the owners of subscriptions could not be checked: %s", error.reason)
-            due.update(owner_check_at=Now() + timedelta(seconds=RETRY_S))
-            return
+            log.warning("the owner %s of subscriptions could not be checked: %s", owner, error.reason)
+            failures += 1
+            waiting = due if failures >= MAX_FAILURES else due.filter(owner=owner)
+            waiting.update(owner_check_at=Now() + timedelta(seconds=RETRY_S))
+            if failures >= MAX_FAILURES:
+                return
 
 
 def _ask_about(owner: str, project_id: str) -> None:

@@ -57,6 +57,9 @@ class Keystone:
     """The query strings of all token validations."""
     fails_with: int = 0
     may_list: bool = True
+    deleted_projects: set[str] = field(default_factory=set)
+    failing_users: set[str] = field(default_factory=set)
+    """Users about whom it answers 500, as if the directory that has them were broken."""
     held: threading.Event | None = None
 
     @property
@@ -113,9 +116,13 @@ class Keystone:
             return 403, {"error": {"code": 403, "message": "You are not authorized to perform the requested action."}}
         if path == "/v3/role_assignments":
             user, (project,) = by_id.get(query["user.id"][0]), query["scope.project.id"]
+            if user is None or project in self.deleted_projects:
+                return 404, {"error": {"code": 404, "message": "Could not find user or project."}}
             scope = {"project": {"id": project}}
-            names = user.roles.get(project, []) if user and not user.federated else []
+            names = [] if user.federated else user.roles.get(project, [])
             return 200, {"role_assignments": [{"role": {"id": f"id-{n}", "name": n}, "scope": scope} for n in names]}
+        if user_id in self.failing_users:
+            return 500, {"error": {"code": 500, "message": "An unexpected error prevented the server."}}
         if user_id not in by_id:
             return 404, {"error": {"code": 404, "message": f"Could not find user: {user_id}."}}
         found = by_id[user_id]

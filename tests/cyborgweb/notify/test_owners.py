@@ -176,6 +176,7 @@ def check_owners() -> None:
         ("leaves", "Keystone has no user with the id u-ann any more."),
         ("is disabled", "Its owner ann is disabled in Keystone."),
         ("has no role", "Its owner ann has lost the right to subscriptions to the project p1."),
+        ("loses the whole project", "Its owner ann has lost the right to subscriptions to the project p1."),
         ("becomes a reader", "Its owner ann has lost the right to subscriptions to the project p1."),
     ],
 )
@@ -191,6 +192,8 @@ def test_with_keystone_a_subscription_ends_when_its_owner(
         keystone.users.pop()
     elif loses == "is disabled":
         ann.enabled = False
+    elif loses == "loses the whole project":
+        keystone.deleted_projects.add("p1")
     else:
         ann.roles = {"p2": MEMBER} | ({"p1": ["reader"]} if loses == "becomes a reader" else {})
     check_owners()
@@ -217,6 +220,16 @@ def test_a_keystone_that_gives_no_answer_ends_nothing_and_is_asked_again_later(
     assert row.owner_check_at > database_clock.now() and not row.owner_doubt
     owners.run()
     assert keystone.calls["list"] == 1, "not before its time"
+
+
+def test_an_owner_about_whom_keystone_gives_no_answer_does_not_hide_the_others(
+    keystone: Keystone, subscribe: Subscribe
+) -> None:
+    unknown = subscribe(caller=replace(ANN, user_id="u-unknown"), scope="project")
+    gone = subscribe(caller=replace(ANN, user_id="u-gone"), scope="project")
+    keystone.failing_users.add("u-unknown")
+    check_owners()
+    assert [get_state(row)[0] for row in (unknown, gone)] == ["active", "ended"]
 
 
 def test_another_keystone_that_knows_nobody_ends_nothing(keystone: Keystone, subscribe: Subscribe) -> None:
