@@ -59,7 +59,7 @@ MAX_EXTENSION_S = 25.0
 """Seconds after `MAX_RUN_S` during which webhooks of other projects may begin while a slow attempt ends."""
 MAX_MAILS_PER_ROUND, MAX_MESSAGES_PER_MAIL = 20, 100
 ROUND_S = 0.2
-"""Seconds that a round waits for the attempts in flight. Those that take longer go on during the next rounds."""
+"""Seconds that a round waits for the attempts in flight. Longer attempts continue during the next rounds."""
 SLOW_ATTEMPT_S = 2.0
 """Seconds from which on an attempt counts as slow: its subscription pauses for as long as it took, and its project is
 slow for SLOW_S seconds, twice as long each further time, and MAX_SLOW_S at most. After MAX_SLOW_S seconds in which it
@@ -403,7 +403,7 @@ def store_outcomes(tried: Sequence[DueDelivery], outcomes: Sequence[AttemptOutco
         if slow_projects := {
             one.project_id for one, r in zip(tried, outcomes, strict=True) if r.seconds >= SLOW_ATTEMPT_S
         }:
-            times = {"slow_s": SLOW_S, "max_slow_s": MAX_SLOW_S, "projects": sorted(slow_projects)}
+            times: dict[str, Any] = {"slow_s": SLOW_S, "max_slow_s": MAX_SLOW_S, "projects": sorted(slow_projects)}
             cursor.execute(UPSERT_SLOW_PROJECTS, times)
         cursor.execute(UPDATE_SUBSCRIPTIONS, [MAX_BACKOFF_S, orjson.dumps(subscription_rows).decode(), PAUSE_AFTER_S])
         standings = cursor.fetchall()
@@ -500,7 +500,7 @@ def _post_delivery(
     begun_at = time.monotonic()
     try:
         outcome = webhook.post_message(delivery.target, headers, body, allowed, project=delivery.project_id)
-    except Exception as error:  # each attempt is settled by itself, whatever it raises
+    except Exception as error:  # an error of one attempt must not stop the others
         log.exception("a webhook could not be posted")
         outcome = AttemptOutcome(f"This was not sent because of an error in the product: {type(error).__name__}.")
     return replace(outcome, seconds=time.monotonic() - begun_at)
