@@ -207,8 +207,8 @@ def _get_identity(path: str, answer: type[SomeAnswer], query: dict[str, str] | N
                 raise TokenCheckUnavailableError(reason, unreachable=False) from None
         case 403:
             raise ListingNotAllowedError(
-                "Keystone does not let the service user read users and role assignments (403): it needs the role reader"
-                " for the whole system, or admin."
+                "Keystone does not let the service user read users and role assignments (403): it needs the role admin,"
+                " or Keystone's rules identity:get_user and identity:list_role_assignments must allow it."
             )
         case 404:
             return None

@@ -21,6 +21,7 @@ from typing import Any
 
 from django.contrib.auth import get_user_model
 from django.contrib.auth.models import User
+from django.db import transaction
 from django.db.models import Q, QuerySet
 from django.db.models.functions import Now
 from django.db.models.signals import pre_delete
@@ -172,9 +173,12 @@ def _settle_rights(caller: Caller, project_id: str, actor: str, ends: bool = Tru
     for scope in SubscriptionScope:
         of_scope = rows.filter(scope=scope)
         if may_own(caller, project_id, scope):
-            of_scope.update(
-                owner_confirmed_at=Now(), owner_check_at=Now() + timedelta(seconds=CHECK_INTERVAL_S), owner_doubt=""
-            )
+            next_check = Now() + timedelta(seconds=CHECK_INTERVAL_S)
+            with transaction.atomic():  # in one order, so that this and the storing of outcomes do not deadlock
+                confirmed = list(of_scope.select_for_update().order_by("pk").values_list("pk", flat=True))
+                Subscription.objects.filter(pk__in=confirmed).update(
+                    owner_confirmed_at=Now(), owner_check_at=next_check, owner_doubt=""
+                )
         elif of_scope.exists():
             all_allowed = False
             if ends:
