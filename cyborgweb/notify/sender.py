@@ -52,8 +52,8 @@ from cyborgweb.settings.mail_address import MailAddressError
 log = logging.getLogger(__name__)
 
 MAX_RUN_S = 10.0
-"""Seconds after which no new round of mails begins, and projects whose webhooks are in flight begin no more. With the
-last mail, or the last webhooks, a job ends well below the cluster's time limit of 60 s.
+"""Seconds after which no new round of mails begins, and webhooks begin only while a slow one ends. With the last mail,
+or the last webhooks, a job ends well below the cluster's time limit of 60 s.
 """
 MAX_EXTENSION_S = 25.0
 """Seconds after `MAX_RUN_S` during which webhooks of other projects may begin while a slow attempt ends."""
