@@ -28,8 +28,8 @@ BURST_S = 120.0
 """A host may at once send the reports, and the bytes of reports, of this many seconds at the highest lasting rate. A
 host that boots, or whose devices are plugged in and out, then does not wait."""
 URGENT_PER_S, MAX_URGENT = 1 / 60, 3
-"""Of one host, this many urgent reports a second, and this many at once, are treated as urgent; others come when it is
-their host's turn."""
+"""Of one host, this many urgent reports a second, and this many at once, are merged before others; further ones come
+when it is their host's turn. A host that reports another health of a held device each time would always be first."""
 OVERBOOKING_FACTOR = 2.0
 """Factor by which more agents are asked to come back per second than were admitted. To refuse an agent again costs
 little, and an empty place costs much; agents add a back-off of their own, and some never come back."""
