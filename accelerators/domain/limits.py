@@ -1,4 +1,4 @@
-"""Limit how many devices, and parts of devices, are stored of one host. Pure: it reads and writes nothing."""
+"""Limit how many devices, and parts of devices, are stored for one host. This module reads and writes nothing."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ SETTING = "CYBORG_MAX_DEVICES_PER_HOST"
 DEFAULT_MAX_DEVICES = 4096
 """Default of `CYBORG_MAX_DEVICES_PER_HOST`."""
 RESERVED_FRACTION = 16
-"""One of RESERVED_FRACTION of the places of a host is kept for each of its drivers that uses fewer, and for one that is
-not known yet. So drivers that report ever new devices leave places for the devices of others."""
+"""1 / RESERVED_FRACTION of the places of a host are kept for each of its drivers that uses fewer places, and for one
+driver that is not known yet. So drivers that report new devices without end leave places for the devices of others."""
 PARTS_PER_DEVICE = 16
 """A host may have PARTS_PER_DEVICE times as many parts (deployables and attach handles) as it may have devices. Parts
 that are not reported any more stay stored with their device, so the limits of a report do not bound them."""
@@ -29,7 +29,7 @@ that are not reported any more stay stored with their device, so the limits of a
 
 @dataclass(frozen=True)
 class LimitedDevices:
-    """The reported devices that are stored, and by driver the fault about its other devices."""
+    """The reported devices that are stored, and for each driver with other devices the fault about them."""
 
     accepted: list[IdentifiedDevice]
     faults: Mapping[str, Fault] = field(default_factory=dict)
@@ -47,19 +47,20 @@ class _Places:
         self._kept = share + sum(max(0, share - number) for number in used.values())
 
     def can_take(self, driver: str, number: int) -> bool:
-        """Return whether a driver may have so many more: within its share, or of those that are kept for nobody."""
+        """Return whether a driver may use this number of further places: of its share, or of places that are kept for
+        no other driver."""
         own = max(0, self._share - self._used[driver])
         kept = self._kept - own if number > own else 0
         return number == 0 or self._total + number <= self._limit - kept
 
     def take(self, driver: str, number: int) -> None:
-        """Count so many more for a driver."""
+        """Count this number of further places as used by a driver."""
         self._kept -= min(number, max(0, self._share - self._used[driver]))
         self._used[driver] += number
         self._total += number
 
     def suffices_for_all(self, number: int) -> bool:
-        """Return whether so many more are free without the kept ones, whoever takes them."""
+        """Return whether this number of further places is free without any place that is kept."""
         return self._total + number <= self._limit - self._kept
 
 
@@ -68,10 +69,10 @@ def limit_devices(
 ) -> LimitedDevices:
     """Leave out new devices, and new parts of stored devices, above the limits of one host.
 
-    What is stored already stays, whether it is reported or missing. `drivers` are the names of the host's drivers;
-    places are kept for those that have few devices or none (RESERVED_FRACTION). For the others, the driver that uses
-    the fewest is next; of one driver, the devices that are reported first are taken. The fault of a driver names the
-    number of its devices that were left out or lack parts, the limits and the setting.
+    Devices and parts that are stored already stay, whether they are reported or missing. `drivers` are the names of the
+    host's drivers; places are kept for those that have few devices or none (RESERVED_FRACTION). The other places go
+    first to the driver that uses the fewest; of one driver, the devices that are reported first are accepted. The fault
+    of a driver names the number of its devices that were left out or lack parts, the limits and the setting.
     """
     all_devices = list(accepted)
     names = {*drivers, *(one.driver for one in host.devices), *(one.driver for one in all_devices)}
@@ -112,8 +113,10 @@ def limit_devices(
 
 @dataclass
 class _Candidate:
-    """A reported device: what of it is stored already, its number of new parts, and how many places its driver uses if
-    it gets this device and those that it reported before."""
+    """A reported device. `known` is the device with its stored parts only, and `new_parts` the number of the others.
+
+    `use_of_driver` is the number of places that its driver uses if this device and those before it are accepted.
+    """
 
     identified: IdentifiedDevice
     known: Device
