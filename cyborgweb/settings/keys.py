@@ -146,7 +146,7 @@ class Keys:
         "CYBORG_HOST_REPORTS_PER_S",
         10.0,
         "How many reports of one host each web process stores a second; the reports of two minutes may come at once,"
-        " further ones wait. As many may wait to be merged; further ones are refused.",
+        " further ones wait. The same number may wait to be merged; further reports are refused.",
     )
     host_report_bytes_per_s: int = declare_key(
         "CYBORG_HOST_REPORT_BYTES_PER_S", 524_288, "The same for the size of its reports, in bytes."
