@@ -31,7 +31,7 @@ from agents.gateway.sample_cache import SAMPLES_PREFIX, SampleCache
 from agents.gateway.sessions import AgentSession, SessionClosedError, SessionRegistry, send_message, send_text
 from agents.gateway.throttling import BURST_S, HandshakeThrottle, ReportJitter, TokenBuckets
 from agents.gateway.upgrade_request import choose_version, client_address, deny_upgrade
-from agents.gateway.urgency import FaultyDevice, list_faulty_devices
+from agents.gateway.urgency import DeviceHealth, list_faulty_keys, list_health_to_check
 from agents.gateway.writer import AdmitJob, CommandJob, DatabaseWriter, SpoolJob, SpoolUse, TrustJob
 
 log = logging.getLogger(__name__)
@@ -399,10 +399,11 @@ class AgentGateway:
                     await self._send_new_announcements(session)
             elif type(message) is wire.Report:
                 epoch_seq, content_hash = (message.epoch, message.seq), message.hash
-                faulty_devices = list_faulty_devices(message.drivers)
+                health_to_check = list_health_to_check(message.drivers, session.faulty_keys)
+                session.faulty_keys = list_faulty_keys(health_to_check)
                 # Decoded it takes five times the memory of its text: do not keep it while waiting for the commit.
                 del message
-                await self._handle_report(session, epoch_seq, content_hash, data, faulty_devices)
+                await self._handle_report(session, epoch_seq, content_hash, data, health_to_check)
             else:
                 await self._handle_control_message(session, message)
             del event, data  # otherwise an idle connection would keep its last report in memory
@@ -573,7 +574,7 @@ class AgentGateway:
         epoch_seq: tuple[int, int],
         content_hash: str,
         text: str,
-        faulty_devices: Sequence[FaultyDevice],
+        health_to_check: Sequence[DeviceHealth],
     ) -> None:
         """Acknowledge a report when it is durable, when its content is applied already, or when it is old.
 
@@ -599,7 +600,7 @@ class AgentGateway:
             if self._pending_bytes > self.settings.pending_report_bytes:
                 raise SessionClosedError("busy", "too many reports wait to be stored: connect again later")
             future = asyncio.get_running_loop().create_future()
-            job = SpoolJob(future, host_id, epoch_seq, content_hash, text, faulty_devices)
+            job = SpoolJob(future, host_id, epoch_seq, content_hash, text, health_to_check)
             session.applied_hash = "" if await self._wait_until_spooled(job) else content_hash
         session.last_acknowledged = max(session.last_acknowledged, epoch_seq)
         await send_text(session, f'{{"type":"Ack","seq":{epoch_seq[1]},"of":"Report"}}')

@@ -45,7 +45,7 @@ from agents.gateway.row_locks import (
 )
 from agents.gateway.sessions import SessionClosedError
 from agents.gateway.throttling import MAX_URGENT, URGENT_PER_S, ReportJitter, TokenBuckets
-from agents.gateway.urgency import FaultyDevice
+from agents.gateway.urgency import DeviceHealth
 
 log = logging.getLogger(__name__)
 
@@ -105,7 +105,7 @@ class SpoolUse(NamedTuple):
 class SpoolJob:
     """Store a report in the spool. The future gives True if it was spooled, False if its content is applied already.
 
-    `payload` is the text of the Report message. A report with `faulty_devices` is stored before others; whether it is
+    `payload` is the text of the Report message. A report with `health_to_check` is stored before others; whether it is
     merged before others, too, is decided when it is stored.
     """
 
@@ -114,7 +114,7 @@ class SpoolJob:
     epoch_seq: tuple[int, int]
     content_hash: str
     payload: str
-    faulty_devices: Sequence[FaultyDevice] = ()
+    health_to_check: Sequence[DeviceHealth] = ()
 
 
 @dataclass(slots=True)
@@ -245,7 +245,7 @@ class DatabaseWriter(threading.Thread):
         due = self._pop_due_held_jobs()
         for job in due:
             if isinstance(job, SpoolJob):
-                (self._urgent_reports if job.faulty_devices else self._normal_reports).append(job)
+                (self._urgent_reports if job.health_to_check else self._normal_reports).append(job)
         self._serve_jobs([job for job in due if not isinstance(job, SpoolJob)])
 
     def _serve_jobs(self, batch: list[WriterJob]) -> None:
@@ -305,7 +305,7 @@ class DatabaseWriter(threading.Thread):
         """Put a job into its lane: reports with a fault, other reports, or everything else. None is no job: it only
         wakes this thread."""
         if isinstance(job, SpoolJob):
-            (self._urgent_reports if job.faulty_devices else self._normal_reports).append(job)
+            (self._urgent_reports if job.health_to_check else self._normal_reports).append(job)
             self._reports_by_host[job.host_id] += 1
         elif job is not None:
             self._other_jobs.append(job)
@@ -357,13 +357,13 @@ class DatabaseWriter(threading.Thread):
         database is down; groups that are committed already are then resolved already.
         """
         reports = [job for job in batch if isinstance(job, SpoolJob) and not job.future.done()]
-        locked_reports = self._store_unless_locked([job for job in reports if job.faulty_devices])
+        locked_reports = self._store_unless_locked([job for job in reports if job.health_to_check])
         if admissions := [job for job in batch if isinstance(job, AdmitJob) and not job.future.done()]:
             self._hold_jobs(write_unless_locked(admissions, self._identify_agents))
         self._serve_one_by_one([job for job in batch if isinstance(job, TrustJob)], _apply_trust_change)
         if command_jobs := [job for job in batch if isinstance(job, CommandJob)]:
             self._hold_jobs(write_unless_locked(command_jobs, self._store_command_messages))
-        locked_reports += self._store_unless_locked([job for job in reports if not job.faulty_devices])
+        locked_reports += self._store_unless_locked([job for job in reports if not job.health_to_check])
         self._reports_by_host.update(job.host_id for job in locked_reports)
         self._hold_jobs(UnwrittenItems([], locked_reports))
 
@@ -459,8 +459,9 @@ class DatabaseWriter(threading.Thread):
     def _store_reports(self, jobs: list[SpoolJob]) -> FutureResults:
         """Store reports in the spool, leaving out those already applied; return for each whether it was stored.
 
-        A report that shows a new fault of a held device is stored as urgent, a few times of each host (URGENT_PER_S).
-        The reports of a host that uses up its share of the spool are refused: the merge may have put the host aside.
+        A report that shows a changed health of a held device is stored as urgent, unless its host has sent too many
+        such reports (URGENT_PER_S). The reports of a host that uses up its share of the spool are refused: the merge
+        may have put the host aside.
         One COPY is one commit. There is no transaction around it: every round trip here takes time from the event loop.
         If anything was stored, the job `merge` is woken. Raise database errors.
         """
@@ -478,7 +479,7 @@ class DatabaseWriter(threading.Thread):
             full_hosts = self._find_hosts_above_share({job.host_id for job in new})
             fresh = [job for job in new if job.host_id not in full_hosts]
             if fresh:
-                found = urgency.find_hosts_with_new_faults((job.host_id, job.faulty_devices) for job in fresh)
+                found = urgency.find_hosts_with_changed_health((job.host_id, job.health_to_check) for job in fresh)
                 urgent_hosts = {host_id for host_id in found if self._urgency_buckets.try_take(host_id)}
                 with cursor.copy(COPY_TO_SPOOL) as copy:
                     copy.set_types(COPY_TYPES)

@@ -26,7 +26,7 @@ from agents import jobs, wire
 from agents.gateway import metrics
 from agents.gateway.asgi_app import AgentGateway
 from agents.gateway.throttling import MAX_JITTER_S, MAX_RETRY_AFTER_S, HandshakeThrottle, ReportJitter, TokenBuckets
-from agents.gateway.urgency import MAX_FAULTY_DEVICES, FaultyDevice, list_faulty_devices
+from agents.gateway.urgency import MAX_CHECKED_DEVICES, DeviceHealth, list_health_to_check
 from agents.gateway.writer import SpoolJob, SpoolUse
 from agents.models import Spooled
 from cyborgweb.settings.keys import Keys
@@ -332,12 +332,13 @@ def list_urgency() -> list[tuple[int, bool]]:
 
 
 @pytest.mark.django_db(transaction=True)
-def test_X5_urgent_is_what_shows_a_new_fault_of_a_held_device_whatever_the_agent_claims(
-    gateway_slot: GatewaySlot, gateway: AgentGateway
+@pytest.mark.parametrize("later_health", ["failed", "ok"])
+def test_X5_a_report_is_urgent_if_it_changes_the_health_of_a_held_device_whatever_the_agent_claims(
+    gateway_slot: GatewaySlot, gateway: AgentGateway, later_health: str
 ) -> None:
     agent = WireAgent(gateway_slot.port, token=make_join_secret())
     held, free = make_card(1), make_card(2)
-    ill, worse = (structs.replace(held, status=status) for status in ("degraded", "failed"))
+    ill, later = (structs.replace(held, status=status) for status in ("degraded", later_health))
     with agent.connect() as socket:
         hold_card(socket)
         contents = (
@@ -352,7 +353,7 @@ def test_X5_urgent_is_what_shows_a_new_fault_of_a_held_device_whatever_the_agent
         assert [seq for seq, is_urgent in list_urgency() if is_urgent] == [8, 9]
         jobs.merge()
         ask(socket, make_report(ill, free, make_card(3), seq=20))
-        ask(socket, make_report(worse, free, seq=21))
+        ask(socket, make_report(later, free, seq=21))
     assert list_urgency() == [(20, False), (21, True)], "the first health is recorded already, the second one is not"
 
 
@@ -380,7 +381,7 @@ def test_a_report_with_a_faulty_device_costs_one_statement_more_and_waits_for_no
     host = Host.objects.get()
     made, loop = AgentGateway(Keys()), asyncio.new_event_loop()
 
-    def store(*faulty: FaultyDevice) -> int:
+    def store(*faulty: DeviceHealth) -> int:
         job = SpoolJob(loop.create_future(), host.id, (2, 1), "h" * 32, "{}", faulty)
         with CaptureQueriesContext(connection) as statements:
             assert [stored for _, stored in made._writer._store_reports([job])] == [True]
@@ -393,10 +394,10 @@ def test_a_report_with_a_faulty_device_costs_one_statement_more_and_waits_for_no
     assert list(Spooled.objects.order_by("id").values_list("urgent", flat=True)) == [True, False]
 
 
-def test_of_many_faulty_devices_the_failed_ones_are_looked_up_first() -> None:
+def test_of_many_health_to_check_the_failed_ones_are_looked_up_first() -> None:
     cards = [make_card(n % 250, key=f"k{n}", status="degraded" if n else "failed") for n in range(400, -1, -1)]
-    faulty = list_faulty_devices([make_driver_report(*cards, make_card(1), make_card(2, status="unknown"))])
-    assert len(faulty) == MAX_FAULTY_DEVICES and faulty[0] == ("k0", "failed")
+    found = list_health_to_check([make_driver_report(*cards, make_card(1), make_card(2, status="unknown"))])
+    assert len(found) == MAX_CHECKED_DEVICES and found[0] == ("k0", "failed")
 
 
 @pytest.mark.django_db(transaction=True)
