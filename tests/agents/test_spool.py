@@ -298,6 +298,20 @@ def test_a_locked_row_of_one_host_does_not_stop_the_merge_of_the_others(
     assert not Spooled.objects.exists() and not Event.objects.filter(action__startswith="report.").exists()
 
 
+@pytest.mark.django_db(transaction=True)
+def test_a_locked_table_postpones_no_single_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jobs, "STATEMENT_TIMEOUT_S", 0.6)
+    monkeypatch.setattr("accelerators.runtime.jobs.TIME_SLICE_S", 1.0)
+    for host in (get_or_create_host("cmp1"), get_or_create_host("cmp2")):
+        spool_reports(host, (make_driver_report(make_card(1)),))
+    with psycopg.connect(**connection.get_connection_params()) as outside:
+        outside.execute("LOCK TABLE accelerators_attribute IN SHARE MODE")
+        jobs.merge()
+        assert Spooled.objects.count() == 2 and jobs._pace.list_delayed_hosts() == set()
+    jobs.merge()
+    assert Device.objects.count() == 2 and not Spooled.objects.exists()
+
+
 def test_a_host_is_left_out_longer_each_time_that_its_row_is_locked() -> None:
     pace, before = MergePace(), time.monotonic()
     for _ in range(5):
