@@ -146,7 +146,7 @@ class Keys:
         "CYBORG_HOST_REPORTS_PER_S",
         10.0,
         "How many reports of one host each web process stores a second; the reports of two minutes may come at once,"
-        " further ones wait.",
+        " further ones wait. The same number may wait to be merged; further reports are refused.",
     )
     host_report_bytes_per_s: int = declare_key(
         "CYBORG_HOST_REPORT_BYTES_PER_S", 524_288, "The same for the size of its reports, in bytes."
@@ -155,8 +155,8 @@ class Keys:
         "CYBORG_MAX_DEVICES_PER_HOST",
         4096,
         "How many devices of one host are stored, missing ones included, and 16 times as many deployables and attach"
-        " handles; one driver gets at most fifteen sixteenths of them. A fault of the host says how many devices exceed"
-        " it.",
+        " handles. A sixteenth is kept for each of its drivers that has fewer, and for one to come. A fault of each"
+        " driver says how many devices exceed it.",
     )
     pending_report_bytes: int = declare_key(
         "CYBORG_PENDING_REPORT_BYTES",

@@ -40,9 +40,10 @@ class WriterByHand:
         self.gateway._writer._jobs.put(job)
         return job.future
 
-    def enqueue_report(self, host: Host, seq: int, content: str, *, urgent: bool = False) -> asyncio.Future[Any]:
-        """Put a report into the writer's queue; return its future."""
-        return self.enqueue(SpoolJob(self.loop.create_future(), host.id, (1, seq), content, "{}", urgent))
+    def enqueue_report(self, host: Host, seq: int, content: str, *, is_faulty: bool = False) -> asyncio.Future[Any]:
+        """Put a report into the writer's queue, with a faulty device if wanted; return its future."""
+        faulty = (("key", "failed"),) if is_faulty else ()
+        return self.enqueue(SpoolJob(self.loop.create_future(), host.id, (1, seq), content, "{}", faulty))
 
     def admit_and_get_applied_hash(self, agent: WireAgent) -> str:
         """Admit the agent in the next batch; return the hash that its Welcome would name as applied."""
@@ -77,16 +78,16 @@ def agent() -> WireAgent:
     return made
 
 
-@pytest.mark.parametrize("urgent", [False, True])
+@pytest.mark.parametrize("is_faulty", [False, True])
 def test_an_admission_names_no_applied_hash_while_a_report_of_the_host_waits(
-    writer: WriterByHand, agent: WireAgent, urgent: bool
+    writer: WriterByHand, agent: WireAgent, is_faulty: bool
 ) -> None:
     host, other = Host.objects.get(), get_or_create_host("cmp2")
     assert writer.admit_and_get_applied_hash(agent) == R0
     writer.enqueue_report(other, 1, R1)
     before = writer.enqueue_report(host, 1, R1)
     assert writer.admit_and_get_applied_hash(agent) == "", "it waits behind the other's"
-    after = writer.enqueue_report(host, 2, R0, urgent=urgent)
+    after = writer.enqueue_report(host, 2, R0, is_faulty=is_faulty)
     for _ in range(2):
         writer.process_batch()
     assert (before.result(), after.result()) == (True, True), "both are stored, and seq says which is the later"
@@ -123,7 +124,7 @@ def test_a_report_whose_connection_has_ended_is_not_stored(writer: WriterByHand,
 def test_a_report_that_the_database_rejects_ends_only_its_own_connection(writer: WriterByHand) -> None:
     bad, good = get_or_create_host("bad"), get_or_create_host("good")
     writer.gateway._writer._max_rows = 2
-    rejected = writer.enqueue(SpoolJob(writer.loop.create_future(), bad.id, (1, 1), R0, "\0", urgent=False))
+    rejected = writer.enqueue(SpoolJob(writer.loop.create_future(), bad.id, (1, 1), R0, "\0"))
     stored = writer.enqueue_report(good, 1, R0)
     writer.process_batch()
     with pytest.raises(SessionClosedError, match="the database cannot store this message") as refused:
