@@ -18,7 +18,10 @@ class CyborgwebConfig(AppConfig):
     default_auto_field = "django.db.models.BigAutoField"
 
     def ready(self) -> None:
-        """Register deployment checks, the handlers of `migrate`, jobs, and functions of the console."""
+        """Register deployment checks, the handlers of `migrate`, jobs, and functions of the console.
+
+        It is the last of the applications, so garbage collection is resumed when this is done.
+        """
         from accelerators.runtime.jobs import JOBS, Job
         from accelerators.ui.extensions import DENIAL_REASON, FIELD_SENTENCE, LIST_MEMORY, PAGE_SECTIONS, USER_PROJECT
         from agents.authentication import CONDUCTOR_ADDRESS
@@ -28,6 +31,7 @@ class CyborgwebConfig(AppConfig):
         from cyborgweb.pages import load
         from cyborgweb.pages.saved_views import load_list_memory
         from cyborgweb.server import deploy_checks  # noqa: F401  (registers its checks)
+        from cyborgweb.server.garbage import resume_after_loading
         from cyborgweb.server.tls import choose_agent_address
         from placement_sync.cloud import SERVICE_SESSION
 
@@ -45,6 +49,7 @@ class CyborgwebConfig(AppConfig):
         FIELD_SENTENCE.register("manual", field_sentence)
         SERVICE_SESSION.register("keystone", keystone.service_session)
         CONDUCTOR_ADDRESS.register("tls", choose_agent_address)
+        resume_after_loading()
 
 
 def _refuse_development_database(using: str, **about: Any) -> None:

@@ -21,6 +21,7 @@ from urllib.parse import urlsplit
 
 import uvicorn
 
+from cyborgweb.server.garbage import pause_while_loading
 from cyborgweb.settings.keys import Keys, get_keys
 from drivers.isolation.process import die_with_parent
 
@@ -42,6 +43,7 @@ def main() -> None:
     parser.add_argument("--after", type=int, help="file descriptor of a pipe: serve when its other end is closed")
     arguments = parser.parse_args()
     die_with_parent()
+    pause_while_loading()
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
     logging.getLogger("uvicorn.error").setLevel(logging.WARNING)  # INFO logs every agent's connect and disconnect
     _raise_file_limit(get_keys().agent_connections, get_keys().http_connections)
