@@ -5,6 +5,8 @@ from __future__ import annotations
 import hashlib
 import http.client
 import json
+import socket
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +26,7 @@ from cyborgweb.models import ApiToken
 from cyborgweb.settings.keys import Keys
 from cyborgweb.wsgi import application as wsgi
 from tests.support.manage import run_verb
-from tests.support.webserver import serving
+from tests.support.webserver import serving, until
 
 LARGE = bytes(range(256)) * 6144
 
@@ -66,6 +68,53 @@ def test_an_image_larger_than_other_bodies_is_streamed_to_disk() -> None:
     assert store.get_image_path(shown["uuid"]).read_bytes() == LARGE
 
 
+class ObservedBody:
+    """A body in parts. `stored` is the size that the file on the disk had before the last part was sent."""
+
+    def __init__(self, parts: int) -> None:
+        self.parts, self.stored = parts, 0
+
+    def __iter__(self) -> Iterator[bytes]:
+        for _ in range(self.parts):
+            yield LARGE[:65_536]
+            files = [path.stat().st_size for path in store.get_image_directory().iterdir()]
+            self.stored = max([self.stored, *files])
+
+
+@pytest.mark.django_db(transaction=True)
+def test_an_image_that_comes_in_chunks_is_streamed_to_disk() -> None:
+    """The file grows while the chunks arrive, and gets the size that they have together."""
+    body = ObservedBody(30)
+    with serving(asgi.HttpApplication(AgentGateway(Keys()), DjangoThreads(wsgi, Keys()))) as port:
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=20)
+        sent = {"X-Auth-Token": make_token("admin"), "Content-Type": "application/octet-stream"}
+        connection.request("POST", "/api/images/?name=shell", body, sent, encode_chunked=True)
+        response = connection.getresponse()
+        shown = json.loads(response.read())
+        connection.close()
+    assert response.status == 201, shown
+    content = LARGE[:65_536] * 30
+    assert (shown["size"], shown["sha256"]) == (len(content), hashlib.sha256(content).hexdigest())
+    assert store.get_image_path(shown["uuid"]).read_bytes() == content
+    assert 0 < body.stored < len(content)
+
+
+@pytest.mark.django_db(transaction=True)
+@pytest.mark.parametrize("ending", ["disconnects", "is too slow"])
+def test_an_image_whose_last_chunk_is_missing_is_not_stored(ending: str) -> None:
+    keys = Keys(body_timeout_s=0.5)
+    with serving(asgi.HttpApplication(AgentGateway(keys), DjangoThreads(wsgi, keys)), keys) as port:
+        head = f"POST /api/images/ HTTP/1.1\r\nHost: localhost\r\nX-Auth-Token: {make_token('admin')}\r\n"
+        head += "Content-Type: application/octet-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
+        with socket.create_connection(("127.0.0.1", port), 20) as connection:
+            connection.sendall(head.encode() + b"4\r\nbits\r\n")
+            until(lambda: [*store.get_image_directory().iterdir()])
+            if ending == "is too slow":
+                assert b" 400 " in connection.recv(65_536).partition(b"\r\n")[0]
+        until(lambda: not [*store.get_image_directory().iterdir()])
+    assert not Image.objects.exists()
+
+
 @pytest.mark.django_db
 def test_images_are_listed_shown_and_removed_by_those_who_may(client: Client) -> None:
     made = json.loads(upload_image(client, "?name=a&property=accel:function_id=F").content)
@@ -91,6 +140,12 @@ def test_images_are_listed_shown_and_removed_by_those_who_may(client: Client) ->
         ({"CONTENT_LENGTH": "0"}, 400, "1 to 2000000 bytes"),
         ({"content": b"x" * 2_000_001}, 413, "at most 2000000 bytes"),
         ({"CONTENT_LENGTH": ""}, 411, "Content-Length"),
+        ({"CONTENT_LENGTH": "", "HTTP_TRANSFER_ENCODING": "chunked", "content": b""}, 400, "1 to 2000000 bytes"),
+        (
+            {"CONTENT_LENGTH": "", "HTTP_TRANSFER_ENCODING": "chunked", "content": b"x" * 2_000_001},
+            413,
+            "at most 2000000 bytes",
+        ),
         ({"query": "?nmae=x"}, 400, "known are name, property"),
         ({"query": "?property==x"}, 400, "KEY=VALUE"),
         ({"query": f"?name={'x' * 256}"}, 400, "at most 255"),
