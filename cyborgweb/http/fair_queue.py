@@ -76,7 +76,9 @@ class FairQueue:
         """
         if self.waiting_requests >= self._places:
             largest = self._find_largest_client()
-            self._pop_waiting(largest, newest=True).set_exception(RefusedRequestError(503, True, over_share=largest))
+            refused = self._pop_waiting(largest, newest=True)
+            if not refused.done():
+                refused.set_exception(RefusedRequestError(503, True, over_share=largest))
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiting.setdefault(client, deque()).append(turn)
         self.waiting_requests += 1
@@ -116,7 +118,8 @@ class FairQueue:
         self._running[client] -= 1
         if not self._running[client]:
             del self._running[client]
-        if waiting := next((other for other in self._waiting if self._can_run(other)), None):
+        while waiting := next((other for other in self._waiting if self._can_run(other)), None):
             turn = self._pop_waiting(waiting)
-            self._start(waiting)
-            turn.set_result(None)
+            if not turn.done():  # a request that was cancelled is done
+                self._start(waiting)
+                turn.set_result(None)

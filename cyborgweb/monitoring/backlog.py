@@ -17,7 +17,7 @@ REFUSED_MINUTES = 10
 """Minutes for which the overview names clients that were refused."""
 REFUSED_CLIENTS_HOST, REFUSED_CLIENTS_ACTION = "(clients)", "client.refused"
 """The host, so that an index finds them, and the action of events about refused clients."""
-REFUSED_CLIENTS = {
+REFUSED_CLIENTS: dict[str, str | int] = {
     "clients": REFUSED_CLIENTS_HOST,
     "refused": REFUSED_CLIENTS_ACTION,
     "minutes": REFUSED_MINUTES,
@@ -133,6 +133,6 @@ class Backlog:
 def read_backlog() -> Backlog:
     """Read how much work is unfinished, and how many devices are unhealthy, in one statement. Nothing is locked."""
     with connection.cursor() as cursor:
-        cursor.execute(SELECT_BACKLOG, {"near": NEAR_DEADLINE_S, "stuck": STUCK_AFTER} | REFUSED_CLIENTS)
+        cursor.execute(SELECT_BACKLOG, REFUSED_CLIENTS | {"near": NEAR_DEADLINE_S, "stuck": STUCK_AFTER})
         document: Any = cursor.fetchone()[0]
     return msgspec.json.decode(document, type=Backlog)

@@ -64,7 +64,7 @@ def test_instances_that_an_unproven_nova_does_not_know_are_an_alert_that_says_wh
     assert line.endswith("Check the region and CYBORG_NOVA_ENDPOINT, or confirm the address.")
 
 
-@pytest.mark.django_db
+@pytest.mark.django_db(transaction=True)
 def test_clients_that_were_refused_lately_are_named_with_a_link_to_their_events() -> None:
     assert backlog.read_backlog().refused_clients == ""
     refused_clients._write_report(Counter({"address 192.0.2.7": 23, "project p1": 2}))

@@ -29,7 +29,8 @@ class Requests:
         """Send one request of each of these clients, one after the other."""
         for client in clients:
             self.tasks.append(asyncio.create_task(self._run(client)))
-            await asyncio.sleep(0)
+            for _ in range(3):
+                await asyncio.sleep(0)
 
     async def _run(self, client: str) -> None:
         try:
@@ -130,9 +131,15 @@ def test_a_request_that_is_cancelled_while_it_waits_leaves_its_place_and_takes_n
         await asyncio.sleep(0)
         assert requests.queue.waiting_requests == 1
         requests.ends[0][1].set()
-        requests.tasks.pop(1).cancel()  # b has just got the thread, or is about to get it
+        requests.tasks.pop(1).cancel()  # before the thread is given to b
         await requests.end_all()
         assert requests.order == ["a"]
+        await requests.send("a", "b")
+        await requests.end()
+        requests.tasks.pop().cancel()  # after the thread was given to b
+        requests.ends.clear()
+        await asyncio.sleep(0)
+        await requests.end_all()
 
     run(story)
 
