@@ -30,6 +30,10 @@ BODYLESS = (
     b"PATCH /v2/accelerator_requests HTTP/1.1\r\nHost: localhost\r\n"
     b"Content-Type: application/json\r\nContent-Length: 100\r\n\r\n"
 )
+BODYLESS_LOGIN = (
+    b"POST /admin/login/ HTTP/1.1\r\nHost: localhost\r\nCookie: csrftoken=%b\r\n"
+    b"Content-Type: application/x-www-form-urlencoded\r\nContent-Length: 100\r\n\r\n" % (b"a" * 32)
+)
 BODYLESS_CLIENTS, TRICKLING_CLIENTS, DEAF_CLIENTS = 64, 32, 32
 TRICKLE_S = 0.5
 """Seconds between two bytes of a trickling client."""
@@ -113,11 +117,14 @@ def test_clients_that_send_no_body_delay_neither_reads_nor_writes_nor_the_consol
 
 
 @contextmanager
-def slow_clients(port: int) -> Iterator[list[socket.socket]]:
+def slow_clients(port: int, token: str) -> Iterator[list[socket.socket]]:
     """Keep slow clients connected for the block: some send no body, some a byte of it now and then, some read nothing.
 
-    Yields the sockets of the clients that read nothing.
+    The views that they ask for need the body: one has this valid token, the other is the console's login. Yields the
+    sockets of the clients that read nothing.
     """
+    assert len(ask(port, "GET", LARGE_FILE)[1]) > 300_000
+    with_token = BODYLESS.replace(b"\r\n", f"\r\nX-Auth-Token: {token}\r\n".encode(), 1)
     ended = threading.Event()
     with ExitStack() as stack:
 
@@ -134,9 +141,9 @@ def slow_clients(port: int) -> Iterator[list[socket.socket]]:
 
         get = f"GET {LARGE_FILE} HTTP/1.1\r\nHost: localhost\r\n\r\n".encode()
         deaf = [connect(get, receive_buffer=4_096) for _ in range(DEAF_CLIENTS)]
-        for _ in range(BODYLESS_CLIENTS):
-            connect(BODYLESS)
-        trickling = [connect(BODYLESS) for _ in range(TRICKLING_CLIENTS)]
+        for number in range(BODYLESS_CLIENTS):
+            connect((with_token, BODYLESS_LOGIN)[number % 2])
+        trickling = [connect((with_token, BODYLESS_LOGIN)[number % 2]) for number in range(TRICKLING_CLIENTS)]
 
         def trickle() -> None:
             while not ended.wait(TRICKLE_S):
@@ -203,7 +210,7 @@ def test_X5_slow_clients_do_not_delay_binds(product: Product, request: pytest.Fi
     binding = Binding(product, port, f"beside-slow-{way.rsplit(maxsplit=1)[-1]}")
     with binding.profile():
         alone = [binding.bind_and_release() for _ in range(ROUNDS)]
-        with slow_clients(port):
+        with slow_clients(port, binding.token):
             beside = [binding.bind_and_release() for _ in range(ROUNDS)]
     print(f"{way}: {max(alone):.2f} s alone, {max(beside):.2f} s beside slow clients, at most {BIND_S} s")
     assert max(beside) < BIND_S
@@ -211,7 +218,8 @@ def test_X5_slow_clients_do_not_delay_binds(product: Product, request: pytest.Fi
 
 def test_X5_granian_disconnects_clients_that_do_not_read(product: Product) -> None:
     """These clients read a byte now and then, so their connections are not idle."""
-    with serve_rest(product, CYBORG_WRITE_TIMEOUT_S=str(WRITE_TIMEOUT_S)) as port, slow_clients(port) as deaf:
+    token = product.manage("api_token", "not-reading")[-1]
+    with serve_rest(product, CYBORG_WRITE_TIMEOUT_S=str(WRITE_TIMEOUT_S)) as port, slow_clients(port, token) as deaf:
 
         def is_reset_after_a_byte(client: socket.socket) -> bool:
             """Read a byte; return whether the server has ended the connection."""
