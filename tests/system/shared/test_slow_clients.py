@@ -120,8 +120,9 @@ def test_clients_that_send_no_body_delay_neither_reads_nor_writes_nor_the_consol
 def slow_clients(port: int, token: str) -> Iterator[list[socket.socket]]:
     """Keep slow clients connected for the block: some send no body, some a byte of it now and then, some read nothing.
 
-    The views that they ask for need the body: one has this valid token, the other is the console's login. Yields the
-    sockets of the clients that read nothing.
+    The views that they ask for need the body. Most of them send this valid token, so they share their threads with all
+    others who have a token of that project; the others send a form to the console's login. Yields the sockets of the
+    clients that read nothing.
     """
     assert len(ask(port, "GET", LARGE_FILE)[1]) > 300_000
     with_token = BODYLESS.replace(b"\r\n", f"\r\nX-Auth-Token: {token}\r\n".encode(), 1)
@@ -139,7 +140,7 @@ def slow_clients(port: int, token: str) -> Iterator[list[socket.socket]]:
             made.sendall(sent)
             return made
 
-        get = f"GET {LARGE_FILE} HTTP/1.1\r\nHost: localhost\r\n\r\n".encode()
+        get = f"GET {LARGE_FILE} HTTP/1.1\r\nHost: localhost\r\nX-Auth-Token: {token}\r\n\r\n".encode()
         deaf = [connect(get, receive_buffer=4_096) for _ in range(DEAF_CLIENTS)]
         for number in range(BODYLESS_CLIENTS):
             connect((with_token, BODYLESS_LOGIN)[number % 2])
