@@ -13,9 +13,10 @@ from typing import Any
 from cyborgweb.http.refusals import ClientDisconnectedError, RefusedRequestError
 
 PART_BYTES = 262_144
-"""The size of the parts in which a large answer is sent. The connection's deadline applies to each of them."""
+"""The size of the parts in which our own connections send a large answer. Their deadline applies to each of them."""
 SMALL_BYTES = 65_536
-"""Answers up to this size are passed to the server at once and are not counted."""
+"""Answers up to this size are passed to the server at once and are not counted. It is also the size of the parts for
+other servers: granian takes several parts that no client has accepted yet."""
 RESET_EXTENSION = "cyborg.reset"
 """The ASGI extension of our own connections: `reset` ends the connection at once."""
 
@@ -72,9 +73,10 @@ class AnswerSender:
                 self.waiting_bytes += answer.size
                 try:
                     await send(start)
-                    for begin in range(0, len(body), PART_BYTES):
+                    part_bytes = PART_BYTES if RESET_EXTENSION in answer.extensions else SMALL_BYTES
+                    for begin in range(0, len(body), part_bytes):
                         timeout.reschedule(loop.time() + 2 * self._write_s)
-                        part = body[begin : begin + PART_BYTES]
+                        part = body[begin : begin + part_bytes]
                         await send({"type": "http.response.body", "body": part, "more_body": True})
                     # This waits until the last part is accepted, too.
                     await send({"type": "http.response.body", "body": b""})
