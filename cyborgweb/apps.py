@@ -24,6 +24,7 @@ class CyborgwebConfig(AppConfig):
         from agents.authentication import CONDUCTOR_ADDRESS
         from cyborgweb.auth import keystone, roles
         from cyborgweb.manual.fields import field_sentence
+        from cyborgweb.notify import owners  # noqa: F401  (connects its signals)
         from cyborgweb.pages import load
         from cyborgweb.pages.saved_views import load_list_memory
         from cyborgweb.server import deploy_checks  # noqa: F401  (registers its checks)
@@ -34,6 +35,7 @@ class CyborgwebConfig(AppConfig):
         post_migrate.connect(_create_role_groups, sender=self)
         JOBS.register("messages", Job("cyborgweb.notify.fanout.run", periodic=True))
         JOBS.register("deliveries", Job("cyborgweb.notify.sender.run", periodic=True))
+        JOBS.register("owners", Job("cyborgweb.notify.owners.run", periodic=True))
         JOBS.register("mails", Job("cyborgweb.notify.sender.run_mails", periodic=True))
         PAGE_SECTIONS.register("host.load", load.build_host_load)
         PAGE_SECTIONS.register("device.load", load.build_device_load)

@@ -115,6 +115,7 @@ DEFAULT_AUTO_FIELD = "django.db.models.BigAutoField"
 
 INSTALLED_APPS = [
     "unfold",
+    "cyborgweb.auth.commands",  # before django.contrib.auth, whose commands it replaces
     "django.contrib.admin",
     "django.contrib.auth",
     "django.contrib.contenttypes",

@@ -288,6 +288,12 @@ class Keys:
         "With Keystone: roles that may see their own project's requests in the console, and nothing else.",
         "*(none)*",
     )
+    subscription_owner_days: int = declare_key(
+        "CYBORG_SUBSCRIPTION_OWNER_DAYS",
+        90,
+        "With Keystone: days after which a subscription ends if Keystone does not tell the service user whether its"
+        " owner still has the roles that it needs, and no login of the owner has confirmed them.",
+    )
     environment: str = declare_key(
         "CYBORG_ENVIRONMENT",
         "",
@@ -412,6 +418,10 @@ def get_keys() -> Keys:
     if loaded.console_session_h <= 0:
         raise ConfigurationError(
             f"CYBORG_CONSOLE_SESSION_H={loaded.console_session_h} is not usable: write a number of hours above 0"
+        )
+    if loaded.subscription_owner_days < 1:
+        raise ConfigurationError(
+            f"CYBORG_SUBSCRIPTION_OWNER_DAYS={loaded.subscription_owner_days} is not usable: write a number above 0"
         )
     _check_client_limits(loaded)
     _check_agent_settings(loaded)
