@@ -13,6 +13,15 @@ from accelerators.admin.events_and_intents import STUCK_AFTER
 
 NEAR_DEADLINE_S = 10
 """Seconds before its deadline from which a bind counts as close to failing."""
+REFUSED_MINUTES = 10
+"""Minutes for which the overview names clients that were refused."""
+REFUSED_CLIENTS_HOST, REFUSED_CLIENTS_ACTION = "(clients)", "client.refused"
+"""The host, so that an index finds them, and the action of events about refused clients."""
+REFUSED_CLIENTS: dict[str, str | int] = {
+    "clients": REFUSED_CLIENTS_HOST,
+    "refused": REFUSED_CLIENTS_ACTION,
+    "minutes": REFUSED_MINUTES,
+}
 SELECT_BACKLOG = """
 SELECT json_build_object(
   'spool', (SELECT count(*) FROM spool), 'spool_oldest', (SELECT min(received_at) FROM spool),
@@ -40,13 +49,16 @@ SELECT json_build_object(
   'released', (SELECT count(*) FROM accelerators_releasedhandle),
   'unconfirmed', (SELECT count(*) FROM accelerators_releasedhandle w
     JOIN accelerators_attachhandle t ON t.id = w.handle_id WHERE w.ask_until IS NULL AND t.attach_type = 'PCI'),
+  'refused_clients', coalesce((SELECT e.changes->'clients'->>1 FROM accelerators_event e
+    WHERE e.host = %(clients)s AND e.action = %(refused)s AND e.at > now() - make_interval(mins => %(minutes)s)
+    ORDER BY e.at DESC LIMIT 1), ''),
   'mail_error', coalesce((SELECT last_error FROM cyborgweb_mailserver WHERE retry_at > now()), ''),
   'intents', (SELECT coalesce(json_object_agg(kind, i), '{}') FROM (
     SELECT kind, count(*) AS number, count(*) FILTER (WHERE attempts >= %(stuck)s) AS stuck, min(created_at) AS oldest,
       coalesce((array_agg(last_error ORDER BY attempts DESC) FILTER (WHERE last_error <> ''))[1], '') AS error
     FROM accelerators_intent GROUP BY kind) i))::text
 """
-"""Plain SQL, because it reads sixteen tables in one statement; the dashboard may run at most ten (promise P3)."""
+"""Plain SQL, because it reads many tables in one statement; the dashboard may run at most ten (promise P3)."""
 
 
 @dataclass(frozen=True)
@@ -73,8 +85,9 @@ class Backlog:
     was written that is not sealed yet. `degraded`, `broken`: devices whose reported health is `degraded`, or `failed`.
     `missing_held`: missing devices that a request holds. `released`: released handles that wait until their hosts
     confirm that no guest uses them; `unconfirmed`: those of them that were not confirmed in time, so that their devices
-    were quarantined. `mail_error`: why no mail is sent now, '' if mail is sent. `intents` are by kind. A time is None
-    if there is nothing.
+    were quarantined. `refused_clients`: the clients that were last refused because they used more than their share, ''
+    if none was within REFUSED_MINUTES. `mail_error`: why no mail is sent now, '' if mail is sent. `intents` are by
+    kind. A time is None if there is nothing.
     """
 
     spool: int
@@ -95,6 +108,7 @@ class Backlog:
     missing_held: int
     released: int
     unconfirmed: int
+    refused_clients: str = ""
     mail_error: str = ""
     intents: dict[str, IntentBacklog] = field(default_factory=dict)
     devices: list[tuple[str, str, int]] = field(default_factory=list)
@@ -119,6 +133,6 @@ class Backlog:
 def read_backlog() -> Backlog:
     """Read how much work is unfinished, and how many devices are unhealthy, in one statement. Nothing is locked."""
     with connection.cursor() as cursor:
-        cursor.execute(SELECT_BACKLOG, {"near": NEAR_DEADLINE_S, "stuck": STUCK_AFTER})
+        cursor.execute(SELECT_BACKLOG, REFUSED_CLIENTS | {"near": NEAR_DEADLINE_S, "stuck": STUCK_AFTER})
         document: Any = cursor.fetchone()[0]
     return msgspec.json.decode(document, type=Backlog)

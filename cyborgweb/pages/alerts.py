@@ -15,7 +15,7 @@ from django.urls import reverse
 from accelerators.domain.choices import Tone
 from accelerators.runtime import jobs
 from accelerators.ui.badges import format_duration
-from cyborgweb.monitoring.backlog import NEAR_DEADLINE_S, Backlog
+from cyborgweb.monitoring.backlog import NEAR_DEADLINE_S, REFUSED_CLIENTS_ACTION, Backlog
 from cyborgweb.pages.capacity import RenderableCapacity
 
 MAX_CLOUD_DELAY = timedelta(seconds=60)
@@ -156,7 +156,7 @@ def _cloud_alerts(system_state: SystemState) -> Iterator[Alert]:
 
 def _worker_alerts(system_state: SystemState) -> Iterator[Alert]:
     """Yield alerts about binds near or past their deadline, about reports and jobs that have waited for more than
-    `MAX_WORKER_DELAY`, and about a mail server that sends nothing.
+    `MAX_WORKER_DELAY`, about clients that were refused, and about a mail server that sends nothing.
     """
     work, binding_url = system_state.backlog, list_url("acceleratorrequest", state__exact="BindStarted")
     if n := work.overdue:
@@ -174,6 +174,12 @@ def _worker_alerts(system_state: SystemState) -> Iterator[Alert]:
             f"have started no job for {format_duration(work.tick_oldest, system_state.now)}: start the clusters again."
         )
         yield Alert("bad", "asleep", "The workers", asleep, list_url("intent"))
+    if work.refused_clients:
+        refused = _append_error(
+            "were refused, because they sent more than their share to a busy process", work.refused_clients
+        )
+        url = list_url("event", q=f"action:{REFUSED_CLIENTS_ACTION}")
+        yield Alert("warn", "busy", "Clients", refused, url)
     if work.mail_error:
         unsent = _append_error("sends no mail now, so mails wait: check the CYBORG_MAIL_… keys", work.mail_error)
         url = reverse("admin:cyborgweb_delivery_changelist") + "?progress__exact=waiting"

@@ -113,11 +113,18 @@ class Keys:
         "The size of all request bodies in one web process, without the first 16 KiB of each; beyond it, requests get"
         " 503 with Retry-After.",
     )
+    answer_buffer_bytes: int = declare_key(
+        "CYBORG_ANSWER_BUFFER_BYTES",
+        134_217_728,
+        "The size of all answers in one web process that wait for their clients, without those of at most 64 KiB;"
+        " beyond it, the client whose answers are the largest together loses its oldest one, or gets 503 with"
+        " Retry-After.",
+    )
     http_connections: int = declare_key(
         "CYBORG_HTTP_CONNECTIONS",
         5_000,
-        "How many HTTP connections one web process keeps; a further one ends the oldest that waits for its client."
-        " WebSockets are not counted.",
+        "How many HTTP connections one web process keeps, TLS handshakes included; a further one ends the oldest that"
+        " waits for its client, of the address with the most connections. WebSockets are not counted.",
     )
     flush_interval_ms: float = declare_key(
         "CYBORG_FLUSH_INTERVAL_MS", 5.0, "How long a gateway collects reports before one commit."
@@ -436,11 +443,11 @@ def _check_client_limits(loaded: Keys) -> None:
     ):
         if not 0 < value < float("inf"):
             raise ConfigurationError(f"CYBORG_{name}={value} is not usable: write a number above 0")
-    if loaded.body_buffer_bytes < MAX_BODY_BYTES:
-        raise ConfigurationError(
-            f"CYBORG_BODY_BUFFER_BYTES={loaded.body_buffer_bytes} is not usable: write at least {MAX_BODY_BYTES}, so"
-            " that every body fits"
-        )
+    for name, size in (("BODY", loaded.body_buffer_bytes), ("ANSWER", loaded.answer_buffer_bytes)):
+        if size < MAX_BODY_BYTES:
+            raise ConfigurationError(
+                f"CYBORG_{name}_BUFFER_BYTES={size} is not usable: write at least {MAX_BODY_BYTES}"
+            )
 
 
 def _check_agent_settings(loaded: Keys) -> None:

@@ -14,6 +14,7 @@ from django.test.utils import CaptureQueriesContext
 from accelerators import conductor
 from accelerators.models import AcceleratorRequest, AttachHandle, Device, DeviceProfile, Intent
 from accelerators.runtime import jobs
+from cyborgweb.http import refused_clients
 from cyborgweb.monitoring import backlog
 from cyborgweb.pages import alerts, capacity
 from tests.cyborgweb.console.conftest import Fill
@@ -61,6 +62,16 @@ def test_instances_that_an_unproven_nova_does_not_know_are_an_alert_that_says_wh
     (line,) = list_alert_lines(unknown_to_nova=3)
     assert line.startswith("bad not proven: Nova answers 404 for 3 instances that hold requests, and for every")
     assert line.endswith("Check the region and CYBORG_NOVA_ENDPOINT, or confirm the address.")
+
+
+@pytest.mark.django_db(transaction=True)
+def test_clients_that_were_refused_lately_are_named_with_a_link_to_their_events() -> None:
+    assert backlog.read_backlog().refused_clients == ""
+    refused_clients._write_report(Counter({"address 192.0.2.7": 23, "project p1": 2}))
+    named = backlog.read_backlog().refused_clients
+    assert named == "address 192.0.2.7 (23 times), project p1 (2 times)"
+    (line,) = list_alert_lines(refused_clients=named)
+    assert line.startswith("warn busy: Clients were refused") and line.endswith(named)
 
 
 def test_quarantined_devices_raise_a_warning() -> None:
