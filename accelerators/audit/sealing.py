@@ -32,6 +32,9 @@ from accelerators.runtime import database_clock
 log = logging.getLogger(__name__)
 
 SEALS_JOB = "seals"
+GO_ON = (
+    "Run verify_events; when you know what happened, go on with `manage.py seal_events --begin-again` (docs/audit.md)"
+)
 MAX_EVENTS_PER_SEAL = 10_000
 """Maximum number of events per seal."""
 
@@ -97,7 +100,9 @@ def open_chain(last: Seal) -> SealChain:
     """Return the chain that ends with the seal `last`, with the key of CYBORG_AUDIT_KEY_FILE.
 
     Creates the key if there is no signed seal yet. Raises AuditKeyError if there is no key, or if `last` was not signed
-    with this key, and does not introduce it: then it may be forged, and nothing may be appended. Costs one statement.
+    with this key, and does not introduce it: then it may be forged, and nothing may be appended. Also raises
+    AuditKeyError if `last` introduces this key again, after another key that this one did not introduce. Costs one
+    statement, and some more if another key has signed `last`.
     """
     path = settings.KEYS.audit_key_path
     if path is None:
@@ -117,8 +122,30 @@ def open_chain(last: Seal) -> SealChain:
     signers = {signing.get_public_key(key), get_next_key(previous) if previous and last.kind == SealKind.KEY else ""}
     previous_hash = previous.hash if previous else hash_chain.FIRST_PREVIOUS_HASH
     if last.key not in signers or not has_valid_signature(last, previous_hash, last.key):
-        raise AuditKeyError(f"the newest seal, №{last.number}, is forged: run verify_events; nothing is sealed")
+        raise AuditKeyError(f"the newest seal, №{last.number}, is forged. Nothing is sealed. {GO_ON}")
+    if last.key != signing.get_public_key(key) and (strange := _find_strange_key(signing.get_public_key(key))):
+        raise AuditKeyError(
+            f"seal №{strange.number} brings the key {strange.key}, which the key before it did not sign, and a later"
+            f" seal brings back the key in {path}: somebody has written seals with keys that are not yours. Nothing is"
+            f" sealed. {GO_ON}"
+        )
     return SealChain(last, key)
+
+
+def _find_strange_key(own_key: str) -> Seal | None:
+    """Return the first seal that brings a key which the key in force did not sign, since the first seal of `own_key`;
+    None if there is none, or if `own_key` has signed no seal yet."""
+    first = Seal.objects.filter(key=own_key).order_by("number").values_list("number", flat=True).first()
+    if first is None:
+        return None
+    marks = list(Seal.objects.defer("marks").filter(kind=SealKind.KEY, number__gt=first).order_by("number"))
+    hashes = dict(Seal.objects.filter(number__in=[mark.number - 1 for mark in marks]).values_list("number", "hash"))
+    key_in_force = own_key
+    for mark in marks:
+        if not has_valid_signature(mark, hashes.get(mark.number - 1, ""), key_in_force):
+            return mark
+        key_in_force = get_next_key(mark)
+    return None
 
 
 def append_seal(chain: SealChain, kind: SealKind, month: str, **columns: Any) -> Seal:

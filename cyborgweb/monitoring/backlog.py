@@ -30,6 +30,8 @@ SELECT json_build_object(
   'unsealed_oldest', (SELECT e.at FROM accelerators_event e WHERE (e.tx, e.id) > (
     coalesce((SELECT tx FROM accelerators_seal ORDER BY number DESC LIMIT 1), -1),
     coalesce((SELECT event FROM accelerators_seal ORDER BY number DESC LIMIT 1), 0)) ORDER BY e.tx, e.id LIMIT 1),
+  'audit', (SELECT json_build_object('refusal', refusal, 'refused_since', refused_since, 'verified_at', verified_at,
+    'findings', findings, 'finding', finding) FROM accelerators_auditstatus WHERE id = 1),
   'degraded', (SELECT count(*) FROM accelerators_device WHERE status = 'degraded'),
   'broken', (SELECT count(*) FROM accelerators_device WHERE status = 'failed'),
   'devices', (SELECT coalesce(json_agg(json_build_array(state, type, n)), '[]') FROM (
@@ -46,7 +48,7 @@ SELECT json_build_object(
       coalesce((array_agg(last_error ORDER BY attempts DESC) FILTER (WHERE last_error <> ''))[1], '') AS error
     FROM accelerators_intent GROUP BY kind) i))::text
 """
-"""Plain SQL, because it reads sixteen tables in one statement; the dashboard may run at most ten (promise P3)."""
+"""Plain SQL, because it reads seventeen tables in one statement; the dashboard may run at most ten (promise P3)."""
 
 
 @dataclass(frozen=True)
@@ -59,6 +61,17 @@ class IntentBacklog:
     stuck: int = 0
     oldest: datetime | None = None
     error: str = ""
+
+
+@dataclass(frozen=True)
+class AuditState:
+    """What the jobs that seal and verify events found (`accelerators.models.AuditStatus`)."""
+
+    refusal: str = ""
+    refused_since: datetime | None = None
+    verified_at: datetime | None = None
+    findings: int = 0
+    finding: str = ""
 
 
 @dataclass(frozen=True)
@@ -96,6 +109,8 @@ class Backlog:
     released: int
     unconfirmed: int
     mail_error: str = ""
+    audit: AuditState | None = None
+    """None if the jobs have not run yet."""
     intents: dict[str, IntentBacklog] = field(default_factory=dict)
     devices: list[tuple[str, str, int]] = field(default_factory=list)
     """State, type, and number of devices."""

@@ -9,7 +9,7 @@ from typing import Any
 from django.conf import settings
 from django.core.management.base import CommandError
 
-from accelerators.audit import key_change, retention, sealing, signing
+from accelerators.audit import key_change, retention, sealing, signing, status
 from accelerators.management import shell
 from accelerators.runtime import jobs
 
@@ -39,7 +39,7 @@ class Command(shell.OperatorCommand):
         group = parser.add_mutually_exclusive_group()
         group.add_argument("--show-key", action="store_true", help="only print the public key")
         group.add_argument("--new-key", type=Path, metavar="FILE", help="let the key in FILE sign from now on")
-        group.add_argument("--begin-again", action="store_true", help="go on with a new key after the old one was lost")
+        group.add_argument("--begin-again", action="store_true", help="go on after a lost key or strange seals")
         parser.add_argument("--reason", default="", help="why the key changes; the seal and the event record it")
 
     def handle(self, *args: Any, **options: Any) -> None:
@@ -66,8 +66,13 @@ class Command(shell.OperatorCommand):
         """
         if settings.KEYS.audit_key_path is None:
             raise CommandError("CYBORG_AUDIT_KEY_FILE is off: name the file of the key for this command")
-        while retention.seal_or_drop():
-            pass
+        try:
+            while retention.seal_or_drop():
+                pass
+        except signing.AuditKeyError as error:
+            status.store_refusal(str(error))
+            raise
+        status.store_refusal("")
         last = sealing.get_newest_seal()
         self.stdout.write(f"newest seal: {last.number} {last.hash} {last.key}" if last.number else "no event to seal")
 

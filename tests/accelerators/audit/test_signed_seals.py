@@ -26,7 +26,7 @@ from accelerators.audit.sealing import SealChain
 from accelerators.audit.signing import AuditKeyError
 from accelerators.domain import hash_chain
 from accelerators.domain.hash_chain import SealKind
-from accelerators.models import Event, Seal, Tick
+from accelerators.models import AuditStatus, Event, Seal, Tick
 from accelerators.runtime import database_clock, jobs
 from tests.support.seals import create_seals, record_events
 
@@ -322,6 +322,46 @@ def test_X6_nothing_is_sealed_after_a_seal_with_which_a_strange_key_introduces_o
     with pytest.raises(AuditKeyError, match="№2, is forged"):
         sealing.seal_oldest_events()
     assert Seal.objects.count() == 2
+
+
+@pytest.mark.parametrize("seals_between", [0, 1])
+def test_X6_nothing_is_sealed_after_strange_keys_of_which_the_last_introduces_ours(seals_between: int) -> None:
+    """The last of these seals is valid by itself: the key that is in force by the seal before it has signed it."""
+    record_events("a")
+    create_seals()
+    record_events("b")
+    ours, theirs = run("seal_events", "--show-key").strip(), signing.get_public_key(FORGER_KEY)
+    append_forged(SealKind.KEY, True, json.dumps({"new_key": theirs, "reason": "lost", "by": "me"}))
+    for _ in range(seals_between):
+        append_forged(SealKind.EVENTS, signed=True)
+    append_forged(SealKind.KEY, True, json.dumps({"new_key": ours, "reason": "found again", "by": "me"}))
+    retention.run()
+    assert Seal.objects.count() == 3 + seals_between, "nothing was sealed"
+    status = AuditStatus.objects.get()
+    assert status.refusal.startswith(f"seal №2 brings the key {theirs}") and status.refused_since
+    with pytest.raises(CommandError, match="somebody has written seals with keys that are not yours"):
+        run("seal_events")
+    run("seal_events", "--begin-again", "--reason", "the intruder is gone")
+    retention.run()
+    assert Seal.objects.latest("number").kind == SealKind.EVENTS
+    assert (AuditStatus.objects.get().refusal, AuditStatus.objects.get().refused_since) == ("", None)
+    assert f"! trust begins again at seal №2 with the key {theirs}" in run("verify_events", fails=True)
+    with pytest.raises(CommandError, match="nothing was lost"):
+        run("seal_events", "--begin-again", "--reason", "again")
+
+
+def test_a_key_that_was_replaced_regularly_may_sign_again(key_file: Path, tmp_path: Path) -> None:
+    record_events("a")
+    create_seals()
+    first, second = tmp_path / "first.pem", tmp_path / "second.pem"
+    shutil.copy(key_file, first)
+    run("seal_events", "--new-key", str(second), "--reason", "tried another one")
+    shutil.copy(second, key_file)
+    run("seal_events", "--new-key", str(first), "--reason", "back to the first one")
+    shutil.copy(first, key_file)
+    record_events("b")
+    create_seals()
+    assert Seal.objects.latest("number").kind == SealKind.EVENTS
 
 
 def test_the_job_logs_why_it_seals_nothing_and_does_nothing_if_it_is_switched_off(
