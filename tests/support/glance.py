@@ -119,7 +119,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
         sent_bytes = 0
-        while self.glance.drips == what.split()[0] and sent_bytes < len(body):
+        while self.glance.drips == what.split(maxsplit=1)[0] and sent_bytes < len(body):
             self.wfile.write(body[sent_bytes : sent_bytes + 1])
             self.wfile.flush()
             sent_bytes += 1
