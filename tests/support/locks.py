@@ -13,6 +13,7 @@ def wait_for_a_waiting_lock(connections: int = 1) -> None:
     end = time.monotonic() + 10
     with connection.cursor() as cursor:
         while time.monotonic() < end:
+            cursor.execute("SELECT pg_stat_clear_snapshot()")  # a transaction keeps the list that it has read first
             cursor.execute(
                 "SELECT count(*) FROM pg_locks l JOIN pg_stat_get_activity(NULL) a ON a.pid = l.pid"
                 " WHERE NOT l.granted AND a.datid = (SELECT oid FROM pg_database WHERE datname = current_database())"

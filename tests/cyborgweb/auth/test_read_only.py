@@ -78,6 +78,14 @@ def enable_device(device: Device, results: list[object]) -> None:
         connection.close()
 
 
+def switch_and_disconnect(results: list[object]) -> None:
+    """Switch read-only mode on, on a connection of its own, and note that it is on."""
+    try:
+        results.append(switch(True, "ada") is not None)
+    finally:
+        connection.close()
+
+
 @pytest.fixture
 def device() -> Device:
     """Return an inactive device; the administrator rita exists."""
@@ -91,7 +99,7 @@ def test_the_switch_waits_for_a_write_that_began_before_it(device: Device) -> No
     results: list[object] = []
     threads = [
         threading.Thread(target=enable_device, args=(device, results), daemon=True),
-        threading.Thread(target=lambda: (switch(True, "ada"), connection.close()), daemon=True),
+        threading.Thread(target=switch_and_disconnect, args=(results,), daemon=True),
     ]
     with conductor.writing():
         conductor.lock_devices(Device.objects.all())
@@ -102,7 +110,7 @@ def test_the_switch_waits_for_a_write_that_began_before_it(device: Device) -> No
     for thread in threads:
         thread.join(10)
     actions = Event.objects.filter(action__in=["device.ready", "maintenance.begun"]).order_by("id")
-    assert results == [200]
+    assert results == [200, True]
     assert [*actions.values_list("action", flat=True)] == ["device.ready", "maintenance.begun"]
 
 
