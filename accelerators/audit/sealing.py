@@ -35,6 +35,8 @@ SEALS_JOB = "seals"
 GO_ON = (
     "Run verify_events; when you know what happened, go on with `manage.py seal_events --begin-again` (docs/audit.md)"
 )
+SKIPPED_BY_RESTORE = 1_000_000
+"""How many numbers of seals a restore skips: about as many as are used in two years."""
 MAX_EVENTS_PER_SEAL = 10_000
 """Maximum number of events per seal."""
 
@@ -117,7 +119,7 @@ def open_chain(last: Seal) -> SealChain:
             f"the newest seal, №{last.number}, is signed with another key than that in {path}: copy the right key to"
             f" this file; if it is lost, run `manage.py seal_events --begin-again` (docs/audit.md)"
         )
-    previous = Seal.objects.defer("marks").filter(number=last.number - 1).first()
+    previous = Seal.objects.defer("marks").filter(number__lt=last.number).order_by("-number").first()
     # A seal that introduces our key is signed by the key before it, or, after a loss (`begin_again`), by our key.
     signers = {signing.get_public_key(key), get_next_key(previous) if previous and last.kind == SealKind.KEY else ""}
     previous_hash = previous.hash if previous else hash_chain.FIRST_PREVIOUS_HASH
@@ -148,15 +150,20 @@ def _find_strange_key(own_key: str) -> Seal | None:
     return None
 
 
-def append_seal(chain: SealChain, kind: SealKind, month: str, **columns: Any) -> Seal:
-    """Store the seal that follows `chain.last`, with the next number, the present time, its hash and its signature;
-    return it.
+def append_seal(chain: SealChain, kind: SealKind, month: str, skipped: int = 0, **columns: Any) -> Seal:
+    """Store the seal that follows `chain.last`, with the next number after `skipped` ones, the present time, its hash
+    and its signature; return it.
 
     `columns` are the other columns: `tx`, `event`, `events`, `digest`, and for some kinds `drops`, `details`, `marks`.
     """
     key = signing.get_public_key(chain.key)
     seal = Seal(
-        number=chain.last.number + 1, kind=kind, month=month, sealed_at=read_earlier_clock(), key=key, **columns
+        number=chain.last.number + skipped + 1,
+        kind=kind,
+        month=month,
+        sealed_at=read_earlier_clock(),
+        key=key,
+        **columns,
     )
     link = build_link(seal, chain.last.hash)
     seal.hash, seal.signature = link.hash, chain.key.sign(link.text).hex()
@@ -173,11 +180,28 @@ def read_earlier_clock() -> datetime:
     return min(database_clock.now(), datetime.now(UTC))
 
 
-def append_mark(chain: SealChain, kind: SealKind, details: Mapping[str, object], drops: str = "") -> Seal:
-    """Store a seal without events that records something about the chain itself, and return it."""
+def append_mark(
+    chain: SealChain, kind: SealKind, details: Mapping[str, object], drops: str = "", skipped: int = 0
+) -> Seal:
+    """Store a seal without events that records something about the chain itself, and return it; `skipped` as in
+    `append_seal`."""
     last = chain.last
     columns = {"tx": last.tx, "event": last.event, "events": 0, "digest": hash_chain.digest_events(())}
-    return append_seal(chain, kind, last.month, details=json.dumps(details), drops=drops, **columns)
+    return append_seal(chain, kind, last.month, skipped, details=json.dumps(details), drops=drops, **columns)
+
+
+def record_restore(operator: str, reason: str) -> Seal | None:
+    """Append the seal that records that the database was restored, and return it; None if there is no seal yet.
+
+    Its number is SKIPPED_BY_RESTORE above that of the last seal of the backup. So the seals that were lost keep their
+    numbers for themselves, and an anchor that names one of them is explained. Raises AuditKeyError.
+    """
+    with conductor.writing():
+        last = get_newest_seal()
+        if not last.number:
+            return None
+        details = {"after": last.number, "reason": reason, "by": operator}
+        return append_mark(open_chain(last), SealKind.RESTORED, details, skipped=SKIPPED_BY_RESTORE)
 
 
 def get_next_key(seal: Seal) -> str:

@@ -116,13 +116,17 @@ def verify_seals(
         if len(result.findings) >= MAX_FINDINGS or time.monotonic() >= give_up_at:
             result.is_complete = False
             break
-        _report_gap(previous.number, seal.number, result)
+        if run.trust.restores.get(seal.number, (None, ""))[0] != previous.number:
+            _report_gap(previous.number, seal.number, result)
         _verify_seal(seal, previous, run)
         previous, result.last_verified = seal, seal.number
         progress(result.events + result.dropped, events_total)
     else:
         _report_gap(previous.number, min(newest_seal.number, last or newest_seal.number) + 1, result)
     for number, anchor in sorted((anchors or {}).items()):
+        for restored_number, (last_number, text) in run.trust.restores.items():
+            if last_number < number < restored_number:
+                result.notices.append(f"seal №{number} ({anchor.hash[:12]}…) was kept elsewhere and is gone: {text}")
         if number > newest_seal.number:
             text = (
                 f"seal №{number} ({anchor.hash[:12]}…) was kept elsewhere and is gone: the end of the chain was cut off"

@@ -28,6 +28,8 @@ class SealKind(StrEnum):
     """The events of a month were dropped by retention."""
     KEY = "key"
     """From the next seal on, another key signs."""
+    RESTORED = "restored"
+    """The database was restored from a backup: the seals between the one before and this one were lost."""
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,17 @@ class Migration(migrations.Migration):
 
     operations = [
         migrations.RunSQL("SET LOCAL lock_timeout = '3s'", migrations.RunSQL.noop),
+        migrations.AlterField(
+            "seal",
+            "kind",
+            models.CharField(
+                max_length=8,
+                db_collation="C",
+                help_text="What it records: `events`, `drop` (of a month), `key` (another key signs from the next seal "
+                "on) or `restored` (the database was restored from a backup). Empty in seals that are not signed.",
+                **TEXT,
+            ),
+        ),
         migrations.AddField(
             "rolloutstep",
             "attempts",

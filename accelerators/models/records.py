@@ -99,8 +99,8 @@ class Seal(models.Model):
         default="",
         db_default="",
         blank=True,
-        help_text="What it records: `events`, `drop` (of a month) or `key` (another key signs from the next seal on). "
-        "Empty in seals that are not signed.",
+        help_text="What it records: `events`, `drop` (of a month), `key` (another key signs from the next seal on) or "
+        "`restored` (the database was restored from a backup). Empty in seals that are not signed.",
     )
     details = models.TextField(
         default="",

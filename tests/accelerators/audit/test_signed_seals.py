@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import time
 from collections.abc import Callable, Iterator
@@ -362,6 +363,46 @@ def test_a_key_that_was_replaced_regularly_may_sign_again(key_file: Path, tmp_pa
     record_events("b")
     create_seals()
     assert Seal.objects.latest("number").kind == SealKind.EVENTS
+
+
+def test_a_restore_is_reported_and_explains_the_anchors_of_the_lost_seals_and_nothing_else(tmp_path: Path) -> None:
+    record_events("e1")
+    create_seals()
+    record_events("e8", "e9")
+    create_seals()
+    lost_anchor = run("verify_events", "--anchor").strip()
+    execute(
+        "DELETE FROM accelerators_event WHERE subject_name IN ('e8', 'e9');"
+        "DELETE FROM accelerators_seal WHERE number = 2"
+    )()
+    reason = "restored from the backup of noon"
+    run("seal_events", "--restored", "--reason", reason)
+    record_events("e10")
+    create_seals()
+    number = sealing.SKIPPED_BY_RESTORE + 2
+    assert [*Seal.objects.order_by("number").values_list("number", flat=True)] == [1, number, number + 1]
+    file = tmp_path / "anchors"
+    file.write_text(f"{lost_anchor}\n{run('verify_events', '--anchor')}")
+    shown = run("verify_events", "--seal-file", str(file))
+    assert "they match" in shown
+    text = rf"the database was restored at 20\d\d-.* UTC by \S+ \('{reason}'\): what was sealed after seal №1 was lost"
+    assert re.search(rf"NOTICE: {text}", shown) and re.search(
+        rf"NOTICE: seal №2 \(.*kept elsewhere and is gone: {text}", shown
+    )
+    later_anchor = run("verify_events", "--anchor").split()
+    file.write_text(f"{number + 1} {'0' * 64} {later_anchor[2]}\n")
+    assert f"seal №{number + 1} differs from the one that was kept" in run(
+        "verify_events", "--seal-file", str(file), fails=True
+    )
+
+
+def test_X6_a_forged_record_of_a_restore_is_found() -> None:
+    record_events("a")
+    create_seals()
+    append_forged(SealKind.RESTORED, True, json.dumps({"after": 1, "reason": "noon", "by": "me"}))
+    assert "! seal №2 does not prove a restore: it is forged" in run("verify_events", fails=True)
+    with pytest.raises(AuditKeyError):
+        sealing.record_restore("me", "noon")
 
 
 def test_the_job_logs_why_it_seals_nothing_and_does_nothing_if_it_is_switched_off(
