@@ -68,7 +68,7 @@ class HolderCheck:
 
 @dataclass(frozen=True)
 class HolderAnswer:
-    """What a holder check answered to a question, when the device had this generation."""
+    """The answer of a holder check to one question, and the generation that the device had then."""
 
     generation: int
     question: Hashable
@@ -84,7 +84,7 @@ class HolderAnswers:
 
 @dataclass(frozen=True)
 class DeviceHolders:
-    """Who holds each of some locked devices: the results of all checks, by the device's id and the check's name."""
+    """The holders of some locked devices: the results of all checks, by the device's id and the check's name."""
 
     results: Mapping[int, Mapping[str, HolderCheckResult]]
 
@@ -164,7 +164,7 @@ def _is_still_free(answer: HolderAnswer | None) -> bool:
 
 
 def find_holders(devices: Collection[Device], answers: HolderAnswers) -> DeviceHolders:
-    """Return who holds these devices, by our own tables and by the answers that were asked for before.
+    """Return the holders of these devices, by our own tables and by the answers that `ask_holders` collected before.
 
     Call it inside the transaction that locked the devices' rows: a bind needs a shared lock on them. An answer counts
     only if the device's generation and the question are still the same; otherwise it is unknown who holds the device.

@@ -1,4 +1,4 @@
-"""Django application of the agents: registers its jobs and what other applications ask it."""
+"""Django application of the agents: registers its jobs, and the functions that other applications call."""
 
 from django.apps import AppConfig
 

@@ -36,8 +36,8 @@ CONDUCTOR_ADDRESS: Registry[Callable[[str, bool], tuple[str, str]]] = Registry("
 pin. It gets the requested address ('' for the default), and whether nothing is to be pinned. `manage.py join_token`
 calls it."""
 CHALLENGE_LIFETIME_S = 30.0
-"""Seconds for which a challenge is valid, by the database's clock. It is also refused if it was issued later than so
-many seconds from now."""
+"""Seconds for which a challenge is valid, by the database's clock. It is also refused if it was issued more than this
+number of seconds in the future."""
 MAX_EPOCH_LEAP = 2**33
 """Maximum difference between a new epoch and the highest known one, or the current Unix time if that is greater.
 
@@ -165,7 +165,8 @@ class Challenges:
         self._presented: dict[str, float] = {}
 
     def create(self) -> credentials.Challenge:
-        """Make a new challenge. Nothing is stored. The gateways need no common time: its issue has the database's."""
+        """Make a new challenge. Nothing is stored. It contains the database's time, so the clocks of the gateways may
+        differ."""
         issued_at = database_clock.estimate_timestamp()
         nonce = self._signer.sign(f"{secrets.token_urlsafe(18)}.{issued_at:.3f}")
         return credentials.Challenge(nonce, CHALLENGE_LIFETIME_S, wire.VERSIONS)
@@ -245,7 +246,7 @@ def _hash_secret(secret: str) -> str:
 
 
 class Lookup(NamedTuple):
-    """What the database knows about the key and the nonce of a request.
+    """The result of looking up the key and the nonce of one request in the database.
 
     `is_accepted` is False if the nonce is expired, or was used before at any gateway. `agent` is None if the key is not
     enrolled. `database_time` is the database's Unix time.
@@ -257,7 +258,8 @@ class Lookup(NamedTuple):
 
 
 def find_enrolled(requests: Sequence[tuple[str, bool, IssuedNonce | None]]) -> list[Lookup]:
-    """Look up the keys of requests, and use up their nonces; return what was found, in the same order. One statement.
+    """Look up the keys of requests, and use up their nonces; return what was found, in the same order. Costs one
+    statement.
 
     A request is a key, whether the credential has a token, and a nonce; a nonce of None was accepted earlier. The nonce
     of a client without a token whose key is not enrolled is neither recorded nor checked. Each enrolled agent gets a

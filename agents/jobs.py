@@ -52,7 +52,7 @@ ReportBatch = dict[int, Sequence[HostReport]]
 
 
 class MergePace:
-    """How large the batches of this process are, and the hosts whose reports it has put aside."""
+    """The size of this process's batches, and the hosts whose reports it has put aside."""
 
     def __init__(self) -> None:
         self.share = FIRST_SHARE
@@ -131,7 +131,7 @@ def merge_batch() -> bool:
     are dropped, and so is a report that this release cannot decode; each time an event is recorded.
 
     If a statement takes longer than STATEMENT_TIMEOUT_S, the reports stay in the spool, and the next batch is smaller.
-    A host of which a single report takes so long is left out for some time, and an event is recorded. If another
+    If a single report takes longer than that, its host is left out for some time, and an event is recorded. If another
     transaction has locked hosts of the batch for too long, they are left out for some seconds, and the others go on.
     """
     began = time.monotonic()
@@ -161,7 +161,7 @@ def merge_batch() -> bool:
 def _take_turns(*, ignore_urgency: bool) -> list[spool.Turn]:
     """Return the turns of the next batch: of hosts with an urgent report, if there are any, otherwise of all.
 
-    A host of which the last batch has left reports is taken only if no other host waits. Hosts whose reports are put
+    A host with reports that the last batch has left is taken only if no other host waits. Hosts whose reports are put
     aside are left out.
     """
     delayed = _pace.list_delayed_hosts()

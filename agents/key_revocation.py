@@ -57,7 +57,7 @@ class ConnectionIdentity:
 
 
 def read_agent_changes(seconds: float) -> list[AgentChange]:
-    """Return the agents whose row changed in the last `seconds`, by the database's clock. One statement."""
+    """Return the agents whose row changed in the last `seconds`, by the database's clock. Costs one statement."""
     changed = Agent.objects.filter(changed_at__gt=Now() - timedelta(seconds=seconds)).order_by()
     rotation_requested = ExpressionWrapper(Q(rotate_asked_at__isnull=False), BooleanField())
     trust_columns = "host", "public_key", "barred", "barred_reason", rotation_requested

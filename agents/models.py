@@ -12,7 +12,7 @@ from accelerators.models import Host
 
 
 class BarKind(Choice):
-    """Why an agent may not connect."""
+    """The reasons why an agent may not connect."""
 
     NONE = "", "calm", "None"
     REVOKED = "revoked", "bad", "Revoked"
@@ -82,9 +82,8 @@ class Agent(models.Model):
 
 
 class Lease(models.Model):
-    """When a host's agent was last heard.
-
-    The table is narrow because it is written often: one statement renews all leases that are due.
+    """The time at which a host's agent was last heard. The table is narrow because it is written often: one statement
+    renews all leases that are due.
     """
 
     host = models.OneToOneField(Host, models.CASCADE, primary_key=True, related_name="lease")

@@ -36,9 +36,9 @@ SELECT s.host_id, s.epoch, s.seq, s.payload, EXISTS (SELECT FROM spool o WHERE o
   (SELECT set_config('statement_timeout', %(statement_ms)s, true) || set_config('lock_timeout', %(lock_ms)s, true))
 FROM newest n JOIN spool s ON s.id = n.id WHERE n.before < %(bytes)s ORDER BY n.oldest
 """
-"""The newest report of each of the hosts that have waited longest, up to a number of hosts and of bytes, and whether
-the host has others. It also limits the time of the transaction's later statements. Plain SQL, because only PostgreSQL
-can measure payloads without reading them."""
+"""The newest report of each of the hosts that have waited longest, up to a number of hosts and of bytes, with a flag
+that is true if the host has other reports. It also limits the time of the transaction's later statements. Plain SQL,
+because only PostgreSQL can measure payloads without reading them."""
 SELECT_NEWEST_OF_ALL = SELECT_NEWEST_REPORTS.format(and_urgent="")
 SELECT_NEWEST_OF_URGENT = SELECT_NEWEST_REPORTS.format(
     and_urgent="AND host_id IN (SELECT host_id FROM spool WHERE urgent)"
@@ -61,7 +61,7 @@ DELETE_REPORTS = """
 DELETE FROM spool s USING unnest(%s::bigint[], %s::bigint[], %s::bigint[]) AS x(host_id, epoch, seq)
 WHERE s.host_id = x.host_id AND (s.epoch, s.seq) <= (x.epoch, x.seq)
 """
-"""Delete of each host the reports up to an (epoch, seq)."""
+"""Delete the reports of each host up to an (epoch, seq)."""
 
 _decode_report = msgspec.json.Decoder(wire.Report).decode
 
@@ -77,7 +77,7 @@ class SpooledReport(NamedTuple):
 
 @dataclass(frozen=True)
 class Turn:
-    """What one batch does for one host: it merges `reports`, and deletes all reports up to `last`, an (epoch, seq).
+    """The work of one batch for one host: merge `reports`, and delete all reports up to `last`, an (epoch, seq).
 
     `error` says why a report could not be decoded, '' if all could. `is_complete` is False if later reports of the host
     wait already.

@@ -159,7 +159,7 @@ class Progress(Message, frozen=True, omit_defaults=True):
 
 
 class Result(Message, frozen=True, omit_defaults=True):
-    """How a command ended. The agent sends it again after every reconnection until it is acknowledged.
+    """The result of a command. The agent sends it again after every reconnection until it is acknowledged.
 
     `epoch`, `seq` and `hash` name the report that shows the host after the command; that report is sent before this
     message. The Ack (`of` is Result, `seq` is the command's number) comes when that report, or a later one, is applied.
@@ -215,7 +215,7 @@ class Wish(Struct, frozen=True, omit_defaults=True):
 
     @property
     def should_run(self) -> bool:
-        """Whether the driver should run: it is installed and enabled."""
+        """Whether the driver should run, because it is installed and enabled."""
         return self.installed and self.enabled
 
 

@@ -17,7 +17,7 @@ from cyborgweb.settings.keys import MAX_BODY_BYTES  # noqa: E402
 
 def application(environ: dict[str, Any], start_response: Any) -> Any:
     """Pass a request to Django. A body that comes in chunks is read first, because Django reads only bodies whose
-    length it knows. Of a body that is too large, as much is read as Django needs to refuse it.
+    length it knows. If a body is too large, only the part is read that Django needs to refuse it.
     """
     is_chunked = "HTTP_TRANSFER_ENCODING" in environ and not environ.get("CONTENT_LENGTH")
     if is_chunked and not UPLOAD_PATH.search(environ["PATH_INFO"]):

@@ -1,4 +1,4 @@
-"""Write to Placement from the compute host itself, with the host's own credentials. Free of Django.
+"""Write to Placement from the compute host itself, with the host's own credentials. It does not use Django.
 
 The agent loads it through the entry point `direct` of the group `cyborg.placement`, because `agents` and
 `placement_sync` do not import each other. The conductor sends what is desired, because only the conductor knows it. The

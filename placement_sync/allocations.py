@@ -1,4 +1,5 @@
-"""Compute the writes that add an attachment's shares to an instance's allocations and remove them, exactly once. Pure.
+"""Compute the writes that add an attachment's shares to an instance's allocations and remove them, exactly once. This
+module is pure.
 
 Placement raises a consumer's generation with every write, and accepts only writes that name the current generation. So
 each write is recorded, with its generation, before it is sent. While that generation is still current, the write has

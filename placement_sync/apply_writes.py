@@ -1,4 +1,4 @@
-"""Bring one host's providers in Placement in step with what is desired. Free of Django: agents use it, too.
+"""Bring one host's providers in Placement in step with what is desired. It does not use Django: agents use it, too.
 
 Each attempt reads the tree (one call; inventories and traits only of providers whose generation, name or parent
 changed), computes the writes (`reconcile`) and sends them with generations. If another writer was faster, it reads

@@ -1,4 +1,4 @@
-"""Client for the part of Placement's API that this product uses, on a keystoneauth1 session. Free of Django.
+"""Client for the part of Placement's API that this product uses, on a keystoneauth1 session. It does not use Django.
 
 Agents use it on compute hosts, too. Each call sends the microversion that it needs. The errors tell the caller how to
 react: after `PlacementUnavailableError` retry later, after `PlacementConflictError` read again and retry, after

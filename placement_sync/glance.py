@@ -1,4 +1,4 @@
-"""Read images from Glance through openstacksdk and the service user's session. Free of Django.
+"""Read images from Glance through openstacksdk and the service user's session. It does not use Django.
 
 `placement_sync.apps` registers it as the image service of `accelerators.images.download`. It makes three kinds of
 calls: one image by its id, the images with a given function id, and the bytes of an image from an offset on.

@@ -1,4 +1,5 @@
-"""Compute which providers Placement shall show for a host's deployables. Pure, free of Django: agents use it, too.
+"""Compute which providers Placement shall show for a host's deployables. This module is pure and does not use Django:
+agents use it, too.
 
 Names, ids, classes and traits are upstream's for the same hardware (contract sections 6.2 to 6.4). In addition,
 `reserved` is set: a deployable that is not offered stays in Placement and cannot be allocated, and neither can a unit

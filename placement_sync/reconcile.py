@@ -1,4 +1,5 @@
-"""Compute the fewest writes that bring Placement in step: desired × written × observed → writes. Pure, free of Django.
+"""Compute the fewest writes that bring Placement in step: desired × written × observed → writes. This module is pure
+and does not use Django.
 
 The merge is three-way. Ours are: a provider with its parent and name; total, max_unit and reserved of our resource
 class; the traits that we wrote. Everything else that somebody put there is kept. A provider is ours if we wrote it or

@@ -314,7 +314,8 @@ def build_progress_context(bulk: Bulk) -> dict[str, Any]:
 
 
 def _affects_held_devices(bulk: Bulk) -> bool:
-    """Return whether the action, confirmed now, would change a device that one of our requests holds. One statement."""
+    """Return whether the action, confirmed now, would change a device that one of our requests holds. Costs one
+    statement."""
     return any(
         prediction.held and prediction.outcome == DeviceOutcome.MOVED for prediction in bulk_actions.forecast_bulk(bulk)
     )

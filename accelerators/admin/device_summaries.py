@@ -66,7 +66,7 @@ def load_cards(devices: Sequence[Device], max_cells: int = MAX_CELLS) -> list[De
 def _load_cells(handles: QuerySet[AttachHandle], max_cells: int) -> dict[int, list[HandleCell]]:
     """Return the cells of at most `max_cells` handles of each device, by the device's id, sorted by deployable and id.
 
-    If a device has more handles, held and missing ones are preferred. Devices without handles are left out. One
+    If a device has more handles, held and missing ones are preferred. Devices without handles are left out. Costs one
     statement.
     """
     is_idle = ExpressionWrapper(Q(request__isnull=True, missing_since__isnull=True), output_field=BooleanField())

@@ -101,7 +101,8 @@ def handle_units_page(admin: Any, request: HttpRequest) -> HttpResponse:
 def _load_chosen_devices(request: HttpRequest) -> list[Device]:
     """Return the devices that the form or the URL names and whose number of units can be changed, with their hosts.
 
-    Reads at most `partitioning.MAX_DEVICES` uuids. Returns [] if one of them is not a uuid. One statement, no locks.
+    Reads at most `partitioning.MAX_DEVICES` uuids. Returns [] if one of them is not a uuid. Costs one statement and
+    takes no locks.
     """
     form_values = request.POST if request.method == "POST" else request.GET
     try:

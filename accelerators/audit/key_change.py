@@ -19,7 +19,8 @@ MAX_REASON = 1024
 
 
 def replace_key(new_path: Path, operator: str, reason: str) -> Seal:
-    """Let the key in `new_path` sign from the next seal on, and return the seal by which the present key says so.
+    """Let the key in `new_path` sign from the next seal on; return the seal that introduces it, signed by the present
+    key.
 
     The key is created if there is no such file. Nothing is sealed until CYBORG_AUDIT_KEY_FILE has this key. Raises
     AuditKeyError if the present key may not sign, or if the new one is the same.
@@ -35,8 +36,8 @@ def replace_key(new_path: Path, operator: str, reason: str) -> Seal:
 
 
 def begin_again(operator: str, reason: str) -> Seal:
-    """Let the key of CYBORG_AUDIT_KEY_FILE sign from now on, although the old key does not say so; return the seal that
-    records it. Verification reports it until the person who verifies trusts the new key.
+    """Let the key of CYBORG_AUDIT_KEY_FILE sign from now on, without a signature of the old key; return the seal that
+    introduces it. Verification reports it until the person who verifies trusts the new key.
 
     It also lets the key go on after seals of strange keys, because of which nothing is sealed. Verification goes on to
     report those. The key is created if there is no such file. Raises AuditKeyError if there is no signed seal, or if

@@ -172,10 +172,11 @@ def append_seal(chain: SealChain, kind: SealKind, month: str, skipped: int = 0, 
 
 
 def read_earlier_clock() -> datetime:
-    """Return the present time of the database's clock or of this machine's clock, whichever is earlier.
+    """Return the present time by the database's clock or by this machine's clock, whichever is earlier.
 
-    What a seal proves must not depend on the database alone: whoever may write to it, or a wrong clock of its server,
-    could make events look older than their retention. If one of the clocks is late, months are only dropped later.
+    A wrong clock of the database server, or an attacker who controls the database, must not be able to date seals in
+    the future: a month of events could then be dropped before its retention ends. If one of the clocks is slow, months
+    are only dropped later.
     """
     return min(database_clock.now(), datetime.now(UTC))
 

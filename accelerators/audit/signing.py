@@ -25,7 +25,8 @@ from drivers.files import write_private
 
 
 class AuditKeyError(AcceleratorsError):
-    """Nothing can be sealed with the key that this process has. The message says why and what to do."""
+    """Raised if this process cannot sign the next seal: its key is missing, unreadable or not the right one, or the
+    newest seal is not valid. The message gives the reason."""
 
 
 def get_public_key(key: Ed25519PrivateKey) -> str:
@@ -34,7 +35,8 @@ def get_public_key(key: Ed25519PrivateKey) -> str:
 
 
 def is_signed_by(public_key: str, signature: str, text: bytes) -> bool:
-    """Return whether `signature` is that of `public_key` over `text`; both are in hex, and may be any text."""
+    """Return whether `signature` is that of `public_key` over `text`. Both are in hex; for any other text the result is
+    False."""
     try:
         Ed25519PublicKey.from_public_bytes(bytes.fromhex(public_key)).verify(bytes.fromhex(signature), text)
     except (ValueError, InvalidSignature):

@@ -1,8 +1,8 @@
 """Find out which key must have signed each seal, and which months of events were dropped with a valid proof.
 
-The chain itself says it: the first signed seal has the first key, and seals of the kind `key` replace it. A new key
-that the old one did not sign is shown as a finding, unless the person who verifies names it, because whoever can write
-to the database can make such a seal with a key of their own.
+The chain itself contains this: the first signed seal has the first key, and seals of the kind `key` replace it. A new
+key that the old one did not sign is shown as a finding, unless the person who verifies names it, because whoever can
+write to the database can make such a seal with a key of their own.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from accelerators.models import Seal
 
 @dataclass
 class ChainTrust:
-    """What the marks of the chain say. `problems` and `notices` are sentences, each with the number of its seal."""
+    """The keys that must have signed the seals, and the dropped months, as read from the chain by `read_trust`.
+    `problems` and `notices` are sentences, each with the number of its seal."""
 
     first_numbers: list[int] = field(default_factory=list)
     keys: list[str] = field(default_factory=list)
@@ -45,7 +46,8 @@ class ChainTrust:
 
 
 def read_trust(trusted_keys: Collection[str] = ()) -> ChainTrust:
-    """Read the marks of the whole chain and verify their signatures, in order.
+    """Read the marks of the whole chain (the seals that record a new key or a dropped month), and verify their
+    signatures in order.
 
     `trusted_keys` are public keys that the caller knows from elsewhere. If there are any, the key of the first signed
     seal must be one of them, as must be each key that the key before it did not sign. Costs four statements, and one

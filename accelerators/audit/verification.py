@@ -80,8 +80,8 @@ class VerificationResult:
     is_complete: bool = True
     """False if there was no time left for all seals, or if there were too many findings."""
     notices: list[str] = field(default_factory=list)
-    """What is no contradiction, but what the person who verifies must know: seals that are not signed, and changes of
-    the key."""
+    """Facts that are not errors, but that the person who verifies must know: seals that are not signed, changes of the
+    key, and months that were dropped without a signature."""
     findings: list[SealFinding] = field(default_factory=list)
 
 
@@ -153,7 +153,7 @@ def _report_gap(present: int, next_present: int, result: VerificationResult) -> 
 
 @dataclass
 class _Run:
-    """What one verification knows, and its result so far."""
+    """The inputs of one verification, and its result so far."""
 
     trust: ChainTrust
     anchors: Mapping[int, Anchor]

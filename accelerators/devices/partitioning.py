@@ -201,8 +201,8 @@ def _resolve_targets(targets: Sequence[PartitionTarget]) -> list[tuple[UUID | No
 def _query_target_devices(target: PartitionTarget) -> Iterator[UUID]:
     """Yield the uuids of a target's devices, at most MAX_DEVICES + 1.
 
-    The uuid of a single device is not looked up. Of a backend, retired and missing devices are left out, and devices
-    whose number of units cannot be chosen.
+    The uuid of a single device is not looked up. If the target is a backend, its retired and missing devices are left
+    out, and those whose number of units cannot be chosen.
     """
     if target.device:
         yield target.device

@@ -49,9 +49,9 @@ REPORTED_DEVICE_FIELDS = (
 RESTORED_BOOT = "restored"
 """The boot id that is stored for a host after a restore of the database. No kernel has this boot id.
 
-What was programmed after the backup, also into flash memory, is not in the restored database."""
+The restored database does not contain what was programmed after the backup, not even into flash memory."""
 INCOMPLETE_HASH = "incomplete"
-"""The hash that is stored for a host if its last report was not stored completely. It is the hash of no report, so the
+"""The hash that is stored for a host if its last report was not stored completely. No report has this hash, so the
 agent sends its report again with its next connection, or when the sweep has removed devices of the host."""
 FOUND_EVENT_FIELDS = ("key", "driver", "type", "vendor", "model", "address", "status")
 """The columns that the event `device.found` contains. The other columns are in events only when they change later."""
@@ -270,12 +270,12 @@ def combine_reports(
 
 
 def find_open_drivers(drivers: Iterable[DriverReport], candidates: Collection[str] | None = None) -> set[str]:
-    """Return the drivers for which a report earlier than this one can matter in `combine_reports`.
+    """Return the drivers for which `combine_reports` may also need reports that are earlier than this one.
 
-    `drivers` is the content of the report. Without `candidates`, all its drivers whose devices it may change are
-    considered; otherwise those, also if the report does not name them. Left out is a driver that gave its complete list
-    here, without an error of a backend and without a device of unknown health: a later answer replaces the earlier one
-    but for the devices of a failed backend, and for a failure that `unknown` does not end.
+    `drivers` is the content of the report. The result is a part of `candidates`, by default of all drivers whose
+    devices the report may change. A driver is left out if this report has its complete list, without an error of a
+    backend and without a device of unknown health, because such an answer replaces all earlier ones. A candidate that
+    the report does not name stays.
     """
     reports = list(drivers)
     considered = driver_status.select_reported_drivers(reports) if candidates is None else set(candidates)
@@ -283,13 +283,13 @@ def find_open_drivers(drivers: Iterable[DriverReport], candidates: Collection[st
 
 
 def _replaces_earlier_answers(report: DriverReport) -> bool:
-    """Return whether nothing of the driver's earlier answers is left when this one follows (`updated_by`)."""
+    """Return whether this answer replaces all earlier answers of the driver completely (`updated_by`)."""
     has_error = report.error or any(backend.error for backend in report.backends)
     return not has_error and all(device.status != "unknown" for device in report.devices)
 
 
 def list_provider_ids(reports: Iterable[HostReport]) -> set[str]:
-    """Return the ids of the providers that the names of all deployables in these reports stand for."""
+    """Return the ids of the providers of all deployables in these reports, computed from the deployables' names."""
     names = {
         deployable.name
         for report in reports
@@ -315,11 +315,12 @@ def collect_changes(
     Placement may have to be updated. `now` is an ISO timestamp, for `since` and `state_since`. A stored device whose
     driver or backend reported an error stays as it is, even if another driver reports it. If the host was rebooted,
     all its devices lose what they were programmed with, unless it is in flash memory; after a restore of the database,
-    what is in flash memory is forgotten, too.
+    the programs in flash memory are forgotten, too.
 
     `owners` maps the ids of providers to the names of the hosts to which they belong; the host's new providers are
     added. If a driver names a provider of another host, its part of the report is replaced by an error and a fault.
-    What exceeds `max_devices` is not stored (`limits.limit_devices`); the stored hash then is INCOMPLETE_HASH.
+    Devices and parts above `max_devices` are not stored (`limits.limit_devices`); the stored hash then is
+    INCOMPLETE_HASH.
     """
     provider_relevant: tuple[list[Any], ...] = (
         collected.deployables,
@@ -654,8 +655,9 @@ def _mark_device_missing(
 ) -> None:
     """Append the move of a device to `missing`, with its event; nothing if it is missing already.
 
-    The device returns to its present state or, if it is in `doubt` that it is the same device then, to quarantine. It
-    loses what it was programmed with, unless that is in flash memory: it may have been without power.
+    When the device comes back, it returns to its present state, or to `quarantined` if `doubt` says why it may then be
+    another device. It loses what it was programmed with, unless that is in flash memory: it may have been without
+    power.
     """
     returns_to = device.returns_to if device.state == "missing" else device.state
     if doubt and returns_to != "retired":
@@ -671,7 +673,7 @@ def _mark_device_missing(
 def _end_programs_after_reboot(host: StoredHost, collected: InventoryChanges) -> StoredHost:
     """Append the end of all that was programmed on the host and is not in flash memory, with an event for each device.
 
-    After a restore of the database (RESTORED_BOOT) it does not matter where it is. Returns the host as it is stored
+    After a restore of the database (RESTORED_BOOT), programs in flash memory end, too. Returns the host as it is stored
     then.
     """
     is_restored = host.boot_id == RESTORED_BOOT
@@ -693,10 +695,11 @@ def _end_programs_after_reboot(host: StoredHost, collected: InventoryChanges) ->
 def _end_programs(
     device: StoredDevice, collected: InventoryChanges, *, also_in_flash: bool = False
 ) -> tuple[StoredDevice, dict[str, list[Any]]]:
-    """Append the end of what the device's deployables were programmed with; of what is in flash memory, only if wanted.
+    """Append the removal of what the device's deployables were programmed with: the bitstream, and the function trait
+    that programming has set.
 
-    That is the bitstream and the function trait that programming has set. Returns the device as it is stored then, and
-    the changes for an event.
+    Programs in flash memory are removed only with `also_in_flash`. Returns the device as it is stored then, and the
+    changes for an event.
     """
     deployables, changes = [], {}
     for deployable in device.deployables:

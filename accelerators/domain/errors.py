@@ -28,7 +28,7 @@ class AcceleratorsError(Exception):
 
 
 class RefusalReason(StrEnum):
-    """Why something was refused.
+    """The reasons of refusals.
 
     The values are stable codes for programs: `/api/` and the `cyborg` command show them, metrics and the outcomes of
     bulk actions store them (at most 16 characters). `docs/cli.md` lists them.

@@ -20,14 +20,14 @@ MARK_BYTES = 4
 
 
 class SealKind(StrEnum):
-    """What a seal records."""
+    """The kinds of seals, by the fact that they record."""
 
     EVENTS = "events"
-    """It covers events. Seals of releases that did not sign have no kind; they cover events, or record a drop."""
+    """The seal covers events. Seals of releases that did not sign have no kind; they cover events, or record a drop."""
     DROP = "drop"
     """The events of a month were dropped by retention."""
     KEY = "key"
-    """From the next seal on, another key signs."""
+    """The key was replaced: the next seal must be signed with the new key."""
     RESTORED = "restored"
     """The database was restored from a backup: the seals between the one before and this one were lost."""
 
@@ -55,7 +55,7 @@ class SealContent:
 
     @property
     def text(self) -> bytes:
-        """The values as a JSON array in UTF-8: what is hashed and signed."""
+        """The bytes that are hashed and signed: the values as a JSON array in UTF-8."""
         values = astuple(self)
         return json.dumps(values if self.key else values[:-3], ensure_ascii=False).encode()
 

@@ -1,4 +1,4 @@
-"""Limit how many devices, and parts of devices, are stored of one host. Pure: it reads and writes nothing."""
+"""Limit how many devices, and parts of devices, are stored for one host. This module reads and writes nothing."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ SETTING = "CYBORG_MAX_DEVICES_PER_HOST"
 DEFAULT_MAX_DEVICES = 4096
 """Default of `CYBORG_MAX_DEVICES_PER_HOST`."""
 RESERVED_FRACTION = 16
-"""One driver gets all places of a host but one of RESERVED_FRACTION, so that a driver that reports ever new devices
-leaves places for the devices of others."""
+"""One driver may use all places of a host but 1 / RESERVED_FRACTION of them. So a driver that reports new devices
+without end leaves places for the devices of other drivers."""
 PARTS_PER_DEVICE = 16
 """A host may have PARTS_PER_DEVICE times as many parts (deployables and attach handles) as it may have devices. Parts
 that are not reported any more stay stored with their device, so the limits of a report do not bound them."""
@@ -39,7 +39,7 @@ class LimitedDevices:
 
 @dataclass
 class _FreePlaces:
-    """How many more devices, and parts of devices, may be stored."""
+    """The numbers of devices, and of parts of devices, that may be stored in addition."""
 
     devices: int
     parts: int
@@ -48,8 +48,9 @@ class _FreePlaces:
 def limit_devices(host: StoredHost, accepted: Iterable[IdentifiedDevice], max_devices: int) -> LimitedDevices:
     """Leave out new devices, and new parts of stored devices, above the limits of one host, and of each of its drivers.
 
-    What is stored already stays, whether it is reported or missing. The devices that are reported first are taken. The
-    fault names the number of devices that were left out or lack parts, the limits and the setting.
+    Devices and parts that are stored already stay, whether they are reported or missing. Of new devices, those that are
+    reported first are accepted. The fault names the number of devices that were left out or lack parts, the limits and
+    the setting.
     """
     all_devices = list(accepted)
     max_of_driver = max_devices - max_devices // RESERVED_FRACTION
@@ -89,7 +90,7 @@ def limit_devices(host: StoredHost, accepted: Iterable[IdentifiedDevice], max_de
 
 
 def _count_free_places(devices: Sequence[StoredDevice], max_devices: int) -> _FreePlaces:
-    """Return what may be stored beside these devices if `max_devices` are allowed."""
+    """Return the numbers of devices and parts that may be stored beside these devices if `max_devices` are allowed."""
     parts = sum(1 + len(part.handles) for device in devices for part in device.deployables)
     return _FreePlaces(max_devices - len(devices), PARTS_PER_DEVICE * max_devices - parts)
 

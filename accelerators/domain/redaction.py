@@ -1,4 +1,4 @@
-"""Hide the identifiers of objects that the reader of a text may not know. Pure.
+"""Hide the identifiers of objects that the reader of a text may not know. This module is pure.
 
 The fault of a request is read by its project. Its text may come from an agent, a driver or Placement, and these name
 whoever has the device.

@@ -31,8 +31,8 @@ class Health(Choice):
 
 
 class HandleType(Choice):
-    """How a handle is attached to an instance (contract section 5.1). A DEV handle is a device node; it is never bound
-    to an instance."""
+    """The ways in which a handle is attached to an instance (contract section 5.1). A DEV handle is a device node; it
+    is never bound to an instance."""
 
     PCI = "PCI"
     MDEV = "MDEV"

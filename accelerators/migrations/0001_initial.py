@@ -1,4 +1,4 @@
-"""The tables, views, functions and triggers of the inventory. What the ORM cannot describe stands in `sql/`."""
+"""The tables, views, functions and triggers of the inventory. Objects that the ORM cannot describe are in `sql/`."""
 
 import uuid
 from pathlib import Path

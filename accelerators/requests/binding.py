@@ -122,7 +122,8 @@ class WaitingRequest:
 
 @dataclass(frozen=True)
 class BindOutcome:
-    """How a BindStarted request ends: Bound if `fault` is empty, otherwise BindFailed with `fault` as the reason.
+    """The end of a BindStarted request: it becomes Bound if `fault` is empty, otherwise BindFailed with `fault` as the
+    reason.
 
     `may_exist_on_host` says that the handle may already exist on the host. A failed bind then also orders a detach
     there.
@@ -142,7 +143,7 @@ def create_requests(profile_name: str, caller: Caller) -> list[str]:
 
     Returns their uuids in the order of the profile's groups; empty if the groups ask for nothing. Raises RefusedError
     NOT_FOUND if there is no such profile. The profile comes from the cache; if it was changed or replaced since, it is
-    read again and the creation is retried once. One statement if the cached profile is current.
+    read again and the creation is retried once. Costs one statement if the cached profile is current.
     """
     for _ in range(2):
         profile = profiles.get_profile_by_name(profile_name)
@@ -253,7 +254,8 @@ def fail_overdue_binds() -> bool:
     """Set at most OVERDUE_BATCH_SIZE BindStarted requests whose deadline has passed to BindFailed; return True if there
     may be more.
 
-    Requests that another transaction has locked are skipped. What a failed bind entails is done by `finish_binds`.
+    Requests that another transaction has locked are skipped. `finish_binds` carries out the consequences of a failed
+    bind.
     """
     with conductor.writing():
         overdue = [WaitingRequest(*row) for row in _fetch_all(sql.LOCK_OVERDUE, {"count": OVERDUE_BATCH_SIZE})]
@@ -265,7 +267,8 @@ def fail_overdue_binds() -> bool:
 
 
 def _explain_overdue_binds(overdue: Sequence[WaitingRequest]) -> dict[str, str]:
-    """Return by the request's uuid what each of these binds still waited for at its deadline. Three statements."""
+    """Return by the request's uuid what each of these binds still waited for at its deadline. Costs three
+    statements."""
     uuids = [request.uuid for request in overdue]
     programmed = Intent.objects.filter(kind=PROGRAMMED_INTENT, key__in=uuids)
     host_by_request = dict(programmed.values_list("key", "payload__host"))
@@ -520,8 +523,8 @@ def _plan_bind(
     None.
 
     The request becomes Bound if its handle needs nothing on the host and its device is not programmed; otherwise
-    BindStarted with a deadline. `programmed_by` maps a device to the request whose image it gets. Of the requests on
-    such a device only that one gets a command here; the others follow when the command has ended. Nothing is written.
+    BindStarted with a deadline. `programmed_by` maps a device to the request whose image it gets. Only that request
+    gets a command here; the other requests on the device follow when the command has ended. Nothing is written.
     """
     move = _build_bind_columns(request, spec, caller) | {
         "state": _S.BOUND,

@@ -78,10 +78,10 @@ _RELEASED_HANDLES = "accelerators_releasedhandle w JOIN accelerators_attachhandl
 OFFERED_COUNT = f"""least({{free}}, greatest(p.num_accelerators - {{held}}
   - CASE WHEN p.id IN (SELECT u.deployable_id FROM {_RELEASED_HANDLES})
     THEN (SELECT count(*) FROM {_RELEASED_HANDLES} WHERE u.deployable_id = p.id) ELSE 0 END, 0))"""
-"""Expression: how many handles of the deployable `p` requests can still get. It is limited by what Placement still
-allocates: the deployable's total without the `held` handles and without the released ones, which are reserved there.
-More handles than that may be free. The CASE lets the database read the few released handles once, and count only where
-there are any."""
+"""Expression: the number of handles of the deployable `p` that requests can still get. It is at most the number that
+Placement can still allocate: the deployable's total without the `held` handles and without the released ones, which are
+reserved there. More handles than that may be free. The CASE lets the database read the few released handles once, and
+count only where there are any."""
 _IS_ON_HOST = "d.host_id = (SELECT id FROM accelerators_host WHERE name = %(host)s::text)"
 """Condition: the device `d` is on the host that the bind names."""
 _FROM_UNHELD_HANDLES_OF_PROVIDER = f"{FROM_FREE_HANDLES} AND p.rp_uuid = %(rp)s::uuid AND {_IS_ON_HOST}"

@@ -107,10 +107,10 @@ def choose_providers(
     """Choose a provider for each group of a profile; reserves nothing. Like in Placement, one provider serves the whole
     group.
 
-    The groups that the fewest providers fit are served first. Of the providers with enough free handles, the one with
-    the fewest is taken. No other combination is tried, so the choice can fail although another combination would fit.
-    Raises RefusedError NONE_FREE for the first group without a provider; `place`, such as "Host cmp1", is the subject
-    of its sentence.
+    The groups that the fewest providers fit are served first. Among the providers with enough free handles, the one
+    with the fewest is taken. No other combination is tried, so the choice can fail although another combination would
+    fit. Raises RefusedError NONE_FREE for the first group without a provider; `place`, such as "Host cmp1", is the
+    subject of its sentence.
     """
     plan = groups.list_requested_groups(wanted_groups)
     chosen, unserved_index = _assign_providers(
@@ -136,9 +136,7 @@ def count_possible_choices(
     wanted_groups: Sequence[Mapping[str, str]], candidates: Sequence[ProviderCandidate], maximum: int
 ) -> int:
     """Return how many times in a row `choose_providers` could serve these groups from these providers, at most
-    `maximum`.
-
-    Pure; reserves nothing.
+    `maximum`. It is a pure function and reserves nothing.
     """
     plan, fitting, free_handles = (
         groups.list_requested_groups(wanted_groups),

@@ -151,7 +151,7 @@ class CapacityQuery:
 
 
 def query_groups(queries: Sequence[CapacityQuery], samples: Collection[LastSample] = ()) -> list[list[CapacityGroup]]:
-    """Return the groups that each query asks for, in the order of the queries. One statement for all of them.
+    """Return the groups that each query asks for, in the order of the queries. Costs one statement for all of them.
 
     `queries` must not be empty. `samples` are the devices' last samples. Retired devices are not counted, and groups in
     which no unit exists or is held are left out. Raises KeyError for an unknown column in `by`, or an unknown `order`.

@@ -2,9 +2,9 @@
 
 The request of a handle may end while its guest still runs: it is detached from a running instance, or Nova deletes an
 instance on a host that it cannot reach. The row of `ReleasedHandle` is what keeps the handle back; the job `releases`
-asks the host until it has an answer (`accelerators.workflows.release_checks`). What a host has made for a handle, such
-as a mediated device, is gone when it confirms; so a host has exactly those of the handles that requests hold or that
-wait here.
+asks the host until it has an answer (`accelerators.workflows.release_checks`). When a host confirms, it has removed the
+objects that it made for the handle, such as a mediated device. So a host has such objects exactly for the handles that
+requests hold or that wait here.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ def release_handles(
     """Keep those of these released handles back that may still be in use, and ask their hosts about them.
 
     `instances` maps the id of each handle to the instance that had it. `detach_orders` are placed: they ask about the
-    handles that are made on a host. One statement if no handle has to wait, otherwise a constant number: the waiting
-    handles, their events, the commands, and the `provider` intents that reserve the units in Placement. Call it inside
-    `conductor.writing()`, after the requests were released.
+    handles that are made on a host. Costs one statement if no handle has to wait, otherwise a constant number: the
+    waiting handles, their events, the commands, and the `provider` intents that reserve the units in Placement. Call it
+    inside `conductor.writing()`, after the requests were released.
     """
     # The rows come before the commands, because an answer counts only if its question is not older than the row. The
     # intents come last: whoever has locked a device may wait for them, and the commands wait for the device.

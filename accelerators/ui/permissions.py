@@ -1,6 +1,7 @@
 """Check whether a console user may do something, by the same policy rules as in the APIs, and explain refusals.
 
-Every action of the console names what it needs (`Right`); there is no default. `docs/rights.md` lists all actions.
+Every action of the console names the rights that it needs (`Right`); there is no default. `docs/rights.md` lists all
+actions.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from accelerators.ui.extensions import DENIAL_REASON
 
 @dataclass(frozen=True)
 class Right:
-    """What an action of the console needs: a policy rule, or a Django permission that is sufficient in its place."""
+    """A right that an action of the console needs: a policy rule, or a Django permission that is sufficient in its
+    place."""
 
     rule: str
     permission: str

@@ -1,4 +1,4 @@
-"""How console forms show a refused change."""
+"""Show refused changes in the forms of the console."""
 
 from __future__ import annotations
 

@@ -161,7 +161,8 @@ HOLDER_PATHS = ("deployable__device", "attach_handle__deployable__device")
 def predict_outcome(
     bulk: Bulk, word_when_chosen: str, state: str | None, returns: str | None, drains: str | None, *facts: bool | None
 ) -> BulkForecast:
-    """Predict what the bulk action would do to one device: moved, unchanged, or refused with a reason. Pure.
+    """Predict what the bulk action would do to one device: moved, unchanged, or refused with a reason. This is a pure
+    function.
 
     `word_when_chosen` is what the device's `LifecycleState.as_text` was when the set was chosen. `state`, `returns` and
     `drains` are the device's columns now; `state` is None if the device is gone. `facts` are four answers: whether the

@@ -32,7 +32,8 @@ def predict_refusal(
     is_busy: bool,
     is_held: bool,
 ) -> str:
-    """Return why command `op` would be refused for a device, or '' if it would be placed. Pure, for forecasts.
+    """Return why command `op` would be refused for a device, or '' if it would be placed. This is a pure function, for
+    forecasts.
 
     `word_when_chosen` and `word_now` are the device's `LifecycleState.as_text`. `is_supported` says that its driver
     supports `op`; `is_held` is known from our own requests only. A held or changed device is refused destructive

@@ -44,7 +44,8 @@ _R, _S = RolloutState, RolloutStepState
 
 @dataclass(frozen=True)
 class RolloutPace:
-    """How many hosts are changed at the same time, and whether no further host is begun after a failure."""
+    """The pace of a rollout: the number of hosts that are changed at the same time, and whether it stops after a
+    failure."""
 
     max_parallel: int = DEFAULT_PARALLEL
     stop_on_failure: bool = True

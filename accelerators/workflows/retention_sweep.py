@@ -97,7 +97,7 @@ def remove_missing_devices(now: datetime | None = None) -> bool:
         Device.objects.filter(id__in=[d.id for d in devices]).delete()
         hosts = {device.host_id: device.host for device in devices}.values()
         for host in hosts:
-            if host.applied_hash == INCOMPLETE_HASH:  # there are places again for what was not stored
+            if host.applied_hash == INCOMPLETE_HASH:  # there is room again for devices that were not stored
                 conductor.forget_applied_report(host)
         conductor.raise_provider_intents(hosts)
     return len(candidates) == BATCH_SIZE and bool(devices)

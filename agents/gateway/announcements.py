@@ -13,7 +13,7 @@ from agents.errors import AgentsError
 log = logging.getLogger(__name__)
 
 CHECK_INTERVAL_S = 2.0
-"""Minimum seconds between two looks whether the file has changed."""
+"""Minimum seconds between two checks whether the file has changed."""
 MAX_FILE_BYTES = 64 * 1024
 """Maximum size of the file: 32 announcements have some 10 kB."""
 

@@ -95,7 +95,7 @@ def store_messages(messages: Sequence[CommandMessage]) -> set[CommandId]:
 
 
 def explain_unreachable(host: Host) -> str:
-    """Return why the agent of a host accepts no commands, '' if it does or if nothing is known. One query."""
+    """Return why the agent of a host accepts no commands, '' if it does or if nothing is known. Costs one query."""
     agent = Agent.objects.filter(host=host).values_list("ops", "version").first()
     return _describe_no_commands(host.name, agent[1]) if agent and agent[0] == "" else ""
 
@@ -259,7 +259,7 @@ class CommandDispatcher(threading.Thread):
     def _collect_commands(self, hosts: set[int], now: float, outgoing: list[tuple[AgentSession, list[str]]]) -> bool:
         """Append to `outgoing` the commands that these hosts are to be sent, and note that they were sent at `now`.
 
-        Return True if there may be more. One query. The commands of agents that accept none are refused in the
+        Return True if there may be more. Costs one query. The commands of agents that accept none are refused in the
         database instead.
         """
         states = {host: self._states[host] for host in hosts}
@@ -292,7 +292,8 @@ class CommandDispatcher(threading.Thread):
         return False
 
     def _collect_acknowledgements(self, outgoing: list[tuple[AgentSession, list[str]]]) -> None:
-        """Append to `outgoing` an Ack for each watched command that is settled, and stop watching it. One query."""
+        """Append to `outgoing` an Ack for each watched command that is settled, and stop watching it. Costs one
+        query."""
         settled = self._unsettled_results.keys() - command_queue.select_open_commands(self._unsettled_results)
         for number in settled:
             outgoing.append((self._unsettled_results.pop(number), [wire.encode_message(wire.Ack(number[1], "Result"))]))
@@ -311,21 +312,22 @@ class CommandDispatcher(threading.Thread):
             text = wire.encode_message(wire.Writer(epoch))
 
             def send_to_outdated() -> None:
-                """Start one task for each outdated agent, so that a slow socket does not delay the others. On the event
-                loop only."""
+                """Start one task for each outdated agent, so that a slow socket does not delay the others. Call it on
+                the event loop only."""
                 for line in outdated:
                     self._start_task(_send_past_outbox(line.session, text))
 
             self._loop.call_soon_threadsafe(send_to_outdated)
 
     def _start_task(self, work: Coroutine[Any, Any, None]) -> None:
-        """Run a coroutine as a task, and keep a reference to it until it is done. On the event loop only."""
+        """Run a coroutine as a task, and keep a reference to it until it is done. Call it on the event loop only."""
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
     def _enqueue_messages(self, outgoing: Iterable[tuple[AgentSession, list[str]]]) -> None:
-        """Add messages to the outboxes of their sessions, and start a sender where none runs. On the event loop only.
+        """Add messages to the outboxes of their sessions, and start a sender where none runs. Call it on the event loop
+        only.
 
         Each socket is served at its own pace and in order. Messages beyond MAX_OUTBOX are dropped: commands are sent
         again later, and an agent whose Ack was dropped repeats its Result after a reconnection.

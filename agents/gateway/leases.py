@@ -119,9 +119,9 @@ class LeaseBuffer:
         """Write leases and Hello data, and return True. Return False, and write nothing, until `flush_s` has passed
         since the last time.
 
-        True also means that the job which looks for silent agents should run. What belongs to a host whose rows are
-        locked is kept for the next call. If so many rows are locked that some hosts were not tried, the next flush is
-        due after UNTRIED_RETRY_S. Raise database errors; then all that was not written is kept.
+        True also means that the job which looks for silent agents should run. The data of hosts whose rows are locked
+        is kept for the next call. If so many rows are locked that some hosts were not tried, the next flush is due
+        after UNTRIED_RETRY_S. Raise database errors; then all data that was not written is kept.
         """
         if time.monotonic() < self._next_flush_at:
             return False

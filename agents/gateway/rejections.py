@@ -1,7 +1,7 @@
 """Record refusals of agents as events: few events for each host and code, with a count.
 
-An event bears a host's name only if the client has proven who it is. Whoever reaches the gateway can send handshakes
-in any host's name, so those that prove nothing share one series of events for each code.
+An event bears a host's name only if the client has proven who it is. Every client that reaches the gateway can send
+handshakes in any host's name, so handshakes without such a proof share one series of events for each code.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Keep the gateway's threads from waiting for rows that another transaction has locked.
 
 All agents wait for the writer thread and for the thread that sends commands. So their database connections have a lock
-timeout of a few milliseconds. What cannot be written because of a locked row is kept and tried again; everything else
-is written.
+timeout of a few milliseconds. Items that cannot be written because a row is locked are kept and tried again; all other
+items are written.
 """
 
 from __future__ import annotations
@@ -20,13 +20,15 @@ from psycopg.errors import LockNotAvailable
 LOCK_TIMEOUT_MS = 5
 """Milliseconds that a statement of these threads waits for a lock."""
 MAX_LOCK_TIMEOUTS = 20
-"""Maximum number of lock timeouts in one attempt to write many rows. What was not tried then is tried again later."""
+"""Maximum number of lock timeouts in one attempt to write many rows. The items that were not tried by then are tried
+later."""
 
 ItemT = TypeVar("ItemT")
 
 
 class UnwrittenItems(NamedTuple, Generic[ItemT]):
-    """What one attempt to write items has not written: those for which no time was left, and those with a locked row.
+    """The items that one attempt has not written: those that were not tried after MAX_LOCK_TIMEOUTS, and those whose
+    row is locked.
 
     The next attempt begins with the untried ones. Otherwise it could use up its time for the same locked rows again.
     """
@@ -39,7 +41,8 @@ class UnwrittenItems(NamedTuple, Generic[ItemT]):
 def limiting_lock_waits() -> Iterator[None]:
     """Set the lock timeout on each database connection that this thread opens in the `with` block.
 
-    It is set by a statement, because some connection poolers refuse parameters in the options of a connection.
+    The timeout is set by an SQL statement, because some connection poolers refuse parameters in the options of a
+    connection.
     """
     of_this_thread = connections[DEFAULT_DB_ALIAS]
 

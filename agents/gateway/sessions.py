@@ -4,10 +4,10 @@ Everything here runs on the event loop. A key belongs to one running process. If
 connection with its key is still open, the gateway compares the two:
 
 * The same epoch and boot id: it is the same process, which lost its older socket. The new connection takes over.
-* Otherwise it is a restart, a reboot, or a copy of the key on another machine. What distinguishes them is whether a
-  process still holds the older connection. After the first message on the new connection, the gateway therefore sends a
-  Probe with a fresh nonce on the older one. An answer proves that two processes use the key at once: both connections
-  are ended, and the key is barred until a person decides. No answer within `PROBE_TIMEOUT_S` (a dead host's half-open
+* Otherwise it is a restart, a reboot, or a copy of the key on another machine. These cases differ in whether a process
+  still holds the older connection. After the first message on the new connection, the gateway therefore sends a Probe
+  with a fresh nonce on the older one. An answer proves that two processes use the key at once: both connections are
+  ended, and the key is barred until a person decides. No answer within `PROBE_TIMEOUT_S` (a dead host's half-open
   connection), or the end of the older connection, proves nothing against the new one, which takes over. A message that
   was already on its way is not an answer, because it does not contain the nonce.
 """

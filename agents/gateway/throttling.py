@@ -28,8 +28,8 @@ BURST_S = 120.0
 """A host may at once send the reports, and the bytes of reports, of this many seconds at the highest lasting rate. A
 host that boots, or whose devices are plugged in and out, then does not wait."""
 URGENT_PER_S, MAX_URGENT = 1 / 60, 3
-"""Of one host, this many urgent reports a second, and this many at once, are treated as urgent; others come when it is
-their host's turn."""
+"""The number of urgent reports of one host that are treated as urgent per second, and at once. Further ones wait until
+it is their host's turn."""
 OVERBOOKING_FACTOR = 2.0
 """Factor by which more agents are asked to come back per second than were admitted. To refuse an agent again costs
 little, and an empty place costs much; agents add a back-off of their own, and some never come back."""
@@ -80,7 +80,7 @@ class HandshakeThrottle:
     """Limits the handshakes in progress to `max_handshakes`, and the open sockets to `max_connections`.
 
     Refused agents get return times one after the other, at the rate at which agents were admitted lately, so that they
-    do not come back together. Who is admitted is random, so that no agent starves.
+    do not come back together. The agents that are admitted are chosen at random, so that no agent starves.
     """
 
     def __init__(

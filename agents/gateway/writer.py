@@ -288,7 +288,8 @@ class DatabaseWriter(threading.Thread):
         return [*_pop_jobs(self._other_jobs, self._max_rows), *urgent, *_pop_jobs(self._normal_reports, normal_count)]
 
     def _add_to_lane(self, job: WriterJob | None) -> None:
-        """Put a job into its lane: reports with a fault, other reports, or everything else. None only woke us."""
+        """Put a job into its lane: reports with a fault, other reports, or everything else. None is no job: it only
+        wakes this thread."""
         if isinstance(job, SpoolJob):
             (self._urgent_reports if job.urgent else self._normal_reports).append(job)
             self._reports_by_host[job.host_id] += 1

@@ -1,4 +1,5 @@
-"""Limit how fast passwords can be guessed at the console's login, and how much of a web process logins can take.
+"""Limit how fast passwords can be guessed at the console's login, and how many threads of a web process logins can
+occupy.
 
 Each web process counts for itself, in bounded memory. An attempt counts from its beginning until it has succeeded. One
 count is for a name from one address: it stops somebody who guesses. Another is for a name from all addresses: it is
@@ -41,7 +42,7 @@ MAX_ENTRIES = 5000
 least recently is dropped."""
 MAX_PARALLEL_CHECKS = 2
 """Passwords that a process checks at the same time, so that its other request threads serve others: a check takes much
-processor time, or waits for Keystone. Of one address it checks one at a time."""
+processor time, or waits for Keystone. For one address it checks one at a time."""
 THROTTLED_TEXT = (
     "There were too many failed logins with this name. Wait a minute: then you have one attempt. Logging in from"
     " another address may be possible at once."

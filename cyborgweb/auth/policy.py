@@ -54,8 +54,8 @@ class PolicyDeniedError(CyborgwebError, PermissionDenied):
 class RulePermission(BasePermission):
     """Lets a request through if the rule that the view names for its method allows the caller.
 
-    A view without a rule for the method is closed. HEAD and OPTIONS use the rule of GET. Whoever runs `manage.py` may
-    do everything, also while everything is read only: they could change the database directly.
+    A view without a rule for the method is closed. HEAD and OPTIONS use the rule of GET. A person who runs `manage.py`
+    may do everything, also while everything is read only, because they could change the database directly.
     """
 
     def has_permission(self, request: Request, view: Any) -> bool:

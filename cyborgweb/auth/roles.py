@@ -127,8 +127,8 @@ def get_keystone_roles(user: Any) -> frozenset[str]:
     """Return the Keystone roles that the user has for the APIs when there is no Keystone; always includes reader.
 
     A superuser has those of ADMINISTRATORS. Others have those of the console roles (ROLES) in whose groups they are;
-    Django permissions and other groups, such as a project's, add none. One statement for each user object, none for a
-    superuser.
+    Django permissions and other groups, such as a project's, add none. Costs one statement for each user object, none
+    for a superuser.
     """
     if user.is_superuser:
         return ADMINISTRATORS.keystone_roles

@@ -67,7 +67,8 @@ def attach_instance(
 def detach_instance(
     cli_context: CliContext, instance: UUID, attachment: UUID | None, every: bool, yes: bool, reason: str, wait: bool
 ) -> None:
-    """Detach what attach-instance attached. What Nova attached at boot stays until the instance is deleted."""
+    """Detach accelerators that attach-instance attached. Accelerators that Nova attached at boot stay until the
+    instance is deleted."""
     attachments = list(cli_context.api.iterate_rows("attachments/", 1000, instance=str(instance)))
     open_uuids = [
         row["uuid"] for row in attachments if row["state"] in OPEN_STATES and attachment in (None, UUID(row["uuid"]))
@@ -99,7 +100,7 @@ def attachment_detach(cli_context: CliContext, attachment: UUID, yes: bool, reas
 @options.limit_option
 @pass_cli_context
 def attachment_list(cli_context: CliContext, limit: int, **filters: Any) -> None:
-    """List attachments, the newest first. What Nova attached at boot is not listed."""
+    """List attachments, the newest first. Accelerators that Nova attached at boot are not listed."""
     rows = cli_context.fetch_rows("attachments/", limit, **filters)
     print_rows(rows, LIST_COLUMNS, cli_context.output, "No attachments.")
 

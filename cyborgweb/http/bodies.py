@@ -1,8 +1,8 @@
-"""Reads request bodies on the event loop, so that a slow client occupies no thread.
+"""Read request bodies on the event loop, so that a slow client occupies no thread.
 
 A body is in memory from its first byte until its request is answered. All bodies of a process share one limit of bytes.
 The first FREE_BYTES of each body do not count: binds and other short requests are accepted while large bodies have used
-up the limit. What they can occupy is limited by the number of connections.
+up the limit. The number of connections limits the memory that these first bytes can occupy.
 """
 
 from __future__ import annotations

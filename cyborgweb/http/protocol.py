@@ -13,14 +13,14 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 from cyborgweb.http.deadlines import ClientLimits
 
 MAX_HEADER_BYTES = 65_536
-"""The size of a request's line and headers, and of the trailers after a body in chunks."""
+"""Maximum number of bytes of a request's line and headers, and of the trailers after a body in chunks."""
 MAX_HEADERS = 200
-"""The number of a request's headers."""
+"""Maximum number of headers of a request."""
 MAX_CHUNK_OVERHEAD = 8
-"""How many bytes a byte of a body in chunks may cost on the connection: a chunk of one byte has six."""
+"""Maximum number of bytes on the connection for each byte of a body in chunks. A chunk of one byte needs six."""
 MIN_WRITE_BYTES = 262_144
-"""What a client must accept in `write_s` seconds of an answer that waits for it; otherwise it is disconnected. If less
-than this waits, it must accept so much that the application can go on writing."""
+"""Number of bytes of a waiting answer that a client must accept in `write_s` seconds; otherwise it is disconnected. If
+fewer bytes wait, it must accept enough for the application to continue writing."""
 
 
 class HttpProtocol(HttpToolsProtocol):
@@ -48,7 +48,8 @@ class HttpProtocol(HttpToolsProtocol):
         self._has_begun = False
         """Whether a request has begun in the present segment."""
         self._body_bytes = self._framing_bytes = 0
-        """Bytes of the present request's body, and of what came after its headers and is no body."""
+        """Bytes of the present request's body, and of the other data that came after its headers, such as the sizes of
+        chunks."""
 
     def connection_made(self, transport: Any) -> None:
         """Start the deadline of the headers. If there are too many connections, end the oldest that waits for its

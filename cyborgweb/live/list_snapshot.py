@@ -98,7 +98,7 @@ class ListSnapshot:
     def load_versions(self, keys: Collection[Any]) -> dict[Any, int]:
         """Return primary key → hash of the row, which changes when the row, or anything joined to it, changes.
 
-        Rows that do not exist, or that the person may not see, are left out. One statement, or none without keys.
+        Rows that do not exist, or that the person may not see, are left out. Costs one statement, or none without keys.
         """
         if not keys:
             return {}

@@ -29,7 +29,7 @@ def user_of_session(session: str) -> Any | None:
 
 def fingerprint_permissions(user_ids: Collection[int]) -> dict[int, str]:
     """Return user id → a text that changes when the user's password or superuser status changes, or a permission of the
-    user or of the user's groups. Users who may not enter the console are left out. One statement.
+    user or of the user's groups. Users who may not enter the console are left out. Costs one statement.
     """
     own_permissions, group_permissions = User.user_permissions.through, Group.permissions.through
     rows = User.objects.filter(pk__in=user_ids, is_active=True, is_staff=True).values_list(
@@ -45,6 +45,6 @@ def fingerprint_permissions(user_ids: Collection[int]) -> dict[int, str]:
 
 
 def filter_live_sessions(sessions: Collection[str]) -> set[str]:
-    """Return those of these session keys whose session still exists and has not expired. One statement."""
+    """Return those of these session keys whose session still exists and has not expired. Costs one statement."""
     live_sessions = Session.objects.filter(session_key__in=sessions, expire_date__gt=Now())
     return set(live_sessions.values_list("session_key", flat=True))

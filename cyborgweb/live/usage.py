@@ -1,7 +1,7 @@
 """A device's usage as server-sent events, served on the event loop, so that listeners occupy no request thread.
 
-It answers at the address of the usage resource (`agents.api`) for clients that accept `text/event-stream`. Whether a
-client may listen is asked of that resource itself, at the beginning and again every
+It answers at the address of the usage resource (`agents.api`) for clients that accept `text/event-stream`. That
+resource itself decides whether a client may listen; it is asked at the beginning and again every
 `StreamIntervals.permission_check_s` seconds. Samples are read once a second for all listeners together, in one thread.
 """
 

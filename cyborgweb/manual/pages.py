@@ -135,7 +135,7 @@ def _render_text(self: Any, tokens: Sequence[Token], at: int, options: Any, env:
 def _render_code_block(self: Any, tokens: Sequence[Token], at: int, options: Any, env: Any) -> str:
     """Render a block of code, or for a Mermaid block the drawing that belongs to the heading above it (`diagram_path`).
 
-    What stands after the language in the block's first line is a file name and becomes the caption.
+    The text after the language in the block's first line is a file name and becomes the caption.
     """
     token = tokens[at]
     language, _, name = token.info.partition(" ")

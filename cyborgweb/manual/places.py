@@ -1,4 +1,4 @@
-"""Which part of the manual describes which page of the console."""
+"""The part of the manual that describes each page of the console."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Let recipients confirm mail subscriptions. Those that exist count as confirmed."""
+"""Let recipients confirm mail subscriptions. Existing subscriptions count as confirmed."""
 
 import django.db.models.functions.datetime
 from django.db import migrations, models

@@ -39,7 +39,7 @@ class NotificationKind(StrEnum):
 
 
 class DeliveryWay(Choice):
-    """How a message is delivered."""
+    """The ways in which messages are delivered."""
 
     WEBHOOK = "webhook"
     EMAIL = "email"
@@ -47,7 +47,7 @@ class DeliveryWay(Choice):
 
 
 class SubscriptionScope(Choice):
-    """Which requests and devices a subscription covers."""
+    """The set of requests and devices that a subscription covers."""
 
     PROJECT = "project"
     """The project's own requests, and the devices they hold."""

@@ -214,7 +214,7 @@ def _add_work(gauges: GaugeList) -> None:
 
 
 def _add_counts_by_state(gauges: GaugeList) -> None:
-    """Add the gauges that count rows by state or kind. One statement."""
+    """Add the gauges that count rows by state or kind. Costs one statement."""
     tables: tuple[tuple[str, str, str, QuerySet[Any]], ...] = (
         ("cyborg_requests", "Accelerator requests by state.", "state", AcceleratorRequest.objects.all()),
         (
@@ -251,7 +251,7 @@ def _add_counts_by_state(gauges: GaugeList) -> None:
 
 
 def _add_loads(loads: telemetry.LoadSnapshot, gauges: GaugeList) -> None:
-    """Add the loads of devices from their hosts' last samples, and the number of silent gateways. One statement.
+    """Add the loads of devices from their hosts' last samples, and the number of silent gateways. Costs one statement.
 
     Samples older than MAX_SAMPLE_AGE_S are ignored. A value is left out, and only counted, if a limit on the number of
     series is reached, if METRIC_NAME does not allow its name, or if its device is unknown.

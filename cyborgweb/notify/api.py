@@ -50,7 +50,7 @@ class SubscriptionFilter(filters.FilterSet):
 
 
 class SubscriptionSerializer(RowSerializer):
-    """What a subscription delivers, and how."""
+    """A subscription: the messages that it selects, and the way in which they are delivered."""
 
     url = UrlField("subscriptions", source="uuid")
     name = StrictTextField(max_length=64, help_text="Your own name for it.")
@@ -205,14 +205,14 @@ class MessageSerializer(RowSerializer):
 
 
 class ReadSerializer(serializers.Serializer[Any]):
-    """How many messages were marked as read."""
+    """The number of messages that were marked as read."""
 
     read = serializers.IntegerField(read_only=True, help_text="How many messages were unread before.")
 
 
 class SubscriptionView(CollectionView):
-    """Subscriptions: what you are notified of, and how. A webhook's secret is shown only once, when it is created and
-    after `rotate`.
+    """Subscriptions: the messages that you get, and the way in which you get them. A webhook's secret is shown only
+    once, when it is created and after `rotate`.
     """
 
     policy = "subscription"

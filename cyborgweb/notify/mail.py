@@ -119,7 +119,7 @@ def send_mail(letter: EmailMessage) -> MailOutcome:
     backend = _connect()
     try:
         _call_in_time(lambda: backend.send_messages([letter]), MAIL_TIMEOUT_S)
-    except Exception as error:  # noqa: BLE001 - each mail is settled by itself, whatever it raises
+    except Exception as error:  # noqa: BLE001 - an error of one mail must not stop the others
         _shut_down(backend)
         return _classify(error)
     finally:

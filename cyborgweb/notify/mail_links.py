@@ -18,7 +18,7 @@ CONFIRM_MAX_AGE_S = 3 * 86_400
 
 
 class LinkAction(StrEnum):
-    """What a link does."""
+    """The actions that a link can carry out."""
 
     CONFIRM = "confirm"
     END = "end"

@@ -58,7 +58,7 @@ MAX_WEBHOOKS, MAX_WEBHOOKS_PER_PROJECT, MAX_WEBHOOKS_PER_HOST = 64, 8, 4
 """Simultaneous attempts in all, of the subscriptions of one project, and to one destination host."""
 MAX_MAILS_PER_ROUND, MAX_MESSAGES_PER_MAIL = 20, 100
 ROUND_S = 0.2
-"""Seconds that a round waits for the attempts in flight. Those that take longer go on during the next rounds."""
+"""Seconds that a round waits for the attempts in flight. Longer attempts continue during the next rounds."""
 SLOW_ATTEMPT_S = 2.0
 """Seconds from which on an attempt counts as slow, so that its subscription pauses for as long as it took."""
 RETRY_DELAYS_S = (5, 30, 120, 600, 1800, 7200, 21_600, 43_200, 86_400)
@@ -114,8 +114,8 @@ WITH in_flight AS (
 SELECT id, message, kind, at, data, attempts, subscription, target, secret, subscription_uuid, project_id, host
 FROM in_project WHERE project_place <= %(per_project)s ORDER BY project_place, next_at, id LIMIT %(count)s
 """
-"""Plain SQL, for the same reasons as SELECT_DUE_MAILS. What is in flight counts as the first of its project and host:
-it takes places, and who has much in flight comes later.
+"""Plain SQL, for the same reasons as SELECT_DUE_MAILS. Deliveries in flight count as the first ones of their project
+and host: they take places, so a project with many of them comes later.
 """
 SELECT_DUE_MAILS = """
 SELECT d.id, d.message::text, d.kind, d.at, d.data::text, d.attempts, s.id, s.target, s.secret, s.uuid::text,
@@ -453,7 +453,7 @@ def _post_delivery(
     begun_at = time.monotonic()
     try:
         outcome = webhook.post_message(delivery.target, headers, body, allowed, project=delivery.project_id)
-    except Exception as error:  # each attempt is settled by itself, whatever it raises
+    except Exception as error:  # an error of one attempt must not stop the others
         log.exception("a webhook could not be posted")
         outcome = AttemptOutcome(f"This was not sent because of an error in the product: {type(error).__name__}.")
     return replace(outcome, seconds=time.monotonic() - begun_at)

@@ -253,8 +253,8 @@ def resend_confirmation(pk: int, caller: Caller, source: EventSource = EventSour
 
 
 def confirm_address(uuid: str, address: str) -> str:
-    """Let the recipient confirm the address of the subscription with this uuid, and record an event. Return the
-    sentence that tells the recipient what is the case now.
+    """Let the recipient confirm the address of the subscription with this uuid, and record an event. Return a sentence
+    that describes the result to the recipient.
     """
     with conductor.writing():
         row, _ = _lock_mails(uuid, address)
@@ -270,8 +270,8 @@ def confirm_address(uuid: str, address: str) -> str:
 
 
 def end_mails(uuid: str, address: str) -> str:
-    """Let the recipient end the mails of the subscription with this uuid, and record an event. Return the sentence that
-    tells the recipient what is the case now.
+    """Let the recipient end the mails of the subscription with this uuid, and record an event. Return a sentence that
+    describes the result to the recipient.
 
     The subscription is off, its waiting messages are given up, and its address has to be confirmed again: also in the
     other subscriptions of its owner, which would prove the address of a new one.

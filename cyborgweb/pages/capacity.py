@@ -101,8 +101,8 @@ BY_PROJECT = CapacityQuery(["project"], order="largest", limit=MAX_PROJECTS)
 
 
 def query_capacity(loads: LoadSnapshot | None, *queries: CapacityQuery) -> list[list[RenderableCapacity]]:
-    """Return the groups of each query as RenderableCapacity objects, in the order of the queries. One statement for all
-    queries. `loads` are the hosts' last samples; without them the groups have no load.
+    """Return the groups of each query as RenderableCapacity objects, in the order of the queries. Costs one statement
+    for all queries. `loads` are the hosts' last samples; without them the groups have no load.
     """
     return [
         [RenderableCapacity.from_group(group) for group in groups]

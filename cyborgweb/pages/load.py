@@ -70,9 +70,9 @@ def build_host_load(host: Host) -> dict[str, Any]:
 def explain_missing_samples(agent: Agent | None, loads: LoadSnapshot, host_load: HostLoad | None, driver: str) -> str:
     """Return a text with the reason why there are no samples, as far as it is known.
 
-    Whether there are any is not checked here. `agent` is the host's agent, None if none has joined. `host_load` is the
-    last sample of the host; unless it is None, the reason is that the driver reports no load. `driver` is the device's
-    driver, '' if all devices of the host are meant.
+    It is not checked here whether there are samples. `agent` is the host's agent, None if none has joined. `host_load`
+    is the last sample of the host; unless it is None, the reason is that the driver reports no load. `driver` is the
+    device's driver, '' if all devices of the host are meant.
     """
     if agent is None:
         return "no samples: no agent has joined for this host"

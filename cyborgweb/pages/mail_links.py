@@ -13,7 +13,7 @@ from cyborgweb.notify import subscriptions
 from cyborgweb.notify.mail_links import LinkAction, read_token
 
 TITLES = {LinkAction.CONFIRM: "Confirm this address", LinkAction.END: "End these mails"}
-INVALID = "This link is not valid, or it has expired. Whoever made the subscription can send a new one."
+INVALID = "This link is not valid, or it has expired. The owner of the subscription can send a new one."
 
 READ_ONLY = "This cannot be done now, because nothing can be changed for a time. Try again later."
 

@@ -182,7 +182,7 @@ def _load_hosts_and_troubles() -> tuple[dict[str, int], dict[str, Any]]:
     hardware that drivers skipped, with the reasons.
 
     The troubles are `failing` and `faults`, at most MAX_TROUBLES of each, and the whole numbers `failing_n` and
-    `faults_n`. One statement.
+    `faults_n`. Costs one statement.
     """
     up, down = compute_thresholds()
     with connection.cursor() as cursor:

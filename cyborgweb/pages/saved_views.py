@@ -47,7 +47,7 @@ class ListMemory:
 
 
 def load_list_memory(user: Any, model: str) -> ListMemory:
-    """Return the columns and views that the user has for the list of a model (`app.model`). One statement.
+    """Return the columns and views that the user has for the list of a model (`app.model`). Costs one statement.
 
     The columns are () if the user has chosen none. The views are the user's own, then those that others share, at most
     MAX_VIEWS in all. A user who is limited to one project does not see the views of others, because names and searches

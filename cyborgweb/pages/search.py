@@ -64,8 +64,8 @@ def _iterate_hits(request: HttpRequest, term: str) -> Iterator[dict[str, Any]]:
     """Yield the results of all kinds that the user may view, in the order of `SEARCH_PROVIDERS`, the exact ones of each
     kind first, as dicts for the template.
 
-    Of each kind at most MAX_HITS_PER_KIND + 1 are yielded; the last shows that there are more. One statement, or none
-    if the term can match no kind.
+    At most MAX_HITS_PER_KIND + 1 results of each kind are yielded; the last shows that there are more. Costs one
+    statement, or none if the term can match no kind.
     """
     queries = {
         name: rows

@@ -1,4 +1,5 @@
-"""The page of usage, `/admin/usage/?by=…`: units and load by host, type, resource class or project. One statement."""
+"""The page of usage, `/admin/usage/?by=…`: units and load by host, type, resource class or project. Costs one
+statement."""
 
 from __future__ import annotations
 

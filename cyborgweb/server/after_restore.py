@@ -42,8 +42,8 @@ UPDATE accelerators_acceleratorrequest SET deadline = now() + interval '{EXTENSI
 """Extends the deadline of unfinished binds. It is later than the limit of the bind's command, because the command's
 result gives the reason if it fails."""
 FORGET_BOOTS = "UPDATE accelerators_host SET applied_hash = '', boot_id = %s WHERE boot_id <> ''"
-"""Has the next report of each host compared in full, and what was programmed forgotten: devices may have been
-programmed since the backup. Hosts whose agents tell no boot id are left out."""
+"""Lets the next report of each host be compared in full, and its programs be forgotten, because devices may have been
+programmed since the backup. Hosts whose agents send no boot id are left out."""
 EXTEND_RELEASES = f"""
 UPDATE accelerators_releasedhandle SET ask_until = now() + interval '{EXTENSION}' WHERE ask_until IS NOT NULL
 """
@@ -55,8 +55,8 @@ def prepare_restored_database(caller: Caller, reason: str) -> str:
     """Make the restored database safe to start on: migrate it, then change it in one transaction.
 
     Sequences and generations skip far beyond all values that were given out after the backup. Unfinished binds, attach
-    and detach commands get a day to end. What devices were programmed with is forgotten at the next report. All login
-    sessions are deleted. The event `database.restored` is recorded with `caller` and `reason`, and a signed seal says
+    and detach commands get a day to end. The bitstreams that devices were programmed with are forgotten at the next
+    report. All login sessions are deleted. The event `database.restored` is recorded with `caller` and `reason`, and a signed seal says
     the same. Then everything is made read only, until a person has checked it, and the product may be started. It may
     be run twice without harm. Returns why the seal could not be made, '' if it was made or no event is sealed yet.
     Raises RefusedError INVALID for an unusable reason, when the other changes are already committed.

@@ -204,9 +204,9 @@ def _raise_file_limit(agents: int, http_clients: int) -> None:
 def _tune_garbage_collection() -> None:
     """Freeze the loaded objects and make garbage collections rarer.
 
-    A burst of new connections creates no garbage, so this makes it a fifth faster (measured). What ended connections
-    leave behind is freed only by a full collection. With these thresholds a full collection comes after about 200 000
-    objects; if it came more rarely, memory would grow for an hour before it levels off.
+    A burst of new connections creates no garbage, so this makes it a fifth faster (measured). Only a full collection
+    frees the objects that ended connections leave behind. With these thresholds a full collection comes after about 200
+    000 objects; if it came more rarely, memory would grow for an hour before it levels off.
     """
     gc.collect()
     gc.freeze()

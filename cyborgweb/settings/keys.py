@@ -245,7 +245,7 @@ class Keys:
     auth: str = declare_key(
         "CYBORG_AUTH",
         "local",
-        "What authenticates callers: `local` (Django's users, API tokens in `X-Auth-Token`) or `keystone`.",
+        "The method that authenticates callers: `local` (Django's users, API tokens in `X-Auth-Token`) or `keystone`.",
     )
     cloud: str = declare_key(
         "CYBORG_CLOUD",

@@ -1,4 +1,5 @@
-"""Check mail addresses and domains, and bring them into their plain ASCII form. Free of Django, for the configuration.
+"""Check mail addresses and domains, and bring them into their plain ASCII form. It does not use Django, because the
+configuration imports it.
 
 An address is `LOCAL@DOMAIN`. LOCAL has at most 64 characters: words of ASCII letters, digits and `_+%&'~-`, each of
 which begins with a letter, a digit or `_`, joined by single dots. DOMAIN has at most 253 characters: at least two

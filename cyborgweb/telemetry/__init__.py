@@ -1,5 +1,5 @@
-"""How many units are held (usage), how busy the devices are (load), and which hosts have room for more requests (the
-load census, `census`).
+"""Usage (the number of units that are held), load (how busy the devices are), and the load census (`census`: which
+hosts have room for more requests).
 
 The units that are held come from the database, the load of the devices from the last samples of the agents.
 """

@@ -36,8 +36,8 @@ PROJECT_COLUMNS = ("project", "type", "resource_class")
 
 
 class LoadSerializer(serializers.Serializer[Any]):
-    """How busy devices are, from samples of the last minutes. Null: no device reports this number. Memory counts
-    only devices that report both used and total.
+    """The load of devices, from samples of the last minutes. A number is null if no device reports it. The sums of
+    memory include only devices that report both used and total memory.
     """
 
     devices = serializers.IntegerField(read_only=True)
@@ -106,8 +106,8 @@ class UsageGroupPaginator(RowPagination):
 
 
 class UsageView(CollectionView):
-    """How many units there are, and how many are held, free and out of offer, by host, type, resource class or
-    project; and how busy their devices are. A project sees only what it holds itself.
+    """The numbers of all units, and of those that are held, free and out of offer, by host, type, resource class or
+    project, with the load of their devices. A project sees only the units that it holds itself.
     """
 
     policy = "usage"
@@ -193,7 +193,7 @@ class SecondsField(serializers.FloatField):
 
 
 class QuestionSerializer(ClosedSerializer):
-    """What to ask the hosts."""
+    """A question to the hosts: their load, and how many more requests of a profile they have room for."""
 
     hosts = serializers.ListField(
         child=StrictTextField(max_length=255),
@@ -220,7 +220,7 @@ class QuestionSerializer(ClosedSerializer):
 
 
 class CandidateSerializer(serializers.Serializer[Any]):
-    """One host and what it answered."""
+    """One host and its answer."""
 
     host = HostReference(read_only=True)
     free = serializers.IntegerField(read_only=True, help_text="Units that fit what is asked for.")

@@ -31,9 +31,8 @@ def count_groups_with_load(loads: LoadSnapshot | None, *queries: CapacityQuery) 
 
 
 def compute_host_loads(loads: LoadSnapshot) -> dict[int, LoadSummary]:
-    """Return the load of each host in `loads` that has devices, by host id, from samples that are not too old.
-
-    One statement, or none if `loads` has no hosts.
+    """Return the load of each host in `loads` that has devices, by host id, from samples that are not too old. Costs
+    one statement, or none if `loads` has no hosts.
     """
     return capacity.query_load_by_host(loads.hosts, [*iterate_fresh_samples(loads)]) if loads.hosts else {}
 

@@ -129,8 +129,8 @@ class GenericDriver(Driver):
     def detach(self, machine: Machine, settings: Settings, ask: Ask) -> Plan:
         """Plan how to remove the handle's mediated device and its definition, whoever made them.
 
-        Other handles need no step, whichever backend had them and whether their card is still there. What remains of a
-        mediated device is removed although no backend has its card any more. Raises the errors of `_plan_act`, and
+        Other handles need no step, whichever backend had them and whether their card is still there. The remains of a
+        mediated device are removed even if no backend has its card any more. Raises the errors of `_plan_act`, and
         Invalid for an unusable handle.
         """
         if ask.handle is not None and ask.handle.attach_type != "MDEV":

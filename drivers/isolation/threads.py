@@ -111,7 +111,7 @@ class SharedWork(Generic[T]):
     """Runs the same blocking work for many threads, so that at most one thread at a time does it or hangs in it.
 
     A result is never older than the question: a caller that comes while the work runs waits until it has ended, and
-    shares the next run with the others that wait. What has changed before a call is therefore seen by it.
+    shares the next run with the others that wait. A call therefore sees every change that was made before it.
     """
 
     def __init__(self, work: Callable[[], T]) -> None:

@@ -26,14 +26,14 @@ BIND_S = 30.0
 
 @dataclass(frozen=True)
 class HostUsage:
-    """What is known about the use of the machine's functions, for planning an act or, if not `for_act`, for a report.
+    """The known uses of the machine's functions, for planning an act or, if not `for_act`, for a report.
 
-    `in_use` maps PCI addresses that the host itself uses to reasons. Whether the host or a guest uses a function is
-    asked here before the first step of a plan; the agent asks both again right before each step that takes something
-    away (`agents.host.execution.preflight`), so the steps have no condition for it.
-    For a report, no VFIO node is opened, because a guest that starts at that moment would find it busy. Nor is a file
-    read for which the kernel takes the device's lock (`sriov_numvfs`, `driver_override`), because a hanging write may
-    hold that lock for ever.
+    `in_use` maps PCI addresses that the host itself uses to reasons. The kernel is asked here, before the first step of
+    a plan, whether the host or a guest uses a function; the agent asks both again right before each step that takes
+    something away (`agents.host.execution.preflight`), so the steps have no condition for it. For a report, no VFIO
+    node is opened, because a guest that starts at that moment would find it busy. Nor is a file read for which the
+    kernel takes the device's lock (`sriov_numvfs`, `driver_override`), because a hanging write may hold that lock for
+    ever.
     """
 
     machine: Machine

@@ -21,9 +21,8 @@ VFIO_GROUPS = "/sys/class/vfio"
 
 
 class GuestUse(NamedTuple):
-    """Whether a guest uses a device.
-
-    `reason` says for `used` which node is open, and for `unknown` why the use is unknown and what to do; '' for `free`.
+    """The answer to the question whether a guest uses a device. `reason` says for `used` which node is open, and for
+    `unknown` why the use is unknown and what to do; '' for `free`.
     """
 
     state: Literal["free", "used", "unknown"]

@@ -1,9 +1,10 @@
 """Find the PCI functions that the host itself uses: for its disks, its network, its display, or by one of its programs.
 
 A driver must not offer such a function, because handing it out would break the host. The kernel is asked rather than a
-list of file systems: who needs a block device for himself claims it, and then another attempt to claim it fails. What
-cannot be found out counts as used, with the reason; an unreadable mount, swap or route table is an error. Sources:
-proc(5), block/bdev.c, Documentation/ABI/testing/sysfs-{block,bus-pci,class-net}, Documentation/fb/fbcon.rst.
+list of file systems: a user that needs a block device exclusively claims it, and then another attempt to claim it
+fails. A function whose use cannot be found out counts as used, with the reason; an unreadable mount, swap or route
+table is an error. Sources: proc(5), block/bdev.c, Documentation/ABI/testing/sysfs-{block,bus-pci,class-net},
+Documentation/fb/fbcon.rst.
 """
 
 from __future__ import annotations

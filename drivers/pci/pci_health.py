@@ -146,7 +146,7 @@ def list_bridges(machine: Machine, address: str) -> str:
 
 
 def read_signals(machine: Machine, address: str) -> tuple[Signal, ...]:
-    """Return the readings of a function, at most MAX_SIGNALS; what cannot be read is left out.
+    """Return the readings of a function, at most MAX_SIGNALS; values that cannot be read are left out.
 
     Errors are counted since the device's start, for the function itself and for the port above it. The link and the
     temperatures of a function that is powered off to save energy are not read, because that would power it on.
@@ -170,9 +170,9 @@ def read_signals(machine: Machine, address: str) -> tuple[Signal, ...]:
 def read_samples(machine: Machine, key: str, address: str) -> tuple[Sample, ...]:
     """Return the load of a function as samples with the device key `key`: error counters and present values.
 
-    What cannot be read is left out, and at most MAX_SIGNALS samples are returned. Present values are not read while the
-    function is suspended, because reading would wake it. Temperatures are numbered in the order of the sensors; the
-    first has no number in its name.
+    Values that cannot be read are left out, and at most MAX_SIGNALS samples are returned. Present values are not read
+    while the function is suspended, because reading would wake it. Temperatures are numbered in the order of the
+    sensors; the first has no number in its name.
     """
     path = f"{PCI_DEVICES}/{address}"
     counts = {kind: _read_error_total(machine, path, kind) for kind in ERROR_KINDS}

@@ -1,4 +1,4 @@
-"""Describe writes to Placement, sent or planned, as lines for people. Pure."""
+"""Describe writes to Placement, sent or planned, as lines for people. This module is pure."""
 
 from __future__ import annotations
 

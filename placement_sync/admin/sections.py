@@ -15,12 +15,13 @@ from placement_sync.jobs.discrepancies import (
 
 
 def build_host_section(host: Host) -> list[dict[str, Any]]:
-    """Return the discrepancies of a host for the template `accelerators/admin/discrepancies.html`. One statement."""
+    """Return the discrepancies of a host for the template `accelerators/admin/discrepancies.html`. Costs one
+    statement."""
     return _render_discrepancies(list_discrepancies_of_host(host.pk))
 
 
 def build_device_section(device: Device) -> list[dict[str, Any]]:
-    """Return the discrepancies of a device in the same form as `build_host_section`. One statement."""
+    """Return the discrepancies of a device in the same form as `build_host_section`. Costs one statement."""
     return _render_discrepancies(list_discrepancies_of_devices([device.pk]))
 
 

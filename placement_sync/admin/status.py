@@ -49,10 +49,9 @@ def load_comparisons(host: Host) -> tuple[list[ProviderComparison], list[str]]:
 def compare_providers(
     desired: Mapping[str, DesiredProvider], written: Mapping[str, WrittenRecord], root: str, host: str
 ) -> list[ProviderComparison]:
-    """Compare each provider in `desired` or `written` (by uuid) with what Placement last showed; order by name. Pure.
-
-    What Placement last showed is `WrittenRecord.seen`. `root` is the uuid of the host's compute provider ('' if it is
-    not known), the wanted parent of all providers; `host` is the host's name, which describes that parent.
+    """Compare each provider in `desired` or `written` (by uuid) with its state in Placement as it was last read
+    (`WrittenRecord.seen`); order by name. Reads and writes nothing. `root` is the uuid of the host's compute provider
+    ('' if it is not known), the wanted parent of all providers; `host` is the host's name, which describes that parent.
     """
     observed = {uuid: entry.seen for uuid, entry in written.items() if entry.seen}
     drift: dict[str, list[str]] = {}

@@ -2,10 +2,10 @@
 
 Intents of the kind `attachment` wake it. Placement and Nova are called while no transaction is open. A change of
 Placement is recorded and committed by one step and sent by the next (`allocations`), so it happens once, wherever the
-worker is killed. Whether it has happened is read from the amounts in Placement. These tell it only while no other
-attachment of the same instance changes them; therefore only one attachment of an instance proceeds at a time
-(`_check_turn`). Requests are bound and deleted in the transaction that records the step. An attachment that fails
-before it is attached is undone; an undo that fails is retried until it succeeds.
+worker is killed. The amounts in Placement show whether it has happened, but only while no other attachment of the same
+instance changes them; therefore only one attachment of an instance proceeds at a time (`_check_turn`). Requests are
+bound and deleted in the transaction that records the step. An attachment that fails before it is attached is undone; an
+undo that fails is retried until it succeeds.
 """
 
 from __future__ import annotations

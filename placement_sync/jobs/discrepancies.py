@@ -153,12 +153,12 @@ class DiscrepancySummary:
 
 
 def list_discrepancies_of_devices(devices: Collection[int]) -> list[DiscrepancySummary]:
-    """Return the discrepancies of these devices, the newest first, at most MAX_SHOWN. One statement."""
+    """Return the discrepancies of these devices, the newest first, at most MAX_SHOWN. Costs one statement."""
     return _summarize_discrepancies(Q(device__in=list(devices)))
 
 
 def list_discrepancies_of_host(host: int) -> list[DiscrepancySummary]:
-    """Return the discrepancies of a host, newest first, at most MAX_SHOWN. One statement.
+    """Return the discrepancies of a host, newest first, at most MAX_SHOWN. Costs one statement.
 
     Those about providers without a device are included.
     """
@@ -166,7 +166,7 @@ def list_discrepancies_of_host(host: int) -> list[DiscrepancySummary]:
 
 
 def _summarize_discrepancies(condition: Q) -> list[DiscrepancySummary]:
-    """Return the discrepancies that the condition selects, the newest first, at most MAX_SHOWN. One statement."""
+    """Return the discrepancies that the condition selects, the newest first, at most MAX_SHOWN. Costs one statement."""
     return [
         DiscrepancySummary(
             str(row.uuid),
@@ -248,7 +248,8 @@ def step() -> bool:
 
 
 def must_read_allocations(provider: ComparedProvider, has_discrepancy: bool, now: datetime) -> bool:
-    """Return True if the provider's allocations must be read, because the stored ones may be out of date. Pure.
+    """Return True if the provider's allocations must be read, because the stored ones may be out of date. This is a
+    pure function.
 
     They may be if there are none, if the provider's generation is another one, if a consumer among them holds no
     handle, if a discrepancy about allocations is stored for it, or if they are older than REREAD_S and a request is
@@ -271,7 +272,7 @@ def compare_allocations(
     holdings: Sequence[HoldingRequest],
     now: datetime,
 ) -> tuple[StoredClaims | None, list[Contradiction]]:
-    """Compare one provider's allocations with the requests that hold its handles. Pure.
+    """Compare one provider's allocations with the requests that hold its handles. This is a pure function.
 
     `read_allocations` were read at `now`; None if the stored ones are still valid. Returns the claims to store, with
     the consumers for which no request holds a handle, and the contradictions. The claims are None if allocations were
@@ -383,7 +384,7 @@ def _build_contradiction(kind: DiscrepancyKind, holding: HoldingRequest, explana
 
 
 def _load_due_hosts() -> list[tuple[int, datetime, datetime]]:
-    """Return at most HOST_BATCH hosts that must be compared (see `step`), the longest due first. One statement.
+    """Return at most HOST_BATCH hosts that must be compared (see `step`), the longest due first. Costs one statement.
 
     Each is its id, the time of the last look, and the present time of the database.
     """
@@ -393,7 +394,7 @@ def _load_due_hosts() -> list[tuple[int, datetime, datetime]]:
 
 
 def _load_providers(hosts: Collection[int]) -> list[ComparedProvider]:
-    """Return the providers of these hosts that Placement showed at the last look. One statement."""
+    """Return the providers of these hosts that Placement showed at the last look. Costs one statement."""
     deployables = Deployable.objects.filter(rp_uuid=OuterRef("uuid"))
     device_id = deployables.order_by(F("missing_since").asc(nulls_first=True)).values("device")[:1]
     bound_requests = AcceleratorRequest.objects.filter(deployable__rp_uuid=OuterRef("uuid"), state=RequestState.BOUND)
@@ -413,7 +414,7 @@ def _load_providers(hosts: Collection[int]) -> list[ComparedProvider]:
 
 
 def _load_holdings(hosts: Collection[int]) -> list[HoldingRequest]:
-    """Return the requests that hold a handle of these hosts' devices, oldest first. One statement."""
+    """Return the requests that hold a handle of these hosts' devices, oldest first. Costs one statement."""
     requests = AcceleratorRequest.objects.filter(
         attach_handle__deployable__device__host__in=hosts,
         state__in=[RequestState.BIND_STARTED, RequestState.BOUND],

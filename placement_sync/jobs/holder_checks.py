@@ -63,7 +63,7 @@ class NovaQuestion(NamedTuple):
 
 
 def load_providers(devices: Collection[Device]) -> dict[int, ProviderQuestion]:
-    """Return the recorded providers of each device that has any, by the device's id. One statement."""
+    """Return the recorded providers of each device that has any, by the device's id. Costs one statement."""
     recorded = Deployable.objects.filter(device__in=[device.pk for device in devices], rp_uuid__isnull=False)
     providers: dict[int, list[str]] = {}
     for device, uuid in recorded.order_by("rp_uuid").values_list("device", "rp_uuid"):

@@ -172,7 +172,7 @@ def _synchronize_in_parallel(
 ) -> list[SyncResult]:
     """Synchronize the hosts in parallel and return the results in the order of `hosts`.
 
-    What is desired and what was written is loaded from the database before; nothing is stored there. A host whose id is
+    The desired and the written state are loaded from the database before; nothing is stored there. A host whose id is
     in `dry_run_hosts` gets only a dry run. When Placement is unavailable for one host, the hosts that have not begun
     are not tried and get the same error. After `begin_s` seconds no host is begun (NotBegunError), and after `call_s`
     no call is made: Placement then counts as unavailable.

@@ -1,4 +1,4 @@
-"""Load what is desired and what was written for one host, and store the outcome of a synchronization.
+"""Load the desired and the written state of one host, and store the outcome of a synchronization.
 
 It connects the tables with `mapping`, `reconcile` and `apply_writes`, which are free of Django. Reading a host costs
 three statements, storing an outcome at most three.
@@ -23,7 +23,7 @@ from placement_sync.reconcile import ObservedProvider, WrittenRecord
 
 
 def load_deployables(host: Host) -> list[DeployableRecord]:
-    """Return the host's deployables that are providers, missing ones last. One statement.
+    """Return the host's deployables that are providers, missing ones last. Costs one statement.
 
     The total of a missing deployable is 0. Deployables of missing devices come next to last, because the same provider
     may also have a deployable of the card that has replaced theirs.
@@ -63,14 +63,13 @@ def load_deployables(host: Host) -> list[DeployableRecord]:
 
 def load_written(host: Host) -> dict[str, WrittenRecord]:
     """Return what was last written to each provider of the host, and how Placement last showed it, by provider uuid.
-
-    One statement.
+    Costs one statement.
     """
     return {str(row.uuid): _decode_written(row) for row in WrittenProvider.objects.filter(host=host).defer("claims")}
 
 
 def load_root(host: Host) -> str:
-    """Return the compute provider's uuid as of the last look, or '' if there was none. One statement."""
+    """Return the compute provider's uuid as of the last look, or '' if there was none. Costs one statement."""
     uuid = Tree.objects.filter(pk=host.pk).values_list("root", flat=True).first()
     return str(uuid) if uuid else ""
 

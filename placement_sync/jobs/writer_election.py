@@ -1,6 +1,6 @@
 """Decide who writes to Placement: the conductor, or the agents of the hosts that can. One writer per host at a time.
 
-Only the conductor knows what is desired and what was written; the writer merely makes the calls. Every change of the
+Only the conductor knows the desired and the written state; the writer merely makes the calls. Every change of the
 writer raises the epoch, and a writer with an older epoch stops before its next call. While a host's agent has an open
 `placement` command, nobody else writes for that host. If the agent has been silent for so long that it must have
 stopped by itself, its command is ended.

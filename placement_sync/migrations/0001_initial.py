@@ -1,4 +1,4 @@
-"""What was written to Placement, who writes to it, and discrepancies."""
+"""The tables for the state written to Placement, for its writer on each host, and for discrepancies."""
 
 import uuid
 

@@ -1,4 +1,4 @@
-"""Read instances from Nova through a keystoneauth1 session. Free of Django.
+"""Read instances from Nova through a keystoneauth1 session. It does not use Django.
 
 `InstanceStateCache` answers for many instances with one listing per project, within 2 s, and caches the states for ten
 seconds; `placement_sync.apps` registers it as the source of `accelerators.api.own.instances`. After a failed listing it

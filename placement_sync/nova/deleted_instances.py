@@ -84,8 +84,9 @@ def _compare_instances(cloud: Any, endpoint: str) -> None:
     """Read the listing of deleted instances, look instances up, and delete the requests of those that are gone.
 
     Raises NovaUnavailableError if the listing could not be read, or an instance could not be looked up, or the address
-    is not trusted although Nova does not know an instance. What could be concluded from the other answers is done. If
-    the listing could not be read, only instances that Nova shows count, and prove the address: 404 means nothing then.
+    is not trusted although Nova does not know an instance. The conclusions from the other answers are carried out
+    before. If the listing could not be read, only instances that Nova shows count, and prove the address: 404 means
+    nothing then.
     """
     listing_end = time.monotonic() + LISTING_DEADLINE_S
     url = endpoints.resolve_url(cloud, endpoint, LISTING_DEADLINE_S)
@@ -136,7 +137,8 @@ def _load_suspects(row: NovaEndpoint) -> list[str]:
 
 
 def select_turn(holding: Collection[str], excluded: Collection[str], after: object, limit: int) -> list[str]:
-    """Return the next instances to look up in turn, at most `limit`: by uuid, those behind `after` first. Pure.
+    """Return the next instances to look up in turn, at most `limit`: by uuid, those behind `after` first. This is a
+    pure function.
 
     `after` is the last one of the turn before, or None. Those in `excluded` are left out.
     """
@@ -178,9 +180,8 @@ def _read_listing(cloud: Any, endpoint: str, row: NovaEndpoint, holding: Collect
 
 
 def _suspect_instances(row: NovaEndpoint, instances: Collection[str]) -> None:
-    """Store that Nova at this address named these instances as deleted, or does not know them.
-
-    Those that are suspected already stay.
+    """Store that Nova at this address named these instances as deleted, or does not know them. Instances that are
+    suspected already stay so.
     """
     Vanished.objects.bulk_create((Vanished(instance=uuid, endpoint=row) for uuid in instances), ignore_conflicts=True)
 

@@ -1,4 +1,4 @@
-"""Notify Nova that a request is bound or failed: one event per request, one call per instance. Free of Django.
+"""Notify Nova that a request is bound or failed: one event per request, one call per instance. It does not use Django.
 
 `accelerators.requests.binding` raises an intent of the kind `notice` (key: the request) in the transaction that moves
 the request; the intent wakes the job `notices`. Delivery is at least once: Nova accepts a repeated event. Contract
@@ -62,7 +62,7 @@ def build_body(notices: Sequence[Notice]) -> dict[str, Any]:
 
 
 def interpret_answer(notices: Sequence[Notice], status: int, answer: object) -> list[NoticeResult]:
-    """Return what Nova's answer means for each notice, in their order. Pure.
+    """Return what Nova's answer means for each notice, in their order. This is a pure function.
 
     `status` is the HTTP status, `answer` the decoded body. A notice that the answer lacks is accepted if the status is
     200, and has to be sent again if it is 207.

@@ -1,4 +1,4 @@
-"""Announcements of certificates: which ones count, and which certificates an agent accepts because of them."""
+"""Test which announcements of certificates count, and which certificates an agent accepts because of them."""
 
 from __future__ import annotations
 

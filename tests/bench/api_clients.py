@@ -23,7 +23,7 @@ LARGEST = 64 * 1024 * 1024
 SLOWEST = 50
 
 Job = Callable[["Client", int], Awaitable[None]]
-"""What a client repeats; it is called with the client and the client's number."""
+"""The work that a client repeats. It is called with the client and the client's number."""
 
 
 class Client:

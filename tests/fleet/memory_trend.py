@@ -59,7 +59,7 @@ class Trend:
 
 @dataclass(frozen=True)
 class Judgement:
-    """Whether memory stays flat. `trend` is None if it could not be estimated."""
+    """The answer to the question whether memory stays flat. `trend` is None if it could not be estimated."""
 
     holds: bool
     text: str

@@ -83,8 +83,8 @@ def run_items(session: pytest.Session, ids: list[str], watcher: Watcher, *, unti
 def _find_item_in_other_folder(session: pytest.Session, item: pytest.Item) -> pytest.Item | None:
     """Return a test of another folder directly in `tests`.
 
-    With it as the next item, pytest tears down all fixtures below `tests`. What it keeps, every other test needs, too;
-    otherwise the next test would fail with "previous item was not torn down properly".
+    If it is the next item, pytest tears down all fixtures of the sub-folders. It keeps only fixtures that every other
+    test needs, too; otherwise the next test would fail with "previous item was not torn down properly".
     """
     folder = get_top_folder(item.path)
     return next((each for each in session.items if get_top_folder(each.path) != folder), None)

@@ -20,7 +20,8 @@ class KilledError(BaseException):
 
 
 class Trouble(StrEnum):
-    """What happens at the call. There is no "killed before the call": it equals being killed after the call before."""
+    """The kinds of failure of one call. There is no "killed before the call", because that equals "killed after" the
+    previous call."""
 
     KILLED = "killed after the call"
     REFUSED = "503 instead of the call"

@@ -1,4 +1,4 @@
-"""What the `placement` job loads for a host, and what it stores after a synchronization."""
+"""Test the data that the job `placement` loads for a host and stores after a synchronization."""
 
 from __future__ import annotations
 

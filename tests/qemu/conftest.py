@@ -57,7 +57,7 @@ NOT_PLAYED = {
     "CONFIG_SAMPLE_VFIO_MDEV_MTTY": "mediated devices",
     "CONFIG_ZFS": "ZFS",
 }
-"""What only a model of the kernel shows, by the option that a kernel needs to show it."""
+"""Features that are tested only with a model of the kernel, by the option that a real kernel would need."""
 _guest: pytest.StashKey[Guest] = pytest.StashKey()
 
 

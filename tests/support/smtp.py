@@ -71,7 +71,7 @@ def run_smtp_server() -> Iterator[SmtpServer]:
         daemon_threads = True
 
         def handle_error(self, *_: object) -> None:
-            """The client has gone."""
+            """Ignore the error: the client has closed the connection."""
 
     with Server(("127.0.0.1", 0), Handler) as server:
         state.port = server.server_address[1]

@@ -233,7 +233,7 @@ def _template() -> Path:
 
 
 def _populate(keystone: Keystone) -> None:
-    """Bootstrap it, then make users, projects and roles through its own API."""
+    """Bootstrap Keystone, then make users, projects and roles through its own API."""
     keystone.configure()
     keystone.manage("db_sync")
     for keys in ("fernet_setup", "credential_setup"):

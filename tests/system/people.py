@@ -140,7 +140,7 @@ class LivePage(RepeatingCaller):
 
 
 class UsageStream(RepeatingCaller):
-    """A client that follows the usage of a device as a stream of events. `told` are the samples it received."""
+    """A client that follows the usage of a device as a stream of events. `told` has the samples that it received."""
 
     def __init__(self, person: Person, device: str) -> None:
         self.device, self.told = device, list[dict[str, Any]]()

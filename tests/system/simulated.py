@@ -1,8 +1,8 @@
 """Check and prepare what the simulation of several machines needs: root, network namespaces and nginx.
 
-It is used by `namespaces` and `deployment`. Debian's nginx is unpacked into `.sim/` of the checkout and not installed,
-because its package would start a server. `make deps-sim` runs this file with any Python, before a virtual environment
-exists, and after `tests.qemu.prepare`, because that empties `.sim/` when it makes it again.
+`namespaces` and `deployment` use this module. Debian's nginx is unpacked into `.sim/` of the checkout and not
+installed, because its package would start a server. `make deps-sim` runs this file with any Python, before a virtual
+environment exists, and after `tests.qemu.prepare`, because that empties `.sim/` when it makes it again.
 """
 
 from __future__ import annotations

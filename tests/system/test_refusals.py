@@ -84,7 +84,7 @@ def test_damaged_postgresql_data_are_refused_with_the_place_of_the_log(folder: P
 
 
 def test_postgresql_data_without_a_version_file_are_refused_and_kept(folder: Path) -> None:
-    """Their version is unknown, and creating a new database in their place would destroy them."""
+    """The version of such data is unknown, and a new database in their place would destroy them."""
     data = folder / "state" / "postgres" / "data"
     (data / "base").mkdir(parents=True, mode=0o700)
     said = start_and_get_refusal(Product(folder / "state"))

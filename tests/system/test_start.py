@@ -95,7 +95,7 @@ def test_a_signal_stops_the_product_while_the_database_cannot_be_restarted(folde
 
 
 def test_the_product_ends_with_the_process_that_started_it(folder: Path) -> None:
-    """So `make up` ends when its terminal is closed or its shell is killed with SIGKILL."""
+    """Therefore `make up` ends when its terminal is closed or its shell is killed with SIGKILL."""
     product = Product(folder / "state", before=("sh", "-c", '"$@"; exit $?', "shell"))
     with running(product):
         product.remember_processes()

@@ -192,7 +192,7 @@ class LayoutSerializer(ClosedSerializer):
 
 
 class AddUnitsSerializer(LayoutSerializer):
-    """How many units to add to each of the named devices."""
+    """An order to add units to each of the named devices."""
 
     targets = serializers.ListField(
         child=TargetSerializer(),
@@ -212,7 +212,7 @@ class AddUnitsSerializer(LayoutSerializer):
 
 
 class RemoveUnitsSerializer(AddUnitsSerializer):
-    """How many units to remove from each of the named devices."""
+    """An order to remove units from each of the named devices."""
 
     count = StrictIntegerField(
         min_value=1,

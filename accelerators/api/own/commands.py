@@ -52,7 +52,7 @@ class CommandFilter(filters.FilterSet):
     request = filters.UUIDFilter(help_text="The accelerator request that waits for it.")
     op = choice_filter(ALL_OPERATIONS)
     state = choice_filter(CommandState)
-    ended = filters.BooleanFilter(method="filter_by_ended", help_text="Whether nothing more is to be expected of it.")
+    ended = filters.BooleanFilter(method="filter_by_ended", help_text="Whether the command has ended.")
 
     def filter_by_ended(self, rows: QuerySet[Command], name: str, wanted: bool) -> QuerySet[Command]:
         """Keep ended commands if `wanted`, open ones (`COMMAND_IS_OPEN`) otherwise."""

@@ -1,4 +1,5 @@
-"""Drivers on hosts: the wanted configuration of each, and what the host's agent reports. Rollouts change them."""
+"""Drivers on hosts: the wanted configuration of each, and its state as the host's agent reports it. Rollouts change
+them."""
 
 from __future__ import annotations
 
@@ -55,7 +56,7 @@ class SeenSerializer(serializers.Serializer[Any]):
     declares = serializers.DictField(
         read_only=True,
         help_text="What the driver declares: `matches`, `resource_classes`, `handle_types`, `min_kernel`, `affects` "
-        "(command → `card`, `bus` or `host`, if it affects more than its device). What is empty is left out.",
+        "(command → `card`, `bus` or `host`, if it affects more than its device). Empty entries are left out.",
     )
 
 

@@ -195,7 +195,7 @@ class DeviceSerializer(RowSerializer):
         return device.to_install.splitlines()
 
     def get_acts(self, device: Device) -> list[str]:
-        """The operations that its driver supports. Those that `/api/commands/` accepts can be ordered there."""
+        """The operations that its driver supports. `/api/commands/` can order those of them that it accepts."""
         return device.acts.split()
 
     def get_changeable(self, device: Device) -> list[str]:

@@ -106,8 +106,8 @@ class CollectionView(GenericViewSet[Any]):
     elevated_rule: ClassVar[str] = ""
     """The policy rule that allows callers who are no administrators to see the rows of all projects."""
     elevated_write_rule: ClassVar[str] = ""
-    """The policy rule that allows callers who are no administrators to change the rows of all projects. Whoever sees a
-    row of another project may not change it for that reason."""
+    """The policy rule that allows callers who are no administrators to change the rows of all projects. A caller who
+    may see a row of another project may not therefore change it."""
     sort_fields: ClassVar[Mapping[str, str]] = {"created": "id"}
     """The words that `ordering` accepts, each with the indexed field that it sorts by."""
     default_ordering: ClassVar[str] = "created"
@@ -179,8 +179,8 @@ class CollectionView(GenericViewSet[Any]):
         super().check_permissions(request)
 
     def is_rule_satisfied(self, rule: str) -> bool:
-        """Return whether the caller satisfies `rule`, which need not be a rule of this URL. Whoever runs `manage.py`
-        satisfies every rule.
+        """Return whether the caller satisfies `rule`, which need not be a rule of this URL. A person who runs
+        `manage.py` satisfies every rule.
 
         Raises KeyError for an unknown rule. Raises ReadOnlyError (503) if the rule is satisfied while everything is
         read only and this request's method is not GET, HEAD or OPTIONS; whether the rule is about a write does not

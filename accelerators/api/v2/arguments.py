@@ -1,6 +1,6 @@
 """Parse query strings: known parameters, the `filters` array, paging and uuids (contract 2.0, 2.4).
 
-Pure. Every value that cannot be used raises V2Error 400 with one sentence.
+This module is pure. Every value that cannot be used raises V2Error 400 with one sentence.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 """Parse the body of `PATCH /v2/accelerator_requests`, which maps requests to operations (contract section 2.3).
-Pure."""
+This module is pure."""
 
 from __future__ import annotations
 

@@ -74,7 +74,7 @@ class V2Resource:
     ) -> bytes | None:
         """Return the element whose `column` equals `value`, as JSON; None if it does not exist or is not visible.
 
-        One statement. Links begin with `base`. `params` are the parameters of the condition `visible_condition`.
+        Costs one statement. Links begin with `base`. `params` are the parameters of the condition `visible_condition`.
         """
         condition = f"{self.visible_condition} AND {self.alias}.{column} = %(value)s"
         values = {"value": value, "base": base, **params}
@@ -86,7 +86,8 @@ class V2Resource:
         """Return the list as a JSON object: the visible elements, filtered, sorted and limited as `query` says.
 
         `condition` is a further SQL condition; it may use only constants and `params`. Links begin with `base`. Raises
-        V2Error 400 for a marker that is unknown or not visible, with the same text. One statement, two with a marker.
+        V2Error 400 for a marker that is unknown or not visible, with the same text. Costs one statement, two with a
+        marker.
         """
         params |= {"base": base, "limit": query.limit, "marker": query.marker, **query.equal_filters}
         sort_sql, direction = self._build_order_sql(query.sort)
@@ -106,8 +107,8 @@ class V2Resource:
         return b'{"%s":[%s]}' % (self.name.encode(), elements)
 
     def has_element(self, condition: str, **params: object) -> bool:
-        """Return whether a visible element meets the SQL condition. One statement. `params` are the parameters of both
-        conditions."""
+        """Return whether a visible element meets the SQL condition. Costs one statement. `params` are the parameters of
+        both conditions."""
         where = f"{self.visible_condition} AND {condition}"
         return _fetch_text(f"SELECT '1' FROM {self.tables} WHERE {where} LIMIT 1", params) is not None
 

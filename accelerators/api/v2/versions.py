@@ -1,4 +1,5 @@
-"""Microversions (contract section 1.5): parse the requested version, and build the headers of the answer. Pure."""
+"""Microversions (contract section 1.5): parse the requested version, and build the headers of the answer. This module
+is pure."""
 
 from __future__ import annotations
 

@@ -85,7 +85,7 @@ class HttpStatusError(AgentsError):
 class _PinnedSSLObject(ssl.SSLObject):
     """A TLS connection whose handshake fails unless the server's certificate is one of the accepted ones.
 
-    Which ones are accepted is said by its context, which must be a _PinnedSSLContext. The error is
+    Its context, which must be a _PinnedSSLContext, contains the accepted certificates. The error is
     ssl.SSLCertVerificationError; no request has been sent to the server then. `create_tls_context` sets the context so
     that certificate authorities and the host name are not checked.
     """

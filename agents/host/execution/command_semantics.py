@@ -30,7 +30,7 @@ SLOTS_CLEARED_BY: Mapping[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True)
 class ExecutionResult:
-    """How a command ended. If `rescan_driver` is set, that driver looks again before the result is sent."""
+    """The result of a command. If `rescan_driver` is set, that driver looks again before the result is sent."""
 
     outcome: wire.ResultOutcome
     text: str

@@ -44,7 +44,8 @@ class Planner(Protocol):
 
     @property
     def manifest(self) -> Manifest:
-        """What the driver declares about itself, such as the paths it writes; filled in by its first answer."""
+        """The driver's declaration about itself, such as the paths that it writes. The driver's first answer fills it
+        in."""
 
     async def plan(self, act: Act, ask: Ask) -> Plan:
         """Return the steps that are still needed for the act; none when the device is in that state already."""

@@ -118,7 +118,7 @@ def refuse_if_user_is_harmed(
     is refused while a guest uses the device; in any other act, only the writes to FILES_TAKING_AWAY are checked. The
     other functions that a destructive act affects are checked before each write to FILES_AFFECTING_SCOPE, and once
     before the plan (`refuse_if_guest_in_scope`): there may be hundreds, and a guest that starts at that moment finds
-    its group busy. Whether a guest uses a function is asked of the kernel, whichever driver planned the write and
+    its group busy. The kernel is asked whether a guest uses a function, whichever driver planned the write and
     whichever kernel driver the function is bound to (`drivers.pci.guest_usage`). The host's own use
     (`drivers.pci.host_usage`) is checked in every act, for the functions that the write takes away from the host
     (`_list_functions_taken_from_host`).

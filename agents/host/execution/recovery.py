@@ -1,7 +1,7 @@
 """Recover after a restart of the agent or a reboot of the host, before the first report is made.
 
 A command that was begun is never run again: its driver is asked for a plan, and an empty plan means that the command
-was completed. What was made on a device before a reboot is made again, in the same order.
+was completed. Objects that commands had made on a device before a reboot are made again, in the same order.
 """
 
 from __future__ import annotations

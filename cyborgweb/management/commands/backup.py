@@ -15,7 +15,8 @@ from cyborgweb.server import backup
 
 EPILOG = """\
 The command creates the folder. It holds the database as it was when the command began, the secret key, and the agents'
-certificate if it was created here. Whoever can read the folder can read everything: keep it secret, on another machine.
+certificate if it was created here. A person who can read the folder can read all of this: keep it secret, on another
+machine.
 
   manage.py backup /backups/accelerators-2026-11-22
   manage.py restore /backups/accelerators-2026-11-22

@@ -1,4 +1,4 @@
-// Swagger UI on the page of the documentation: our own document, our own session.
+// Run Swagger UI on the page of the documentation, with our OpenAPI document and the session of the user.
 const place = document.getElementById("swagger");
 SwaggerUIBundle({
   url: place.dataset.schema,

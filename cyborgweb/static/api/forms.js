@@ -1,4 +1,4 @@
-// The forms of the API pages. Each sends JSON, as any client would, and shows what was answered.
+// The forms of the API pages. Each sends JSON, as other clients do, and shows the answer.
 function body(form) {
   const whole = form.querySelector("[data-body]");
   if (whole) { return JSON.parse(whole.value); }
@@ -60,7 +60,7 @@ document.querySelectorAll("form[data-method]").forEach(function (form) {
   });
 });
 
-// Filters that say nothing stay out of the address.
+// Empty filters are left out of the address.
 document.querySelectorAll("form[data-filter]").forEach(function (form) {
   form.addEventListener("submit", function () {
     form.querySelectorAll("[name]").forEach(function (input) { input.disabled = !input.value; });

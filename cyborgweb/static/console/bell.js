@@ -1,4 +1,4 @@
-// The number on the bell: asked for when a page opens, and every half minute while it is looked at.
+// Fetch the number on the bell when a page opens, and every half minute while the page is visible.
 const bell = document.querySelector(".bell");
 
 async function count() {
@@ -8,7 +8,7 @@ async function count() {
     const answer = await fetch(bell.dataset.unread, { headers: { Accept: "application/json" } });
     if (!answer.ok) return;
     ({ unread } = await answer.json());
-  } catch { return; } // the next time
+  } catch { return; } // it is fetched again later
   bell.querySelector("b").textContent = unread ? (unread > 98 ? "99+" : unread) : "";
   bell.setAttribute("aria-label", unread ? `Inbox, ${unread} not read` : "Inbox, all read");
 }

@@ -1,5 +1,5 @@
-// Keys for who keeps the hands on the keyboard. None is taken while somebody types, none with Ctrl, Alt or Meta but
-// Ctrl-K, and Escape always leads back. The pages do all of it without this file, too.
+// Keyboard shortcuts. They do nothing while the user types text, or together with Ctrl, Alt or Meta, except Ctrl-K.
+// Escape closes what was opened. Everything can also be done without this file.
 const PLACES = { o: "Overview", h: "Hosts", d: "Devices", r: "Requests", p: "Device profiles", c: "Commands", e: "Events", i: "Intents", a: "Agents" };
 const HELP = [
   ["/", "search everything"], ["Ctrl K", "go to a page by its name"], ["j  k", "next, previous row"], ["Enter", "open that row"],
@@ -7,7 +7,7 @@ const HELP = [
   ...Object.entries(PLACES).map(([key, name]) => [`g ${key}`, name]),
 ];
 
-// Icons are words of their font, and none of ours.
+// The text of an icon is its name in the icon font, so it is not part of a link's name.
 const words = piece => piece.matches(".icon, [class*=material-symbols]") ? [] : [...piece.childNodes].filter(node => node.nodeType === Node.TEXT_NODE).map(node => node.data.trim());
 const links = () => [...document.querySelectorAll(".groups a, #nav-sidebar a, nav a[href^='/admin/']")]
   .map(link => ({ name: [...link.querySelectorAll("*"), link].flatMap(words).join(" ").trim(), url: link.href }))
@@ -33,7 +33,7 @@ function dialog(title, ...inside) {
   return shown;
 }
 
-// The stock pages have no way past their navigation.
+// unfold's pages have no link that skips their navigation.
 if (!document.querySelector(".skip")) {
   const skip = make("a", "Skip to content");
   skip.className = "skip";

@@ -1,5 +1,6 @@
-// What this page shows, kept true. A socket tells which cells of a list have changed, and when another page is to be
-// fetched anew; after every connection all visible rows are compared. The badge never says live when that is not known.
+// Keep the content of this page up to date. The server sends the changed cells of a list over a WebSocket, or tells any
+// other page to fetch itself again; after each connection it compares all visible rows. The badge shows "live" only
+// while the connection works.
 (function () {
   const SILENCE_MS = 18000, PATIENCE_MS = 3000, HIDDEN_MS = 30000, LONGEST_MS = 8000, PIECE_MS = 1000, TIMES_MS = 10000;
   const ENDED = { 4401: "signed out, or permissions changed", 4403: "not allowed", 4400: "this page cannot be followed" };
@@ -42,7 +43,7 @@
     isLive = false;
   }
 
-  // Lists: cells in place, rows never moved.
+  // In lists, cells are replaced in place, and rows are never moved.
   const rows = new Map();
   if (list) for (const link of list.querySelectorAll("#result_list tbody a[href]")) {
     const key = new URL(link.href).pathname.match(/^(.*\/)([^/]+)\/change\/$/);
@@ -83,7 +84,7 @@
     if (forms.some(isFormInUse)) held = true;
     else node.remove();
   }
-  // What stays the same thing when it moves: a section by its heading, a table row by its first link.
+  // Return the key by which a moved element is recognised: of a section its heading, of a table row its first link.
   function keyOf(node) {
     if (node.nodeType !== Node.ELEMENT_NODE) return "";
     const link = node.nodeName === "TR" && node.querySelector("a[href]");
@@ -144,13 +145,13 @@
     }
   }
 
-  // What is under way has an address of its own, asked once a second until it has ended; this goes without a socket.
+  // A part that shows work in progress has an address of its own. It is fetched once a second, also without a socket.
   async function pieces() {
     for (const piece of document.hidden ? [] : main?.querySelectorAll("[data-live]") ?? []) try {
       const now = (await read(piece.dataset.live)).body.firstElementChild;
       if (now.dataset.open !== piece.dataset.open) await again();
       else if (!piece.contains(document.activeElement)) morph(piece, now);
-    } catch (error) { /* asked again */ }
+    } catch (error) { /* the next round fetches it again */ }
     setTimeout(pieces, PIECE_MS);
   }
 
@@ -193,7 +194,7 @@
     draw();
   }, 1000);
 
-  // `3 min ago` goes on. Words as the server's.
+  // Update relative times such as `3 min ago`, in the server's words.
   function amount(seconds) {
     const unit = [[86400, "d"], [3600, "h"], [60, "min"]].find(([size]) => seconds >= size);
     return unit ? `${Math.floor(seconds / unit[0])} ${unit[1]}` : `${Math.floor(seconds)} s`;

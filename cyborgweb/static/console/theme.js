@@ -1,4 +1,5 @@
-// The theme on our own pages, kept where the stock pages keep theirs. Loaded in <head>, so that nothing flickers.
+// Apply the theme to our own pages. It is stored where unfold's pages store it. The file is loaded in <head>, so that
+// the page does not flicker.
 (function () {
   function chosen() {
     try { return JSON.parse(localStorage.getItem("adminTheme")) || "auto"; } catch (error) { return "auto"; }

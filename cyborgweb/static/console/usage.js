@@ -1,6 +1,7 @@
-// The chart of a device's load: each second what its agent says, a line for every number, of the last five minutes.
-// Without a stream (another process serves this page) it asks every two seconds; without this file there are numbers.
-// The lines are SVG paths, because CSS gives those the theme's colours. The reason for not using a library is in ADR 1.
+// Draw the charts of a device's load: the samples of its agent, once a second, over the last five minutes; one line for
+// each number. Without an event stream (a REST process serves this page) the load is fetched every two seconds. Without
+// this file the page shows numbers only. The lines are SVG paths, because CSS gives those the theme's colours. The
+// reason for not using a library is in ADR 1.
 (function () {
   const KEPT_MS = 300000, GAP_MS = 15000, POLL_MS = 2000, AGAIN_MS = 30000, CALM_MS = 5000, OLD_S = 90;
   const WIDE = 300, HIGH = 56, SVG = "http://www.w3.org/2000/svg";
@@ -22,7 +23,7 @@
     state.replaceChildren(mark);
   }
 
-  // As the server's words and numbers (cyborgweb.pages.load).
+  // Format names and numbers as the server does (cyborgweb.pages.load).
   function parts(metric) {
     const [, name, unit, which] = metric.match(/^(.*?)_(percent|bytes|celsius|watts|total)(?:_(\d+))?$/) ?? [, metric, "", ""];
     return { name: [name.replaceAll("_", " "), which].filter(Boolean).join(" "), unit };
@@ -34,7 +35,7 @@
     return `${number.toFixed(power && number < 100 ? 1 : 0)} ${["B", "KiB", "MiB", "GiB", "TiB"][power]}`;
   }
 
-  // What is looked at most comes first, what only counts errors last.
+  // Sort the most important metrics first, and counters (such as errors) last.
   function order(one, other) {
     const rank = line => FIRST.includes(line.metric) ? FIRST.indexOf(line.metric) : line.unit === "total" ? 99 : FIRST.length;
     return rank(one) - rank(other) || (one.metric < other.metric ? -1 : 1);

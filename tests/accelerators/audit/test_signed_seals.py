@@ -423,7 +423,7 @@ def test_the_job_logs_why_it_seals_nothing_and_does_nothing_if_it_is_switched_of
 
 
 def test_the_command_seals_everything_without_ordering_tasks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its secret key may be another than that of the clusters, which would refuse the task and count as stuck."""
+    """The command may have another secret key than the clusters, which would refuse its task and count as stuck."""
     monkeypatch.setattr(jobs, "TIME_SLICE_S", 0.0)
     record_events("a")
     assert "newest seal: 1 " in run("seal_events")

@@ -289,7 +289,8 @@ def test_a_repeated_question_with_the_same_answer_as_before_records_no_end() -> 
 def test_a_device_is_not_quarantined_again_while_another_request_holds_the_released_function(
     is_held_elsewhere: bool,
 ) -> None:
-    """As after an upgrade that found two requests for one function, when one of the two servers was deleted."""
+    """This is the state after an upgrade that found two requests for one function, when one of the two servers was
+    deleted."""
     host = offer_card(in_use="guest")
     late = bind()
     with conductor.writing(), connection.cursor() as cursor:

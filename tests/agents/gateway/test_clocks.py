@@ -72,7 +72,7 @@ def test_L1_a_silent_host_becomes_stale_on_every_node(host: Host, shift: float) 
 
 
 def test_an_agent_that_may_write_to_placement_counts_as_up_on_every_node(host: Host, shift: float) -> None:
-    """Otherwise the conductor would write beside it."""
+    """If such an agent counted as down, the conductor would write to Placement at the same time."""
     renew_lease(host)
     with shifted_clock(shift):
         status = liveness.get_writer_statuses([host.id])[host.id]

@@ -1,4 +1,4 @@
-"""Test the roles of the console: what each sees and may do, what a refusal says; and read-only mode."""
+"""Test the roles of the console: the pages, actions and refusals of each; and read-only mode."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Test logging in to the console with Keystone: who may, with which role, for how long; no secret is stored."""
+"""Test the console's login with Keystone: who is let in, the roles, the end of the session; no secret is stored."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ from cyborgweb.auth.login_throttle import (
 
 
 def fail(throttle: LoginThrottle, name: str, address: str, times: int = 1) -> int:
-    """Fail to log in so often; return how many attempts were allowed."""
+    """Fail to log in `times` times; return the number of attempts that were allowed."""
     allowed = 0
     for _ in range(times):
         try:

@@ -201,7 +201,7 @@ def test_a_viewers_session_labels_nothing_and_an_operators_session_does(
 
 
 def test_every_collection_with_rows_of_projects_and_a_write_is_known_here() -> None:
-    """A new one needs a test that a write on another project's row is refused. The others have it in
+    """A new collection needs a test that a write on another project's row is refused. The others have this test in
     `test_attachments.py` (attachments) and `test_api.py` (subscriptions, deliveries, inbox)."""
     project_fields = {"project_id", "request", "subscription"}
     writing = {

@@ -1,4 +1,4 @@
-"""The `cyborg` command as tests call it: against the real service on a free port, in an environment of its own."""
+"""Fixtures and helpers that run the `cyborg` command against the real service, in an environment of its own."""
 
 from __future__ import annotations
 
@@ -21,20 +21,21 @@ Cyborg = Callable[..., Result]
 
 @pytest.fixture(scope="module")
 def url() -> Iterator[str]:
-    """Where the real service answers."""
+    """Serve the real service on a free port; yield its base URL."""
     with serving(DjangoThreads(application, Keys(request_threads=2, request_queue=20), long_threads=2)) as port:
         yield f"http://127.0.0.1:{port}"
 
 
 def run_cyborg(*arguments: str, **environment: str) -> Result:
-    """`cyborg` with these words, in this environment alone."""
+    """Run `cyborg` with these arguments, in an environment that has only these variables of ours; return its result."""
     cleared = {name: "" for name in os.environ if name.startswith(("OS_", "CYBORG_"))}
     return CliRunner().invoke(cli, arguments, env=cleared | environment, prog_name="cyborg")
 
 
 @pytest.fixture
 def cyborg(url: str, transactional_db: None) -> Cyborg:
-    """`cyborg("device-list", "--host", "cmp1", role="admin")`, logged in with a token."""
+    """Return a function that runs `cyborg` with a token, such as `cyborg("device-list", "--host", "cmp1",
+    role="admin")`."""
     person = User.objects.create_user("rita")
 
     def call(*words: str, role: str = "admin", **environment: str) -> Result:
@@ -46,7 +47,7 @@ def cyborg(url: str, transactional_db: None) -> Cyborg:
 
 
 def assert_refused(result: Result, code: int, *sentences: str) -> None:
-    """It ended with this code, and one line that says these."""
+    """Assert that `cyborg` ended with this exit code, and that the last line on stderr contains these sentences."""
     assert result.exit_code == code, result.output
     last_line = result.stderr.splitlines()[-1]
     assert all(sentence in last_line for sentence in sentences), last_line

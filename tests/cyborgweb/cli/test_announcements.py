@@ -1,4 +1,4 @@
-"""The verbs that sign announcements of certificates, as an operator uses them on a machine without a network."""
+"""Test the verbs that sign announcements of certificates, as an operator uses them on a machine without a network."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The `cyborg` command at a shell: help, logging in, lists in every form, names, refusals with their exit codes."""
+"""Test the `cyborg` command: help, login, the output formats of lists, names, and refusals with their exit codes."""
 
 from __future__ import annotations
 
@@ -268,13 +268,14 @@ def test_the_cloud_is_taken_from_clouds_yaml_or_from_the_environment(url: str, t
 
 
 class ForeignServer(BaseHTTPRequestHandler):
-    """Something else that answers HTTP; `response` says how, `requested_paths` what was asked for."""
+    """An HTTP server that is not the conductor. It answers every request with `response` (status, content type, body,
+    Location), and appends its path to `requested_paths`."""
 
     response = (200, "text/html", "<html>", "")
     requested_paths: list[str] = []
 
     def do_GET(self) -> None:
-        """As told."""
+        """Send `response`."""
         status, kind, body, location = self.response
         self.requested_paths.append(self.path)
         self.send_response(status)
@@ -287,12 +288,12 @@ class ForeignServer(BaseHTTPRequestHandler):
     do_POST = do_GET
 
     def log_message(self, format: str, *args: object) -> None:
-        """Nothing."""
+        """Do not log requests."""
 
 
 @contextmanager
 def run_foreign_server(context: ssl.SSLContext | None = None) -> Iterator[int]:
-    """It, on a free port."""
+    """Run a ForeignServer on a free port, with TLS if a context is given; yield the port."""
     server = HTTPServer(("127.0.0.1", 0), ForeignServer)
     if context:
         server.socket = context.wrap_socket(server.socket, server_side=True)

@@ -1,4 +1,4 @@
-"""The verbs for subscriptions at a shell."""
+"""Test the verbs of `cyborg` for subscriptions."""
 
 from __future__ import annotations
 

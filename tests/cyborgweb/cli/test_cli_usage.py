@@ -1,4 +1,4 @@
-"""`cyborg usage` and `cyborg load-census`: rows, words, exit codes."""
+"""Test the rows, messages and exit codes of `cyborg usage` and `cyborg load-census`."""
 
 from __future__ import annotations
 

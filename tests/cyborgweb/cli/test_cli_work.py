@@ -1,4 +1,4 @@
-"""Work that `cyborg` orders and follows to its end: what it says on the way, what it ends with, what it leaves."""
+"""Test verbs of `cyborg` that order work and follow it to its end: their progress, exit code and results."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ CARD_VALUES = {"acts": ACTS, "changeable": "vfs mtu", "sized_by": "vfs", "backen
 
 @pytest.fixture
 def host(transactional_db: None) -> Host:
-    """Two cards, one of which has to be installed, on a host whose agent takes commands."""
+    """Return a host whose agent takes commands, with two cards. One of them has to be installed."""
     made = get_or_create_host("cmp1")
     apply_report(
         made,
@@ -51,8 +51,8 @@ def host(transactional_db: None) -> Host:
 
 @contextmanager
 def run_agents(outcome: str = "succeeded", text: str = "done", **outcome_by_op: str) -> Iterator[None]:
-    """All agents, at work beside the test: each command is begun, then answered so; `outcome_by_op` names an op's own
-    outcome.
+    """Play all agents in a thread: start each command, then answer it with `outcome` and `text`. `outcome_by_op` has
+    the outcome of single operations.
     """
 
     def work(over: Event) -> None:
@@ -94,7 +94,7 @@ def test_the_progress_of_several_commands_is_their_mean(monkeypatch: pytest.Monk
 
 
 def get_device_uuid(address: str) -> str:
-    """Its uuid."""
+    """Return the uuid of the device with this PCI address."""
     return str(Device.objects.get(address=address).uuid)
 
 
@@ -245,7 +245,7 @@ INSTANCE = "6a0c1d0e-0a53-4a0c-8f0e-1c2d3e4f5a6b"
 
 @contextmanager
 def run_attachment_job(**states: str) -> Iterator[None]:
-    """The work of attaching, beside the test: from each state to that one, or to `fault`."""
+    """Run a thread that advances attachments: `states` maps each state to the next one."""
 
     def work(over: Event) -> None:
         while not over.wait(0.01):
@@ -263,7 +263,7 @@ def run_attachment_job(**states: str) -> Iterator[None]:
 
 @pytest.fixture
 def nova_instance() -> Iterator[None]:
-    """Nova has the instance INSTANCE of the project p1 on the host."""
+    """Replace the look-up in Nova: every instance is INSTANCE, of the project p1, on the host."""
     known = attachment_orders.NovaInstance(INSTANCE, "p1", "ACTIVE", frozenset({"cmp1"}))
     with attachment_orders.INSTANCE_LOOKUP.replaced("nova", lambda instance, project: known):
         yield

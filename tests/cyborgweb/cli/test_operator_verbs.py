@@ -1,4 +1,5 @@
-"""`manage.py device`, `driver`, `command` and `accelerator` as an operator uses them, and that they equal `cyborg`."""
+"""Test `manage.py device`, `driver`, `command` and `accelerator` as an operator uses them, and that they equal
+`cyborg`."""
 
 from __future__ import annotations
 
@@ -44,20 +45,20 @@ uses_database = pytest.mark.django_db
 
 
 def list_device_uuids() -> list[str]:
-    """The uuids of all devices, the oldest first."""
+    """Return the uuids of all devices, the oldest first."""
     return [str(uuid) for uuid in Device.objects.order_by("id").values_list("uuid", flat=True)]
 
 
 @pytest.fixture
 def cards(db: None) -> list[str]:
-    """The uuids of three cards that have just been found."""
+    """Report three cards, and return their uuids."""
     apply_report(get_or_create_host(), make_driver_report(make_card(1), make_card(2), make_card(3)))
     return list_device_uuids()
 
 
 @pytest.fixture
 def device(db: None) -> Device:
-    """A card that has to be installed and can do everything; beside it there is one that has not."""
+    """Report two cards and return the first: it has all acts and has to be installed; the other has not."""
     report = make_driver_report(make_card(1, acts=ACTS, to_install="make 4 virtual functions"), make_card(2))
     apply_report(get_or_create_host(), report)
     return Device.objects.get(address="0000:01:00.0")
@@ -68,7 +69,8 @@ Agent = Callable[..., None]
 
 @pytest.fixture
 def agent(monkeypatch: pytest.MonkeyPatch) -> Agent:
-    """`agent(outcome, text, **detail)`: whenever somebody waits, one step is done; in the end it answers so."""
+    """Return a function `agent(outcome, text, **detail)`. After its call, each wait of a verb carries out one step of
+    the oldest open command; the last step answers with these values."""
 
     def play(outcome: str = "succeeded", text: str = "done", **detail: str) -> None:
         def step(seconds: float) -> None:
@@ -133,7 +135,8 @@ SAME_OUTPUT = {
     "nova-confirm": (UNKNOWN_UUID, "--yes"),
     "nova-withdraw": (UNKNOWN_UUID, "--yes"),
 }
-"""Arguments for each verb that both have, such that doing it twice prints the same."""
+"""Arguments for each verb that `manage.py` and `cyborg` have in common. With them, a second run prints the same as the
+first."""
 SHARED_VERBS = [
     (noun, word, verb.name or "") for noun, verbs in VERBS.items() for word, verb in verbs.items() if word != "admit"
 ]
@@ -401,7 +404,7 @@ def test_device_enable_with_wait_reports_the_final_states(
 
 @pytest.fixture
 def hosts(db: None) -> None:
-    """Two hosts on which a driver could be installed, and another runs."""
+    """Report two hosts on which a driver is absent, and another one runs."""
     for n in range(2):
         apply_report(
             get_or_create_host(f"cmp{n}"), DriverReport("pci_driver", state="absent"), make_driver_report(make_card(1))
@@ -501,7 +504,7 @@ def test_input_that_cannot_be_sent_is_refused_in_one_sentence(hosts: None, words
 
 
 def assert_refused_in_one_sentence(*words: str) -> None:
-    """`manage.py` with these words ends with a message of one line, and without a traceback."""
+    """Assert that `manage.py` with these arguments fails with a message of one line, and without a traceback."""
     try:
         status, _, err = run_verb(*words)
     except CommandError as error:

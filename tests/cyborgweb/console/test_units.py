@@ -1,4 +1,5 @@
-"""Test changing the number of units in the console: of one device, of many across backends, and who may."""
+"""Test changing the number of units in the console: of one device, of many devices of several backends, and the
+permissions for it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A receiver, an installation that lets webhooks reach it, and a way to subscribe."""
+"""Fixtures: a receiver, settings that let webhooks reach it, and a function that creates subscriptions."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ def receiver() -> Iterator[Receiver]:
 
 @pytest.fixture
 def subscribe(db: None) -> Subscribe:
-    """`subscribe(way="inbox", caller=OLGA, **values)`: to all there is, of all of the cloud. It was made, and an
-    address confirmed, long ago.
+    """Return `subscribe(way="inbox", caller=OLGA, **values)`, which creates a subscription. By default it covers all
+    kinds of messages of the whole cloud; it was created, and its address confirmed, long ago.
     """
 
     def make(way: str = "inbox", caller: Caller = OLGA, **values: Any) -> Subscription:
@@ -57,6 +57,6 @@ def subscribe(db: None) -> Subscribe:
 
 
 def make_retries_due() -> None:
-    """Time has passed: what waits for another try is due."""
+    """Let all waiting deliveries and paused subscriptions be due for their next attempt."""
     Delivery.objects.filter(progress="waiting").update(next_at=PAST_TIME)
     Subscription.objects.update(retry_at=PAST_TIME)

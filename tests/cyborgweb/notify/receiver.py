@@ -1,4 +1,4 @@
-"""A receiver of webhooks at a free port of loopback that misbehaves as it is told, and the world around the tests."""
+"""A receiver of webhooks on a free port of the loopback interface. Tests choose how it misbehaves."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from typing import Any
 
 @dataclass
 class Receiver:
-    """Answers as the next word of `behaviours` says, in the end 200; `accepted` are (headers, body) of what it answered
-    so.
+    """A receiver that takes the next word of `behaviours` for each call, and answers 200 when none is left. `calls` are
+    the headers and bodies of all calls, `accepted` of those that it answered 200.
     """
 
     behaviours: list[str] = field(default_factory=list)
@@ -28,17 +28,17 @@ class Receiver:
     url: str = ""
 
     def accepted_ids(self) -> list[str]:
-        """The messages that were taken, in order."""
+        """Return the ids of the accepted messages, in the order of their calls."""
         return [headers["webhook-id"] for headers, _ in self.accepted]
 
     def accepted_bodies(self) -> list[dict[str, Any]]:
-        """What they say."""
+        """Return the decoded JSON bodies of the accepted messages."""
         return [json.loads(body) for _, body in self.accepted]
 
 
 @contextmanager
 def run_receiver(tls: ssl.SSLContext | None = None) -> Iterator[Receiver]:
-    """One, gone at the end; with `tls`, it accepts nothing else."""
+    """Run a receiver during the block; with `tls` it accepts only TLS connections."""
     receiver, lock = Receiver(), threading.Lock()
 
     class Handler(BaseHTTPRequestHandler):
@@ -75,13 +75,13 @@ def run_receiver(tls: ssl.SSLContext | None = None) -> Iterator[Receiver]:
                 self.wfile.write(b"x" * 100_000)
 
         def log_message(self, *_: Any) -> None:
-            """Nothing to say."""
+            """Do not log requests."""
 
     class Server(ThreadingHTTPServer):
         daemon_threads = True
 
         def handle_error(self, *_: Any) -> None:
-            """Who asked has gone: it reads no answers."""
+            """Ignore the error: the client has closed the connection without reading the answer."""
 
     server = Server(("127.0.0.1", 0), Handler)
     if tls:

@@ -1,4 +1,4 @@
-"""Subscriptions, deliveries and inbox over HTTP: who sees what, what is shown once, what is refused."""
+"""Test subscriptions, deliveries and the inbox over HTTP: visibility, secrets that are shown once, and refusals."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ INBOX_DATA = {"name": "mine", "kinds": ["request.bound", "device.failed"], "way"
 
 
 def create_subscription(ask: Ask, data: dict[str, Any], by: str = "member", project: str = "p1") -> dict[str, Any]:
-    """The subscription, as it is answered."""
+    """Create a subscription over the API and return the answer."""
     response = ask("/api/subscriptions/", by, project, "POST", data)
     assert response.status_code == 201, response.content
     return json.loads(response.content)
@@ -146,7 +146,7 @@ def test_a_test_message_is_delivered_can_be_replayed_and_is_refused_when_off(ask
 
 
 def test_changing_the_way_or_owner_of_a_subscription_is_answered_409(ask: Ask) -> None:
-    """The answers that docs/notifications.md lists: the request is well formed, and the subscription is in the way."""
+    """docs/notifications.md lists these answers: the request is well formed, but contradicts the subscription."""
     hook, inbox = create_subscription(ask, WEBHOOK_DATA), create_subscription(ask, INBOX_DATA)
     assert "create another" in get_error_message(ask(get_path(hook), "member", "p1", "PATCH", {"way": "inbox"}), 409)
     assert "create another" in get_error_message(ask(get_path(hook), "member", "p1", "PATCH", {"personal": True}), 409)

@@ -1,4 +1,4 @@
-"""Recipients confirm mail addresses, and end mails, with signed links and without a login."""
+"""Test that recipients confirm mail addresses, and end mails, with signed links and without a login."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ def create_mails(target: str = "colleague@example.org") -> Subscription:
 
 
 def find_link(letter: EmailMessage, action: str) -> str:
-    """The path of the link in the text of a mail."""
+    """Return the path of the link in the text of a mail."""
     (link,) = re.findall(rf"{BASE}(/mail/{action}/\S+)", letter.get_content())
     return str(link)
 
 
 @pytest.fixture
 def anonymous() -> Iterator[Client]:
-    """A browser without a session, which refuses what needs a CSRF token."""
+    """Yield a client without a session, for which CSRF tokens are enforced."""
     yield Client(enforce_csrf_checks=True)
 
 

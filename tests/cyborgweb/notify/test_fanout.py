@@ -1,4 +1,5 @@
-"""Every event becomes one delivery for each subscription that fits: whatever is committed late, whoever is killed."""
+"""Test that every event becomes exactly one delivery for each matching subscription, even if a transaction commits late
+or the process is killed."""
 
 from __future__ import annotations
 
@@ -31,13 +32,13 @@ OTHER_PROJECT_NOVA = Caller("nova", "n", frozenset({"member"}), "p2", service=Tr
 
 @pytest.fixture(autouse=True)
 def _reader() -> None:
-    """What was before is not told."""
+    """Let the fan-out begin with the events of the test; earlier events are skipped."""
     Reader.objects.all().delete()
     fanout.run()
 
 
 def create_bound_request(device: Device, caller: Caller, label: str = "") -> str:
-    """A request of `caller` on this device; its uuid."""
+    """Create a request of `caller`, bind it to this device, and return its uuid."""
     DeviceProfile.objects.filter(name="one").exists() or _create_profile()
     (request,) = binding.create_requests("one", caller)
     provider = str(device.deployables.get().rp_uuid)
@@ -53,7 +54,7 @@ def _create_profile() -> None:
 
 
 def create_ready_device(host: str = "cmp1", handles: int = 2) -> Device:
-    """A device that is offered."""
+    """Report a device, make it ready, and return it."""
     apply_report(get_or_create_host(host), make_driver_report(make_card(0, handles=handles)))
     device = Device.objects.select_related("host").get(host__name=host)
     lifecycle.enable_device(device.uuid, OLGA)
@@ -61,7 +62,7 @@ def create_ready_device(host: str = "cmp1", handles: int = 2) -> Device:
 
 
 def list_kinds(subscription: Subscription) -> list[str]:
-    """The kinds of its messages, in order."""
+    """Return the kinds of the subscription's messages, in the order of their events."""
     return list(Delivery.objects.filter(subscription=subscription).order_by("event").values_list("kind", flat=True))
 
 
@@ -195,11 +196,11 @@ def _record_event(subject: uuid.UUID) -> None:
 
 
 class KilledError(BaseException):
-    """kill -9: no handler may stop it, and the transaction under way is gone with the process."""
+    """Simulates kill -9: no handler of Exception catches it, and it rolls the open transaction back."""
 
 
 def kill_after_statement(number: int) -> Callable[..., Any]:
-    """For `execute_wrapper`: the process dies after the statement of this number."""
+    """Return a wrapper for `execute_wrapper` that raises KilledError after this number of statements."""
     count = 0
 
     def execute(run: Callable[..., Any], sql: str, params: Any, many: bool, context: Any) -> Any:

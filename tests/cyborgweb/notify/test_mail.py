@@ -1,4 +1,4 @@
-"""Mails over SMTP: each is settled by itself, whatever the mail server answers and whatever its address is."""
+"""Test mails over SMTP: each mail has a result of its own, whatever the mail server answers to the others."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def smtp(settings: Any) -> Iterator[SmtpServer]:
 
 
 def subscribe_mails(subscribe: Subscribe, *names: str, messages: int = 1) -> list[Subscription]:
-    """A subscription with waiting messages for each of these local parts."""
+    """Create, for each of these local parts, a subscription with waiting messages."""
     rows = [subscribe("email", name=name, target=f"{name}@example.org") for name in names]
     for row in rows:
         for number in range(messages):
@@ -63,7 +63,7 @@ def subscribe_mails(subscribe: Subscribe, *names: str, messages: int = 1) -> lis
 
 
 def list_states() -> list[tuple[str, str, int]]:
-    """The name, progress and attempts of each delivery."""
+    """Return the subscription's name, the progress and the attempts of each delivery."""
     rows = Delivery.objects.exclude(reader=OLGA.user_id).order_by("id")
     return list(rows.values_list("subscription__name", "progress", "attempts"))
 

@@ -1,4 +1,4 @@
-"""The receiver in the manual works as it stands there, and what the manual says of figures is the code's."""
+"""Test that the receiver in the manual works, and that the figures in the manual are those of the code."""
 
 from __future__ import annotations
 

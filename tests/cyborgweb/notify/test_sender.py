@@ -1,4 +1,5 @@
-"""Deliveries reach receivers that misbehave, at least once, with one id; what fails for days is paused."""
+"""Test that deliveries reach misbehaving receivers at least once, with the same id, and that a subscription that fails
+for days is paused."""
 
 from __future__ import annotations
 
@@ -31,7 +32,7 @@ pytestmark = pytest.mark.django_db
 
 
 def create_waiting_deliveries(subscription: Subscription, count: int = 1, **data: Any) -> list[Delivery]:
-    """So many messages for it."""
+    """Create this number of waiting deliveries of the subscription, and return them."""
     said = {"request": "r", "profile": "small"} | data
     return [subscription.deliveries.create(kind="request.bound", data=said, event=n) for n in range(count)]
 
@@ -121,14 +122,14 @@ def test_the_attempts_to_one_host_are_bounded_and_a_failing_one_gets_a_single_pr
 
 @pytest.fixture
 def silent_targets() -> Iterator[list[str]]:
-    """URLs of 17 destinations that accept connections and never answer."""
+    """Yield the URLs of 17 servers that accept connections and never answer."""
     with ExitStack() as stack:
         servers = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(17)]
         yield [f"http://127.0.0.1:{server.getsockname()[1]}/" for server in servers]
 
 
 def subscribe_silent(subscribe: Subscribe, targets: list[str], messages: int) -> list[Subscription]:
-    """A subscription of the project p1 with waiting messages for each of these targets."""
+    """Create, for each of these targets, a subscription of the project p1 with waiting messages."""
     rows = [subscribe("webhook", name=str(number), target=target) for number, target in enumerate(targets)]
     for row in rows:
         create_waiting_deliveries(row, messages)
@@ -352,7 +353,7 @@ def test_no_transaction_is_open_while_sending_and_a_second_sender_sends_nothing(
     seen: list[int] = []
 
     def look() -> None:
-        """On the thread that posts: another connection, and the job comes once more."""
+        """Count open transactions on another connection, then run both jobs once more in the thread that sends."""
         with closing(connections.create_connection("default")) as other, other.cursor() as cursor:
             cursor.execute(COUNT_OPEN_TRANSACTIONS_SQL)
             seen.append(cursor.fetchone()[0])

@@ -1,4 +1,4 @@
-"""One try: the signature, what a receiver may answer, and where messages are never brought."""
+"""Test one attempt to deliver: its signature, the answers of receivers, and addresses to which nothing is sent."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_a_name_or_address_that_is_not_public_is_refused_when_sending(address: s
 
 
 def test_the_connection_goes_to_the_address_that_was_checked_without_a_second_lookup() -> None:
-    """A name that means something else a moment later is not asked again."""
+    """A name may have another address a moment later, so it is looked up only once."""
     with run_receiver() as receiver:
         asked: list[str] = []
 

@@ -19,7 +19,7 @@ def make_device(key: str, address: str | None, model: str = "5000") -> Device:
 
 
 class Agent:
-    """What the agent remembers, from one report to the next."""
+    """An agent that remembers the identities of devices from one report to the next."""
 
     def __init__(self) -> None:
         self.remembered: dict[str, RememberedIdentity] = {}

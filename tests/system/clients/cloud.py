@@ -83,7 +83,13 @@ class KeystoneCloud:
         found = "SELECT p.uuid::text, d.uuid::text FROM accelerators_deployable p JOIN accelerators_device d"
         rows = self.product.until(lambda: self.product.rows(f"{found} ON d.id = p.device_id"), 30, "the fake card")
         ((deployable, device),) = rows
-        answer = self.http("admin", "POST", f"/devices/{device}/enable")
+
+        def enable() -> list[requests.Response]:
+            answer = self.http("admin", "POST", f"/devices/{device}/enable")
+            return [] if answer.status_code == 503 else [answer]
+
+        # The first answer of a Keystone that has just started may take longer than the product waits: 5 s, then a 503.
+        (answer,) = self.product.until(enable, 60, "Keystone's answer about the administrator's token")
         assert answer.status_code == 204, answer.text
         self.provider = self.http("admin", "GET", f"/deployables/{deployable}").json()["rp_uuid"]
         return self

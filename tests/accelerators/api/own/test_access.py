@@ -28,7 +28,7 @@ OPERATIONS_COLLECTIONS = ("backends", "services", "drivers", "rollouts", "attach
 PROJECT_COLLECTIONS = ("accelerators", "requests", "profiles", "events")
 
 MESSAGE_COLLECTIONS = ("subscriptions", "deliveries", "inbox")
-"""Who may see these rows is tested in tests/cyborgweb/notify/test_api.py."""
+"""tests/cyborgweb/notify/test_api.py tests who may see these rows."""
 
 
 def test_infrastructure_is_shown_to_managers_and_admins_only(ask: Ask, fill: Fill) -> None:

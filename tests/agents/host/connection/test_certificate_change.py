@@ -1,4 +1,4 @@
-"""The gateway's certificate is replaced: which agents follow, and whom they do not follow."""
+"""Test the replacement of the gateway's certificate: which announcements an agent follows, and which it refuses."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ def test_a_gateway_with_an_unannounced_certificate_gets_neither_credential_nor_t
 def test_a_gateway_cannot_replace_the_announcement_key_that_an_agent_knows(
     tmp_path: Path, certificate: Certificate, successor: Certificate, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Whoever steals the gateway's certificate cannot name a successor of it."""
+    """Somebody who steals the gateway's certificate cannot name a successor of it."""
 
     async def story() -> None:
         thief = Ed25519PrivateKey.generate()

@@ -1,4 +1,5 @@
-"""Several gateways behind one name or one balancer: an agent answers a challenge where it was made."""
+"""Test several gateways behind one name or one load balancer: an agent answers a challenge at the address that made
+it."""
 
 from __future__ import annotations
 
@@ -30,7 +31,8 @@ def test_an_agent_retries_at_once_when_its_challenge_is_unknown_to_the_gateway(t
 def test_an_agent_connects_to_the_address_that_made_its_challenge(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The name leads to two gateways and one that is gone; who looks it up again gets the two the other way round."""
+    """The name has the addresses of two gateways and of one that is gone. Each look-up returns the two in the other
+    order."""
 
     async def story() -> None:
         async with FakeGateway().open() as one, FakeGateway(listen_address="127.0.0.2", port=one.port).open() as other:

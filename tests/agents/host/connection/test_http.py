@@ -1,4 +1,4 @@
-"""Requests to a gateway that answers slowly, without end, in pieces, or with another address."""
+"""Test requests to a gateway that answers slowly, without end, in pieces, or with another address."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The key is on disk before anybody hears of it, and for nobody else to read."""
+"""Test that the agent's key is on disk before its public key is sent, and that only its owner can read it."""
 
 from __future__ import annotations
 

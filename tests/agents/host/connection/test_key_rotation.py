@@ -1,4 +1,4 @@
-"""The agent's end of a change of keys, and of the question whether it lives, against a gateway of the test."""
+"""Test key rotation and probes on the agent's side, against a fake gateway."""
 
 from __future__ import annotations
 
@@ -42,7 +42,8 @@ def test_an_acknowledged_new_key_is_used_at_the_next_connection(tmp_path: Path) 
 def test_an_agent_tries_both_keys_when_the_acknowledgement_of_the_new_one_was_lost(
     tmp_path: Path, committed: bool, killed: bool
 ) -> None:
-    """The gateway goes away, or the agent is killed, before the Ack: which key is known there, the agent finds out."""
+    """The gateway goes away, or the agent is killed, before the Ack. The agent finds out which key the gateway
+    knows."""
 
     async def story() -> None:
         server = FakeGateway(after_welcome=['{"type":"Rotate"}'], acknowledge_keys=False)

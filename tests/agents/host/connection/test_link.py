@@ -1,4 +1,4 @@
-"""The agent's end of the socket, against a gateway of the test."""
+"""Test the agent's side of the WebSocket, against a fake gateway."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ THREE_DEVICES = (driver_report(keys=["a", "b", "c"]),)
 
 @dataclass
 class LinkedAgent:
-    """A link over a journal, as `main` wires them, without drivers."""
+    """A link with a journal, connected as `main` does it, without drivers."""
 
     journal: Journal
     link: GatewayLink

@@ -182,7 +182,7 @@ class TwoOwners(RuleBasedStateMachine):
         self.foreign: dict[str, bool] = {}
         self.instances = 0
 
-    # What happens to instances
+    # Rules about instances
 
     def list_free_handles(self) -> list[str]:
         """Return the handles that a request can get. Placement allocates at most the number of reported handles."""
@@ -236,7 +236,7 @@ class TwoOwners(RuleBasedStateMachine):
                 assert handle not in self.guests, "it was free although its guest ran"
                 del self.releasing[handle]
 
-    # What happens to the host
+    # Rules about the host
 
     @rule(nova_first=st.booleans(), killed_after=KILLS)
     def the_host_reboots(self, nova_first: bool, killed_after: int | None) -> None:
@@ -289,7 +289,7 @@ class TwoOwners(RuleBasedStateMachine):
     def list_definitions(self) -> list[str]:
         return self.host.machine.names(f"/{DEFINITIONS}")
 
-    # What must be true
+    # Comparisons
 
     @rule()
     def everything_settles(self) -> None:
