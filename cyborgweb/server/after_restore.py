@@ -56,10 +56,10 @@ def prepare_restored_database(caller: Caller, reason: str) -> str:
 
     Sequences and generations skip far beyond all values that were given out after the backup. Unfinished binds, attach
     and detach commands get a day to end. The bitstreams that devices were programmed with are forgotten at the next
-    report. All login sessions are deleted. The event `database.restored` is recorded with `caller` and `reason`, and a signed seal says
-    the same. Then everything is made read only, until a person has checked it, and the product may be started. It may
-    be run twice without harm. Returns why the seal could not be made, '' if it was made or no event is sealed yet.
-    Raises RefusedError INVALID for an unusable reason, when the other changes are already committed.
+    report. All login sessions are deleted. The event `database.restored` is recorded with `caller` and `reason`, and a
+    signed seal says the same. Then everything is made read only, until a person has checked it, and the product may be
+    started. It may be run twice without harm. Returns why the seal could not be made, '' if it was made or no event is
+    sealed yet. Raises RefusedError INVALID for an unusable reason, when the other changes are already committed.
     """
     call_command("migrate", verbosity=0, interactive=False, skip_checks=True)
     with conductor.writing():
