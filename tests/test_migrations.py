@@ -43,6 +43,8 @@ REVIEWED_STEPS: dict[str, str] = {
     "accelerators 0002_released_handles: RunSQL": "it sets a time limit for the migration's locks, and adds a "
     "trigger that rejects a bind of a released handle, as the unique index rejects one of a held handle: the former "
     "release retries and answers that the handles are taken",
+    "accelerators 0008_audit_status_and_pauses: AlterField accelerators.seal.kind": "only its help text is another",
+    "accelerators 0008_audit_status_and_pauses: RunSQL": "it sets a time limit for the migration's locks",
     "agents 0003_agent_announcement: RunSQL": "it sets a time limit for the migration's locks",
     "agents 0002_used_nonces: RunSQL": "it sets a time limit for the migration's locks",
     "cyborgweb 0002_mail_server: RunSQL": "it sets a time limit for the migration's locks",

@@ -5,6 +5,7 @@ The row is written after the file, so a row means that its file is complete and 
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import os
 import time
@@ -211,14 +212,20 @@ def get_partial_path(uuid: UUID | str) -> Path:
 
 @contextmanager
 def open_partial_file(uuid: UUID | str, mode: str) -> Iterator[IO[bytes]]:
-    """Open an image's incomplete file at its beginning, to read and write; create it if it does not exist.
+    """Open an image's incomplete file at its beginning, to read and write, and lock it; create it if it does not exist.
 
     Mode "wb" empties the file, "r+b" keeps the bytes of an earlier transfer. If an OSError occurs here or inside the
-    block, deletes the file and raises RefusedError UNAVAILABLE.
+    block, deletes the file and raises RefusedError UNAVAILABLE. Also raises RefusedError UNAVAILABLE if another
+    transfer has locked the file, and then leaves it alone.
     """
     flags = os.O_RDWR | os.O_CREAT | (os.O_TRUNC if mode == "wb" else 0)
     try:
         with os.fdopen(os.open(get_partial_path(uuid), flags, 0o600), mode) as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                text = f"An earlier transfer of image {uuid} has not ended yet."
+                raise RefusedError(RefusalReason.UNAVAILABLE, text) from None
             yield file
     except OSError as error:
         get_partial_path(uuid).unlink(missing_ok=True)

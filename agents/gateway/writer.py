@@ -133,10 +133,16 @@ class AdmitJob:
 @dataclass(slots=True)
 class TrustJob:
     """Change which keys are trusted. The future is done after the commit, or raises RefusedError or DatabaseError from
-    `apply_change`."""
+    `apply_change`.
+
+    A change is applied although its connection has ended meanwhile. `is_applied` is True after that: when its batch is
+    repeated because of an outage, the change must not be applied again, because a person may have undone it, or a later
+    change may be based on it.
+    """
 
     future: asyncio.Future[Any]
     apply_change: Callable[[], None]
+    is_applied: bool = False
 
 
 @dataclass(slots=True)
@@ -360,7 +366,8 @@ class DatabaseWriter(threading.Thread):
         locked_reports = self._store_unless_locked([job for job in reports if job.health_to_check])
         if admissions := [job for job in batch if isinstance(job, AdmitJob) and not job.future.done()]:
             self._hold_jobs(write_unless_locked(admissions, self._identify_agents))
-        self._serve_one_by_one([job for job in batch if isinstance(job, TrustJob)], _apply_trust_change)
+        trust_jobs = [job for job in batch if isinstance(job, TrustJob) and not job.is_applied]
+        self._serve_one_by_one(trust_jobs, _apply_trust_change)
         if command_jobs := [job for job in batch if isinstance(job, CommandJob)]:
             self._hold_jobs(write_unless_locked(command_jobs, self._store_command_messages))
         locked_reports += self._store_unless_locked([job for job in reports if not job.health_to_check])
@@ -616,16 +623,18 @@ def _apply_trust_change(job: TrustJob) -> Exception | None:
 
     Raise only if the database is down, or if a row is locked: then it is tried again.
     """
+    outcome: Exception | None = None
     try:
         job.apply_change()
     except (OperationalError, InterfaceError, psycopg.OperationalError):
         raise
     except errors.RefusedError as refused:
-        return refused
+        outcome = refused
     except DatabaseError as error:
         log.exception("a change of trust failed")
-        return error
-    return None
+        outcome = error
+    job.is_applied = True
+    return outcome
 
 
 def _process_isolating_errors(

@@ -19,13 +19,13 @@ from django.contrib.auth.hashers import make_password
 from django.contrib.auth.signals import user_logged_in
 from django.db import connection, transaction
 from django.dispatch import Signal, receiver
-from django.utils import timezone
 from django.views.decorators.debug import sensitive_variables
 from unfold.forms import AuthenticationForm
 
 from accelerators import conductor
 from accelerators.domain.caller import ADMIN_ROLE
 from accelerators.domain.states import EventSource
+from accelerators.runtime import database_clock
 from cyborgweb.auth import keystone, login_throttle, roles
 from cyborgweb.auth.token_cache import TokenCheckUnavailableError
 from cyborgweb.models import KeystoneUser
@@ -203,4 +203,4 @@ def _store_caller_in_session(sender: Any, request: Any, user: Any, **_: Any) -> 
     if caller := getattr(user, "keystone_caller", None):
         facts = {"name": caller.name, "id": caller.user_id, "project": caller.project_id, "roles": sorted(caller.roles)}
         request.session[roles.SESSION_KEY] = facts
-        request.session.set_expiry(timezone.now() + timedelta(hours=get_keys().console_session_h))
+        request.session.set_expiry(database_clock.now() + timedelta(hours=get_keys().console_session_h))

@@ -39,6 +39,8 @@ SELECT json_build_object(
   'unsealed_oldest', (SELECT e.at FROM accelerators_event e WHERE (e.tx, e.id) > (
     coalesce((SELECT tx FROM accelerators_seal ORDER BY number DESC LIMIT 1), -1),
     coalesce((SELECT event FROM accelerators_seal ORDER BY number DESC LIMIT 1), 0)) ORDER BY e.tx, e.id LIMIT 1),
+  'audit', (SELECT json_build_object('refusal', refusal, 'refused_since', refused_since, 'verified_at', verified_at,
+    'findings', findings, 'finding', finding) FROM accelerators_auditstatus WHERE id = 1),
   'degraded', (SELECT count(*) FROM accelerators_device WHERE status = 'degraded'),
   'broken', (SELECT count(*) FROM accelerators_device WHERE status = 'failed'),
   'devices', (SELECT coalesce(json_agg(json_build_array(state, type, n)), '[]') FROM (
@@ -71,6 +73,17 @@ class IntentBacklog:
     stuck: int = 0
     oldest: datetime | None = None
     error: str = ""
+
+
+@dataclass(frozen=True)
+class AuditState:
+    """What the jobs that seal and verify events found (`accelerators.models.AuditStatus`)."""
+
+    refusal: str = ""
+    refused_since: datetime | None = None
+    verified_at: datetime | None = None
+    findings: int = 0
+    finding: str = ""
 
 
 @dataclass(frozen=True)
@@ -110,6 +123,8 @@ class Backlog:
     unconfirmed: int
     refused_clients: str = ""
     mail_error: str = ""
+    audit: AuditState | None = None
+    """None if the jobs have not run yet."""
     intents: dict[str, IntentBacklog] = field(default_factory=dict)
     devices: list[tuple[str, str, int]] = field(default_factory=list)
     """State, type, and number of devices."""

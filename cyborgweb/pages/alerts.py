@@ -62,6 +62,7 @@ def list_alerts(system_state: SystemState) -> list[Alert]:
         *_host_alerts(system_state),
         *_cloud_alerts(system_state),
         *_worker_alerts(system_state),
+        *_audit_alerts(system_state),
         *_capacity_alerts(system_state),
     ]
     return sorted(alerts, key=lambda need: ("bad", "warn", "calm").index(need.tone))
@@ -184,6 +185,17 @@ def _worker_alerts(system_state: SystemState) -> Iterator[Alert]:
         unsent = _append_error("sends no mail now, so mails wait: check the CYBORG_MAIL_… keys", work.mail_error)
         url = reverse("admin:cyborgweb_delivery_changelist") + "?progress__exact=waiting"
         yield Alert("warn", "mail", "The mail server", unsent, url)
+
+
+def _audit_alerts(system_state: SystemState) -> Iterator[Alert]:
+    """Yield alerts about events that do not match their seals, and about a refusal to seal events."""
+    audit = system_state.backlog.audit
+    if audit and audit.findings:
+        differs = _append_error("between events and their seals: run manage.py verify_events", audit.finding)
+        yield Alert("bad", "audit", count_noun(audit.findings, "difference"), differs, list_url("event"))
+    if audit and audit.refusal:
+        since = f" for {format_duration(audit.refused_since, system_state.now)}" if audit.refused_since else ""
+        yield Alert("bad", "audit", "Events", _append_error(f"are not sealed{since}", audit.refusal), list_url("event"))
 
 
 def _capacity_alerts(system_state: SystemState) -> Iterator[Alert]:

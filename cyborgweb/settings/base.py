@@ -130,6 +130,7 @@ INSTALLED_APPS = [
     "placement_sync",
     "cyborgweb",
 ]
+SESSION_ENGINE = "cyborgweb.auth.sessions"
 MIDDLEWARE = [
     "cyborgweb.monitoring.served.RequestMetricsMiddleware",
     "cyborgweb.middleware.headers.HeadersMiddleware",

@@ -235,6 +235,19 @@ class Keys:
         "The file with the private key that signs the seals over events; `off`: this process seals nothing.",
         "*(`audit-key.pem` in the state directory; the cluster `work` creates it)*",
     )
+    audit_anchor_file: str = declare_key(
+        "CYBORG_AUDIT_ANCHOR_FILE",
+        "",
+        "A file with lines of `manage.py verify_events --anchor`; the job `verification` compares the seals with it.",
+        "*(absent)*",
+    )
+    audit_trusted_keys: tuple[str, ...] = declare_key(
+        "CYBORG_AUDIT_TRUSTED_KEYS",
+        (),
+        "Public keys of seals that the job `verification` trusts although no earlier key signed them, separated by"
+        " commas.",
+        "*(none)*",
+    )
     join_token_hours: int = declare_key("CYBORG_JOIN_TOKEN_HOURS", 24, "How long a join token is valid.")
     auth: str = declare_key(
         "CYBORG_AUTH",
@@ -399,6 +412,11 @@ class Keys:
         if self.audit_key_file == "off":
             return None
         return Path(self.audit_key_file).absolute() if self.audit_key_file else self.state_path / AUDIT_KEY_FILE
+
+    @property
+    def audit_anchor_path(self) -> Path | None:
+        """The path of the file with kept anchors, None if there is none."""
+        return Path(self.audit_anchor_file).absolute() if self.audit_anchor_file else None
 
     @property
     def policy_path(self) -> Path:

@@ -9,16 +9,17 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import pytest
-from django.db import IntegrityError, connection
+from django.db import IntegrityError, OperationalError, connection
 from django.test.utils import CaptureQueriesContext
 
 from accelerators import conductor
-from accelerators.models import Host
-from agents import authentication, credentials
+from accelerators.models import Event, Host
+from agents import authentication, credentials, key_revocation
 from agents.authentication import ConnectionRejectedError
 from agents.gateway.asgi_app import AgentGateway
 from agents.gateway.sessions import SessionClosedError
-from agents.gateway.writer import SELECT_HOSTS_WITHOUT_APPLIED_REPORT, AdmitJob, SpoolJob, WriterJob
+from agents.gateway.writer import SELECT_HOSTS_WITHOUT_APPLIED_REPORT, AdmitJob, SpoolJob, TrustJob, WriterJob
+from agents.key_revocation import ConnectionIdentity
 from agents.models import Agent, Spooled
 from cyborgweb.settings.keys import Keys
 from tests.support.reports import get_or_create_host
@@ -151,3 +152,38 @@ def test_the_search_for_hosts_without_applied_report_can_use_its_index() -> None
         cursor.execute("SET LOCAL enable_seqscan = off")
         cursor.execute(f"EXPLAIN {SELECT_HOSTS_WITHOUT_APPLIED_REPORT}")
         assert "host_without_applied_report" in str(cursor.fetchall())
+
+
+@pytest.mark.django_db(transaction=True)
+def test_a_change_of_trust_is_applied_once_although_the_database_goes_away_in_its_batch(
+    writer: WriterByHand, agent: WireAgent
+) -> None:
+    """While the batch is repeated, a person has undone the first change."""
+    host, done = Host.objects.get(), list[str]()
+    first, second = (ConnectionIdentity(address, "", 1) for address in ("10.0.0.1", "10.0.0.2"))
+
+    def bar_key() -> None:
+        done.append("barred")
+        key_revocation.bar_cloned_key(host.id, agent.public_key, first, second)
+
+    def fail_once() -> None:
+        done.append("tried")
+        if done.count("tried") == 1:
+            key_revocation.lift_clone_bar(key_revocation.find_agent("cmp1"), "olga")
+            raise OperationalError("the connection is lost")
+
+    writer.gateway._writer._max_rows = 2
+    futures = [writer.enqueue(TrustJob(writer.loop.create_future(), change)) for change in (bar_key, fail_once)]
+    writer.process_batch()
+    assert [future.result() for future in futures] == [None, None]
+    assert (done, Agent.objects.get().barred) == (["barred", "tried", "tried"], "")
+    assert Event.objects.filter(action="agent.clone").count() == 1
+
+
+def test_a_second_request_for_a_new_key_changes_nothing(agent: WireAgent) -> None:
+    row = key_revocation.find_agent("cmp1")
+    assert key_revocation.request_key_rotation(row, "olga")
+    asked_at = Agent.objects.get().rotate_asked_at
+    assert not key_revocation.request_key_rotation(row, "olga")
+    assert Agent.objects.get().rotate_asked_at == asked_at
+    assert Event.objects.filter(action="agent.rotation").count() == 1

@@ -58,6 +58,15 @@ def test_alerts_are_sorted_worst_first_with_pending_decisions_last() -> None:
     assert found[-1].startswith("calm new: 2 devices waiting for a decision")
 
 
+def test_differences_between_events_and_seals_and_a_refusal_to_seal_are_alerts() -> None:
+    audit = backlog.AuditState("the newest seal is forged", NOW - timedelta(minutes=3), NOW, 2, "event 7 was changed")
+    assert list_alert_lines(audit=audit) == [
+        "bad audit: 2 differences between events and their seals: run manage.py verify_events: event 7 was changed",
+        "bad audit: Events are not sealed for 3 min: the newest seal is forged",
+    ]
+    assert list_alert_lines(audit=backlog.AuditState(verified_at=NOW)) == []
+
+
 def test_instances_that_an_unproven_nova_does_not_know_are_an_alert_that_says_what_to_do() -> None:
     (line,) = list_alert_lines(unknown_to_nova=3)
     assert line.startswith("bad not proven: Nova answers 404 for 3 instances that hold requests, and for every")
