@@ -15,9 +15,10 @@ $(VENV)/python:
 	$(PYTHON) -m venv $(VENV)
 	@touch $@
 
+# `compat` adds the checkout to the path. Otherwise each Python process would first load a finder of modules: 11 ms of CPU.
 $(VENV)/server: $(VENV)/python requirements/server.txt pyproject.toml
 	$(PIP) install -q --require-hashes -r requirements/server.txt
-	$(PIP) install -q --no-deps --no-build-isolation -e .
+	$(PIP) install -q --no-deps --no-build-isolation --config-settings editable_mode=compat -e .
 	@touch $@
 
 $(VENV)/dev: $(VENV)/server requirements/dev.txt

@@ -5,6 +5,9 @@ import os
 import sys
 
 if __name__ == "__main__":
+    from cyborgweb.server.garbage import pause_while_loading
+
+    pause_while_loading()
     os.environ.setdefault("DJANGO_SETTINGS_MODULE", "cyborgweb.settings.base")
     from django.core.management import execute_from_command_line
     from django.db import OperationalError

@@ -25,6 +25,7 @@ class AcceleratorsConfig(AppConfig):
         post_migrate.connect(_renumber_transactions, sender=self)
         JOBS.register("sweep", Job("accelerators.workflows.retention_sweep.run"))
         JOBS.register("seals", Job("accelerators.audit.retention.run"))
+        JOBS.register("verification", Job("accelerators.audit.verification_job.run"))
         JOBS.register("deadlines", Job("accelerators.requests.binding.run_deadlines", periodic=True))
         JOBS.register("commands", Job("accelerators.workflows.command_endings.run", periodic=True))
         JOBS.register("releases", Job("accelerators.workflows.release_checks.run", periodic=True))

@@ -5,7 +5,7 @@ Every change of these tables must happen inside `with writing():`; a test fails 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from datetime import datetime, timedelta
@@ -30,6 +30,7 @@ REPORTS_TOPIC = "reports"
 """Notifications that the report of a host is needed again; the detail is the host's id."""
 
 _writing: ContextVar[bool] = ContextVar("writing", default=False)
+_write_check: ContextVar[Callable[[], None] | None] = ContextVar("write_check", default=None)
 EventSubject = tuple[UUID | None, str]
 """The object that an event describes: its uuid, None if it has none, and its name when the event was recorded."""
 
@@ -41,13 +42,28 @@ def writing() -> Iterator[None]:
     """Open a transaction in which rows of `accelerators` may be written.
 
     An exception rolls it back. Blocks may be nested: an inner block is a savepoint of the outer one's transaction.
+    The outermost block first calls the check of `checking_writes`, if there is one, and raises what it raises.
     """
+    check = None if _writing.get() else _write_check.get()
     token = _writing.set(True)
     try:
         with transaction.atomic():
+            if check:
+                check()
             yield
     finally:
         _writing.reset(token)
+
+
+@contextmanager
+def checking_writes(check: Callable[[], None]) -> Iterator[None]:
+    """Call `check` in the transaction of each outermost `writing()` in the `with` block. It refuses the write by an
+    exception."""
+    token = _write_check.set(check)
+    try:
+        yield
+    finally:
+        _write_check.reset(token)
 
 
 def may_write() -> bool:

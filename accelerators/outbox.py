@@ -15,6 +15,7 @@ from datetime import datetime, timedelta
 from typing import Any
 
 from django.db.models import DurationField, ExpressionWrapper, F, Value
+from django.db.models.expressions import CombinedExpression
 from django.db.models.functions import Coalesce, Least, Now, Power
 
 from accelerators import conductor
@@ -26,10 +27,18 @@ STUCK_AFTER_FAILURES = 10
 """Number of failures after which an intent is shown as stuck."""
 
 RAISED_AT = Coalesce("updated_at", "created_at")
-RETRY_PAUSE = ExpressionWrapper(
-    Least(LONGEST_RETRY_S, FIRST_RETRY_S * Power(2.0, Least(F("attempts"), 16))) * timedelta(seconds=1), DurationField()
-)
-"""The back-off after a failure, computed from the number of failures before it."""
+
+
+def build_retry_pause(first_s: float, longest_s: float) -> ExpressionWrapper[CombinedExpression]:
+    """Return the back-off after a failure as an SQL expression over the column `attempts`, the failures before it.
+
+    It is `first_s` seconds after the first failure, and doubles with every failure, up to `longest_s`.
+    """
+    seconds = Least(longest_s, first_s * Power(2.0, Least(F("attempts"), 16)))
+    return ExpressionWrapper(seconds * timedelta(seconds=1), DurationField())
+
+
+RETRY_PAUSE = build_retry_pause(FIRST_RETRY_S, LONGEST_RETRY_S)
 DELETE_DONE = """
 DELETE FROM accelerators_intent t USING unnest(%s::bigint[], %s::timestamptz[]) AS x(id, at)
 WHERE t.id = x.id AND coalesce(t.updated_at, t.created_at) = x.at

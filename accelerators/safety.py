@@ -1,8 +1,9 @@
 """Refuse destructive acts on a device that somebody holds (promise S1).
 
-Our own requests, and handles that a guest may still use, are read from the database. Other services that may know
-holders (Placement, Nova) register a HolderCheck. They are asked before anything is locked (`ask_holders`), about many
-devices at once and within HOLDER_CHECKS_TIMEOUT_S in all. When the devices are locked, `find_holders` reads our own
+Our own requests, and handles that a guest may still use, are read from the database (`find_known_holders`). Other
+services that may know holders (Placement, Nova) register a HolderCheck. They are asked before anything is locked, and
+only if the act is not refused anyway (`ask_holders`), about many devices at once and within HOLDER_CHECKS_TIMEOUT_S in
+all. When the devices are locked, `find_holders` reads our own
 tables, and uses an answer only if nothing has changed since the question was made. If a check could not answer, the act
 is refused.
 """
@@ -30,6 +31,9 @@ HOLDER_CHECKS_TIMEOUT_S = 10.0
 HOLDER_CHECK_ATTEMPTS = 3
 """How often a job asks about the same devices before it gives up, if it stays unknown whether they are held. A device
 may change while services are asked, and then the next answer counts."""
+HOLDER_CHECK_PAUSE_S, LONGEST_HOLDER_CHECK_PAUSE_S = 12.0, 60.0
+"""Seconds before a job asks again; the pause doubles with each attempt. The first one is longer than the time for which
+a service that was away is not asked (`placement_sync.jobs.holder_checks.BACK_OFF_S`)."""
 MAX_HOLDERS_NAMED = 5
 NO_TIME_LEFT = "there was no time left to ask: try again"
 NOT_ASKED = "the device has changed since it was asked for: try again"
@@ -90,22 +94,27 @@ class DeviceHolders:
         The reason is IN_USE, with the holders, or UNAVAILABLE, with the check that could not answer. `act` completes
         "it cannot be ..." in the message.
         """
-        results = self.results[device.pk]
-        if holders := [holder for result in results.values() for holder in result.holders]:
-            raise RefusedError(
-                RefusalReason.IN_USE, f"Device {device.uuid} is held by {', '.join(holders)}: it cannot be {act}."
-            )
-        for name, result in results.items():
+        self.refuse_if_held(device, act)
+        for name, result in self.results[device.pk].items():
             if result.unknown:
                 raise RefusedError(
                     RefusalReason.UNAVAILABLE,
                     f"It is unknown whether device {device.uuid} is held ({name}: {result.unknown}).",
                 )
 
-    def refuse_unless_siblings_free(self, device: Device, affected: Collection[Device], act: str) -> None:
-        """Raise RefusedError unless nobody holds a device that `act` on `device` affects, too."""
-        for sibling in affected:
-            self.refuse_unless_free(sibling, f"affected by the {act} of device {device.uuid}")
+    def refuse_if_held(self, device: Device, act: str) -> None:
+        """Raise RefusedError IN_USE if a holder of the device is known; `act` as in `refuse_unless_free`."""
+        if holders := [holder for result in self.results[device.pk].values() for holder in result.holders]:
+            raise RefusedError(
+                RefusalReason.IN_USE, f"Device {device.uuid} is held by {', '.join(holders)}: it cannot be {act}."
+            )
+
+    def refuse_unless_all_free(self, acts: Mapping[Device, str]) -> None:
+        """Do the same as `refuse_unless_free` for several devices, each with its `act`; a known holder of any of them
+        is named before a check that could not answer."""
+        for refuse in (self.refuse_if_held, self.refuse_unless_free):
+            for device, act in acts.items():
+                refuse(device, act)
 
 
 NO_ANSWERS = HolderAnswers()
@@ -171,6 +180,12 @@ def find_holders(devices: Collection[Device], answers: HolderAnswers) -> DeviceH
             is_valid = answer and (answer.generation, answer.question) == (device.generation, question)
             results[device.pk][name] = answer.result if answer and is_valid else HolderCheckResult(unknown=NOT_ASKED)
     return DeviceHolders(results)
+
+
+def find_known_holders(devices: Collection[Device]) -> DeviceHolders:
+    """Return who holds these devices by our own tables alone, before other services are asked. Two statements; locks
+    nothing."""
+    return DeviceHolders(_find_own_holders([device.pk for device in devices]))
 
 
 def _find_own_holders(devices: Collection[int]) -> dict[int, dict[str, HolderCheckResult]]:

@@ -5,10 +5,13 @@ from __future__ import annotations
 import itertools
 import logging
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
 
-from django.db import DataError, IntegrityError, OperationalError, transaction
+from django.db import DataError, IntegrityError, OperationalError, connection, transaction
 from psycopg.errors import LockNotAvailable, QueryCanceled
+from psycopg.pq import TransactionStatus
 
 from accelerators import conductor
 from accelerators.commands import command_queue
@@ -35,6 +38,9 @@ with faults cannot block the others for ever."""
 STATEMENT_TIMEOUT_S = 15.0
 """A batch is rolled back, and the next one is smaller, if one of its statements takes longer. A killed task would begin
 with the same reports again; the cluster kills it after a minute."""
+BATCH_TIMEOUT_S = 20.0
+"""The same if all statements of a batch together take longer. A job may begin a batch up to `jobs.TIME_SLICE_S` after
+its start, so twice this time has passed at most when a batch ends."""
 SLOW_BATCH_S, QUICK_BATCH_S = 4.0, 1.0
 """After a batch that took longer than SLOW_BATCH_S the next one is half as large, and after one that took less than
 QUICK_BATCH_S twice as large."""
@@ -50,6 +56,8 @@ FREE_BATCH_S of a batch are not counted, because they are mostly round trips to 
 MIN_REST_S, MAX_REST_S, REST_EVENT_INTERVAL_S = 1.0, 300.0, 600.0
 """The shortest and the longest time for which a host above its share waits, and the time after which another event
 tells of it."""
+LOCK_TIMEOUT_OF_TURN_MS = 50
+"""Milliseconds that a statement waits for a lock while hosts are merged one by one to find those with locked rows."""
 FIRST_LOCK_DELAY_S, MAX_LOCK_DELAY_S = 5.0, 60.0
 """Seconds for which a host is left out because another transaction has locked its row; doubled each time."""
 
@@ -165,9 +173,11 @@ def merge_batch() -> bool:
     database rejects the batch, it is applied host by host. The reports of a host that the database rejects even then
     are dropped, and so is a report that this release cannot decode; each time an event is recorded.
 
-    If a statement takes longer than STATEMENT_TIMEOUT_S, the reports stay in the spool, and the next batch is smaller.
-    If a single report takes longer than that, its host is left out for some time, and an event is recorded. If another
-    transaction has locked hosts of the batch for too long, they are left out for some seconds, and the others go on.
+    If a statement takes longer than STATEMENT_TIMEOUT_S, or the batch longer than BATCH_TIMEOUT_S, the reports stay in
+    the spool, and the next batch is smaller. If a single report takes longer than that, its host is left out for some
+    time, the host's reports that cannot matter any more are deleted, and an event is recorded. If another transaction
+    has locked rows of some hosts of the batch for too long, these hosts are left out for some seconds, and the others
+    go on.
     A host that uses more than HOST_SHARE of the time waits, and an event is recorded.
     """
     began = time.monotonic()
@@ -175,18 +185,21 @@ def merge_batch() -> bool:
     if not turns:
         return False
     try:
-        with transaction.atomic():
+        with transaction.atomic(), limiting_duration(began + BATCH_TIMEOUT_S, STATEMENT_TIMEOUT_S):
             _merge_turns(turns)
     except OperationalError as error:
         if isinstance(error.__cause__, LockNotAvailable):
             locked = find_locked_hosts([turn.host_id for turn in turns])
             if not locked:
-                raise
+                locked = _merge_unlocked_turns(turns, began + BATCH_TIMEOUT_S)
+                if len(locked) == len(turns) > 1:
+                    raise  # what all hosts need is locked, such as a table
             log.warning("the rows of some hosts are locked by another transaction; their reports wait: %s", locked)
             _pace.note_locked(locked)
         elif not isinstance(error.__cause__, QueryCanceled):
             raise
         elif delay_s := _pace.note_timeout(turns):
+            spool.fold_reports(turns[0].host_id)
             _record_delay(turns[0].host_id, delay_s)
     else:
         _pace.note_merged(turns, time.monotonic() - began)
@@ -194,6 +207,26 @@ def merge_batch() -> bool:
             _record_rest(host_id, rest_s)
     call_after_commit(command_queue.wake_job_for_answers)
     return True
+
+
+@contextmanager
+def limiting_duration(end: float, statement_timeout_s: float) -> Iterator[None]:
+    """Let a statement of the `with` block fail (QueryCanceled) if it is not done at `end` (monotonic clock).
+
+    Each statement of the transaction has the timeout `statement_timeout_s` already. It is changed, which costs one more
+    statement, only if less time is left. Statements that end a failed transaction are not limited.
+    """
+
+    def execute_in_time(execute: Any, sql: str, params: Any, many: bool, context: dict[str, Any]) -> Any:
+        """Execute a statement with a timeout that ends at `end`."""
+        left_s = end - time.monotonic()
+        raw_connection: Any = connection.connection
+        if left_s < statement_timeout_s and raw_connection.info.transaction_status == TransactionStatus.INTRANS:
+            raw_connection.execute(f"SET LOCAL statement_timeout = {max(1, int(left_s * 1000))}")
+        return execute(sql, params, many, context)
+
+    with connection.execute_wrapper(execute_in_time):
+        yield
 
 
 def _take_turns(*, ignore_urgency: bool) -> list[spool.Turn]:
@@ -239,6 +272,31 @@ def _merge_turns(turns: Sequence[spool.Turn]) -> None:
         _apply_host_by_host(batch)
 
 
+def _merge_unlocked_turns(turns: Sequence[spool.Turn], end: float) -> list[int]:
+    """Merge turns one by one, each in its own savepoint; return the hosts of those for which a row is locked.
+
+    A row of a host's deployables, attributes or handles may be locked, or one that the host's merge inserts. The turns
+    that are not merged before `end` (monotonic clock) wait for the next batch.
+    """
+    locked: list[int] = []
+    with connection.cursor() as cursor:
+        cursor.execute(f"SET LOCAL lock_timeout = {LOCK_TIMEOUT_OF_TURN_MS}")
+    for turn in turns:
+        if time.monotonic() >= end:
+            break
+        try:
+            with transaction.atomic(), limiting_duration(end, STATEMENT_TIMEOUT_S):
+                _merge_turns([turn])
+        except OperationalError as error:
+            if isinstance(error.__cause__, QueryCanceled):
+                _pace.note_timeout(turns)
+                break
+            if not isinstance(error.__cause__, LockNotAvailable):
+                raise
+            locked.append(turn.host_id)
+    return locked
+
+
 def _apply_host_by_host(batch: ReportBatch) -> None:
     """Apply a batch host by host, each in its own savepoint; drop the reports of hosts that the database rejects."""
     for host_id, reports in batch.items():
@@ -276,7 +334,8 @@ def _record_rest(host_id: int, rest_s: float) -> None:
 def _record_delay(host_id: int, delay_s: float) -> None:
     """Record the event `report.delayed` for a host whose reports are put aside."""
     reason = (
-        f"merging one report of the host takes longer than {STATEMENT_TIMEOUT_S:g} s: its reports are tried again in"
+        f"merging one report of the host takes longer than {STATEMENT_TIMEOUT_S:g} s in one statement, or than"
+        f" {BATCH_TIMEOUT_S:g} s in all: its reports are tried again in"
         f" {delay_s:g} s, and those of other hosts go on. Look at what this host reports, and at the database's load"
     )
     host = Host.objects.filter(id=host_id).first()

@@ -117,11 +117,11 @@ def lift_clone_bar(agent: Agent, by: str, source: EventSource = EventSource.PERS
     return True
 
 
-def request_key_rotation(agent: Agent, by: str, source: EventSource = EventSource.PERSON) -> None:
+def request_key_rotation(agent: Agent, by: str, source: EventSource = EventSource.PERSON) -> bool:
     """Ask an agent for a new key, now or when it connects next; the request is stored until the agent has sent a key.
 
-    Its row is locked and read again. An event is recorded, and the gateways are notified. Raise RefusedError: CONFLICT
-    while it is barred, NOT_FOUND if it is gone.
+    Return False, and change nothing, if it has been asked already. Its row is locked and read again. An event is
+    recorded, and the gateways are notified. Raise RefusedError: CONFLICT while it is barred, NOT_FOUND if it is gone.
     """
     with conductor.writing():
         row = _lock_agent(agent.host_id)
@@ -130,9 +130,12 @@ def request_key_rotation(agent: Agent, by: str, source: EventSource = EventSourc
             raise RefusedError(
                 RefusalReason.CONFLICT, f"the agent of {row.host} may not connect ({row.barred}): {remedy}"
             )
+        if row.rotate_asked_at is not None:
+            return False
         Agent.objects.filter(pk=row.pk).update(rotate_asked_at=Now(), changed_at=Now())
         _record_event(row.host, "agent.rotation", source, by, {}, "a new key was asked for")
     pubsub.publish(TOPIC, str(row.host_id))
+    return True
 
 
 def replace_key(host_id: int, old_key: str, new_key: str) -> None:

@@ -63,6 +63,21 @@ WHERE s.host_id = x.host_id AND (s.epoch, s.seq) <= (x.epoch, x.seq)
 """
 """Delete the reports of each host up to an (epoch, seq)."""
 
+SELECT_NEWER_FIRST = """
+WITH sized AS (
+  SELECT id, sum(octet_length(payload)) OVER (ORDER BY epoch DESC, seq DESC, id DESC) - octet_length(payload) AS before
+  FROM spool WHERE host_id = %(host)s AND (epoch, seq, id) < (%(epoch)s, %(seq)s, %(id)s))
+SELECT s.id, s.host_id, s.epoch, s.seq, s.payload FROM sized z JOIN spool s ON s.id = z.id
+WHERE z.before < %(bytes)s ORDER BY s.epoch DESC, s.seq DESC, s.id DESC
+"""
+"""The newest reports of a host before one of them, newest first, up to a number of bytes."""
+
+DELETE_OLDER_REPORTS = """
+DELETE FROM spool
+WHERE host_id = %(host)s AND (id = ANY(%(ids)s) OR (epoch, seq, id) < (%(epoch)s, %(seq)s, %(id)s))
+"""
+MAX_BIGINT = 2**63 - 1
+
 _decode_report = msgspec.json.Decoder(wire.Report).decode
 
 
@@ -135,24 +150,76 @@ def build_turn(rows: Sequence[SpooledReport], newest: tuple[int, int] = (0, 0)) 
     """Build the turn of one host from its reports, oldest first; `newest` is the (epoch, seq) of its newest report.
 
     The reports are decoded from the newest one on, until every driver of the newest one has an answer beside which an
-    earlier one does not matter; older reports are left out. A report that this release cannot decode is left out, too.
+    earlier one does not matter; older reports are left out. A report that this release cannot decode is left out, too,
+    and so is one in which none of the drivers that are still looked for answers.
     """
-    reports: list[HostReport] = []
-    open_drivers: set[str] | None = None
-    error = ""
+    folding = ReportFolding()
     for row in reversed(rows):
+        folding.add_older(row)
+        if folding.is_complete:
+            break
+    last = rows[-1].epoch, rows[-1].seq
+    return Turn(rows[-1].host_id, folding.reports[::-1], last, folding.error, last >= newest)
+
+
+class ReportFolding:
+    """Goes through the reports of one host from the newest one on, and keeps those that can matter in `reports`.
+
+    `error` says why a report could not be decoded, '' if all could.
+    """
+
+    def __init__(self) -> None:
+        self.reports: list[HostReport] = []
+        self.error = ""
+        self._open_drivers: set[str] | None = None
+        """The drivers of the newest report of which an earlier answer can matter; None before there is a report."""
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether no older report can matter."""
+        return self._open_drivers is not None and not self._open_drivers
+
+    def add_older(self, row: SpooledReport) -> bool:
+        """Take the next older report; return whether it can matter, or cannot be decoded."""
         try:
             decoded = _decode_report(row.payload)
         except msgspec.DecodeError as problem:  # it was spooled by another release
-            error = str(problem)
-            continue
+            self.error = str(problem)
+            return True
         report = HostReport(row.epoch, row.seq, decoded.hash, decoded.all_drivers, decoded.boot_id)
-        reports.append(report)
-        open_drivers = find_open_drivers(report.drivers, open_drivers)
-        if not open_drivers:
-            break
-    last = rows[-1].epoch, rows[-1].seq
-    return Turn(rows[-1].host_id, reports[::-1], last, error, last >= newest)
+        if self._open_drivers is not None and not any(
+            one.driver in self._open_drivers and not one.error for one in report.drivers
+        ):
+            return False  # an error is replaced by what the newest report says of the driver
+        self.reports.append(report)
+        self._open_drivers = find_open_drivers(report.drivers, self._open_drivers)
+        return True
+
+
+def fold_reports(host_id: int) -> None:
+    """Delete the reports of a host that cannot matter any more, without merging the others.
+
+    At most TURN_BYTES, and one report, are in memory at the same time. The caller must be the only one that reads the
+    spool.
+    """
+    folding, position = ReportFolding(), {"epoch": MAX_BIGINT, "seq": MAX_BIGINT, "id": MAX_BIGINT}
+    with connection.cursor() as cursor:
+        while not folding.is_complete:
+            cursor.execute(SELECT_NEWER_FIRST, position | {"host": host_id, "bytes": TURN_BYTES})
+            rows = cursor.fetchall()
+            if not rows:
+                return
+            needless: list[int] = []
+            for row_id, *columns in rows:
+                row = SpooledReport(*columns)
+                if folding.is_complete or not folding.add_older(row):
+                    needless.append(row_id)
+            folding.reports.clear()
+            position = {"epoch": row.epoch, "seq": row.seq, "id": row_id}
+            if folding.is_complete:
+                cursor.execute(DELETE_OLDER_REPORTS, position | {"host": host_id, "ids": needless})
+            elif needless:
+                cursor.execute("DELETE FROM spool WHERE id = ANY(%s)", [needless])
 
 
 def delete_reports(turns: Iterable[Turn]) -> None:

@@ -82,7 +82,8 @@ class Report(Message, frozen=True, omit_defaults=True):
     `drivers` are the drivers that were asked for devices. If a driver or one of its backends has an `error`, the report
     repeats its last known devices, or has none of them if they would make the message too large. `others` are drivers
     that do not run; they have their own field, because an older conductor would think that such a driver had answered
-    and found no devices. `urgent`: the report shows a fault, and is processed before the reports of other hosts.
+    and found no devices. `urgent`: the report shows a fault. Only conductors of older releases use it, to process the
+    report before those of other hosts; today's find that out themselves.
     `boot_id`: the host's boot id when the report was made, '' if the agent does not tell it; it is part of the content,
     so that the first report after a reboot is never taken for one that is known already.
     """

@@ -21,7 +21,10 @@ class CyborgwebConfig(AppConfig):
     default_auto_field = "django.db.models.BigAutoField"
 
     def ready(self) -> None:
-        """Register deployment checks, the handlers of `migrate`, jobs, and functions of the console."""
+        """Register deployment checks, the handlers of `migrate`, jobs, and functions of the console.
+
+        It is the last of the applications, so garbage collection is resumed when this is done.
+        """
         from django_q.signals import post_execute_in_worker
 
         from accelerators.runtime.jobs import JOBS, Job
@@ -29,9 +32,11 @@ class CyborgwebConfig(AppConfig):
         from agents.authentication import CONDUCTOR_ADDRESS
         from cyborgweb.auth import keystone, roles
         from cyborgweb.manual.fields import field_sentence
+        from cyborgweb.notify import owners  # noqa: F401  (connects its signals)
         from cyborgweb.pages import load
         from cyborgweb.pages.saved_views import load_list_memory
         from cyborgweb.server import deploy_checks  # noqa: F401  (registers its checks)
+        from cyborgweb.server.garbage import resume_after_loading
         from cyborgweb.server.tls import choose_agent_address
         from placement_sync.cloud import SERVICE_SESSION
 
@@ -40,6 +45,7 @@ class CyborgwebConfig(AppConfig):
         post_migrate.connect(_create_role_groups, sender=self)
         JOBS.register("messages", Job("cyborgweb.notify.fanout.run", periodic=True))
         JOBS.register("deliveries", Job("cyborgweb.notify.sender.run", periodic=True))
+        JOBS.register("owners", Job("cyborgweb.notify.owners.run", periodic=True))
         JOBS.register("mails", Job("cyborgweb.notify.sender.run_mails", periodic=True))
         PAGE_SECTIONS.register("host.load", load.build_host_load)
         PAGE_SECTIONS.register("device.load", load.build_device_load)
@@ -49,6 +55,7 @@ class CyborgwebConfig(AppConfig):
         FIELD_SENTENCE.register("manual", field_sentence)
         SERVICE_SESSION.register("keystone", keystone.service_session)
         CONDUCTOR_ADDRESS.register("tls", choose_agent_address)
+        resume_after_loading()
 
 
 def _record_slow_neighbours(**signal_arguments: Any) -> None:

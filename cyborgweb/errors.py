@@ -6,6 +6,7 @@ All exceptions of this package, each with the module that defines it:
       CliError                          cyborgweb.cli.exit_codes
       KeystoneUnavailableError          cyborgweb.auth.authentication
       LoginThrottledError               cyborgweb.auth.login_throttle
+      ListingNotAllowedError            cyborgweb.auth.keystone
       PolicyDeniedError                 cyborgweb.auth.policy
       PolicyFileError                   cyborgweb.auth.policy
       ReadOnlyError                     cyborgweb.auth.read_only

@@ -5,11 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 from cyborgweb.settings.keys import get_keys
-from cyborgweb.wsgi import application as wsgi  # sets up Django, which the next import needs
+from cyborgweb.wsgi import application as wsgi  # sets up Django, which the next imports need
 
+from cyborgweb.http.connection_guard import ConnectionGuard  # isort: skip
+from cyborgweb.http.deadlines import make_client_limits  # isort: skip
 from cyborgweb.http.django_threads import DjangoThreads  # isort: skip
 
 django_threads = DjangoThreads(wsgi, get_keys())
+ConnectionGuard(make_client_limits(get_keys()), django_threads.memory.served_peers.copy).start()
 
 
 async def application(scope: Any, receive: Any, send: Any) -> None:

@@ -31,7 +31,7 @@ def django_db_setup(django_db_blocker: Any) -> None:
     from django.conf import settings
     from django.db import connection
 
-    from tests.support import emptying
+    from tests.support import emptying, statements
     from tests.support.migrated import TEST_DATABASE
 
     with django_db_blocker.unblock():
@@ -39,6 +39,7 @@ def django_db_setup(django_db_blocker: Any) -> None:
         connection.settings_dict["NAME"] = settings.DATABASES["default"]["NAME"] = TEST_DATABASE
         emptying.allow_emptying()
         emptying.empty_by_deleting()
+        statements.show_texts_of_prepared_statements()
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -43,11 +43,23 @@ REVIEWED_STEPS: dict[str, str] = {
     "accelerators 0002_released_handles: RunSQL": "it sets a time limit for the migration's locks, and adds a "
     "trigger that rejects a bind of a released handle, as the unique index rejects one of a held handle: the former "
     "release retries and answers that the handles are taken",
+    "accelerators 0008_audit_status_and_pauses: AlterField accelerators.seal.kind": "only its help text is another",
+    "accelerators 0008_audit_status_and_pauses: RunSQL": "it sets a time limit for the migration's locks",
     "agents 0003_agent_announcement: RunSQL": "it sets a time limit for the migration's locks",
     "agents 0002_used_nonces: RunSQL": "it sets a time limit for the migration's locks",
     "cyborgweb 0002_mail_server: RunSQL": "it sets a time limit for the migration's locks",
     "cyborgweb 0003_mail_confirmations: RunSQL": "it sets a time limit for the migration's locks, and fills the new "
     "column, which the former release does not read",
+    "cyborgweb 0004_subscription_owners: RunSQL": "it sets a time limit for the migration's locks, and fills a new "
+    "column, which the former release does not read",
+    "cyborgweb 0004_subscription_owners: RemoveConstraint cyborgweb.subscription.subscription_standing_known": "the "
+    "constraint is replaced by a wider one",
+    "cyborgweb 0004_subscription_owners: AddConstraint cyborgweb.subscription": "it allows what the former one did, "
+    "and the table has at most 50 rows for each person and project",
+    "cyborgweb 0004_subscription_owners: AlterField cyborgweb.subscription.standing": "only its choices and its help "
+    "text are others",
+    "cyborgweb 0004_subscription_owners: AlterField cyborgweb.subscription.user": "only Django's own action at a "
+    "deletion and the help text are others: the former release goes on to delete a user's subscriptions itself",
     "accelerators 0007_sign_seals: RunSQL": "it sets a time limit for the migration's locks, and adds a trigger that "
     "rejects an unsigned seal after a signed one: the job of the former release fails, and that of this one seals",
     "placement_sync 0003_vanished_listed: RunSQL": "it sets a time limit for the migration's locks",

@@ -5,6 +5,7 @@ Every order is a POST. A destructive command on a device asks for confirmation, 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 from uuid import UUID
 
@@ -75,7 +76,7 @@ def handle_order(admin: Any, request: HttpRequest, target: Device | Host) -> Htt
     try:
         arguments = _parse_arguments(request, act)
         if isinstance(target, Device) and act.danger and "sure" not in request.POST:
-            return _render_confirmation(admin, request, act, target)
+            return _render_confirmation(admin, request, act, target, arguments)
         command = _place_command(request, act, target, arguments)
     except RefusedError as refused:
         messages.error(request, refused.text)
@@ -116,18 +117,21 @@ def _place_command(
     )
 
 
-def _render_confirmation(admin: Any, request: HttpRequest, act: OrderableCommand, device: Device) -> HttpResponse:
+def _render_confirmation(
+    admin: Any, request: HttpRequest, act: OrderableCommand, device: Device, arguments: Mapping[str, Any]
+) -> HttpResponse:
     """Answer with the confirmation page of a destructive command; nothing is ordered or locked.
 
-    The page lists the other devices of the host that the command affects, too. All holder checks are made. If somebody
-    holds one of these devices, or a check cannot answer in time, the page shows that instead of the button.
+    The page lists the other devices of the host that the command affects, too. All holder checks are made, unless the
+    command is refused anyway. If it is refused, because somebody holds one of these devices, a check cannot answer in
+    time, or for another reason, the page shows the reason instead of the button.
     """
     affected = safety.find_affected_siblings(device, act.op)
-    answers = safety.ask_holders([device, *affected])
-    holders = safety.find_holders([device, *affected], answers)
+    selected_parts = {name: arguments.get(name) for name in ("layout", "deployable")}
     try:
-        holders.refuse_unless_free(device, command_queue.PAST_PARTICIPLES[act.op])
-        holders.refuse_unless_siblings_free(device, affected, act.op)
+        answers = command_queue.ask_holders_if_possible(act.op, device.uuid, **selected_parts)
+        holders = safety.find_holders([device, *affected], answers)
+        holders.refuse_unless_all_free(command_queue.describe_acts(act.op, device, affected))
         refusal = ""
     except RefusedError as refused:
         refusal = refused.text

@@ -39,8 +39,9 @@ def begin_again(operator: str, reason: str) -> Seal:
     """Let the key of CYBORG_AUDIT_KEY_FILE sign from now on, without a signature of the old key; return the seal that
     introduces it. Verification reports it until the person who verifies trusts the new key.
 
-    The key is created if there is no such file. Raises AuditKeyError if there is no signed seal, or if this is the key
-    that signs already.
+    It also lets the key go on after seals of strange keys, because of which nothing is sealed. Verification goes on to
+    report those. The key is created if there is no such file. Raises AuditKeyError if there is no signed seal, or if
+    this key can seal without it.
     """
     path = settings.KEYS.audit_key_path
     if path is None:
@@ -50,10 +51,19 @@ def begin_again(operator: str, reason: str) -> Seal:
         if not Seal.objects.exclude(signature="").exists():
             raise AuditKeyError("no seal is signed yet: the first seal begins with the key, nothing was lost")
         key = signing.create_key(path)
-        if sealing.get_next_key(last) == signing.get_public_key(key):
+        if sealing.get_next_key(last) == signing.get_public_key(key) and _can_seal(last):
             raise AuditKeyError(f"{path} has the key that signs already: nothing was lost")
         chain = SealChain(last, key)
         return _record_key(chain, signing.get_public_key(key), "audit.key_lost", operator, reason)
+
+
+def _can_seal(last: Seal) -> bool:
+    """Return whether this process can append a seal to the chain that ends with `last`."""
+    try:
+        sealing.open_chain(last)
+    except AuditKeyError:
+        return False
+    return True
 
 
 def _record_key(chain: SealChain, new_key: str, action: str, operator: str, reason: str) -> Seal:

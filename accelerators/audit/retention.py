@@ -17,7 +17,7 @@ from django.db import OperationalError, connection, transaction
 from django.db.models import Sum
 
 from accelerators import conductor
-from accelerators.audit import sealing
+from accelerators.audit import sealing, status
 from accelerators.audit.signing import AuditKeyError
 from accelerators.domain import hash_chain
 from accelerators.domain.hash_chain import SealKind
@@ -42,7 +42,8 @@ WHERE inhparent = 'accelerators_event'::regclass AND inhrelid::regclass::text ~ 
 def run() -> None:
     """Run the job `seals`: seal all events that can be sealed, then drop the months past their retention.
 
-    If this process may not seal, log why and do nothing; if CYBORG_AUDIT_KEY_FILE is off, only do nothing.
+    If this process may not seal, log and store why, for the console and the metrics, and do nothing; if
+    CYBORG_AUDIT_KEY_FILE is off, only do nothing.
     """
     if settings.KEYS.audit_key_path is None:
         jobs.clear_tick(sealing.SEALS_JOB)
@@ -51,6 +52,9 @@ def run() -> None:
         jobs.run_steps(sealing.SEALS_JOB, seal_or_drop)
     except AuditKeyError as error:
         log.error("nothing is sealed: %s", error)
+        status.store_refusal(str(error))
+    else:
+        status.store_refusal("")
 
 
 def seal_or_drop() -> bool:

@@ -32,6 +32,11 @@ from accelerators.runtime import database_clock
 log = logging.getLogger(__name__)
 
 SEALS_JOB = "seals"
+GO_ON = (
+    "Run verify_events; when you know what happened, go on with `manage.py seal_events --begin-again` (docs/audit.md)"
+)
+SKIPPED_BY_RESTORE = 1_000_000
+"""How many numbers of seals a restore skips: about as many as are used in two years."""
 MAX_EVENTS_PER_SEAL = 10_000
 """Maximum number of events per seal."""
 
@@ -97,7 +102,9 @@ def open_chain(last: Seal) -> SealChain:
     """Return the chain that ends with the seal `last`, with the key of CYBORG_AUDIT_KEY_FILE.
 
     Creates the key if there is no signed seal yet. Raises AuditKeyError if there is no key, or if `last` was not signed
-    with this key, and does not introduce it: then it may be forged, and nothing may be appended. Costs one statement.
+    with this key, and does not introduce it: then it may be forged, and nothing may be appended. Also raises
+    AuditKeyError if `last` introduces this key again, after another key that this one did not introduce. Costs one
+    statement, and some more if another key has signed `last`.
     """
     path = settings.KEYS.audit_key_path
     if path is None:
@@ -112,24 +119,51 @@ def open_chain(last: Seal) -> SealChain:
             f"the newest seal, №{last.number}, is signed with another key than that in {path}: copy the right key to"
             f" this file; if it is lost, run `manage.py seal_events --begin-again` (docs/audit.md)"
         )
-    previous = Seal.objects.defer("marks").filter(number=last.number - 1).first()
+    previous = Seal.objects.defer("marks").filter(number__lt=last.number).order_by("-number").first()
     # A seal that introduces our key is signed by the key before it, or, after a loss (`begin_again`), by our key.
     signers = {signing.get_public_key(key), get_next_key(previous) if previous and last.kind == SealKind.KEY else ""}
     previous_hash = previous.hash if previous else hash_chain.FIRST_PREVIOUS_HASH
     if last.key not in signers or not has_valid_signature(last, previous_hash, last.key):
-        raise AuditKeyError(f"the newest seal, №{last.number}, is forged: run verify_events; nothing is sealed")
+        raise AuditKeyError(f"the newest seal, №{last.number}, is forged. Nothing is sealed. {GO_ON}")
+    if last.key != signing.get_public_key(key) and (strange := _find_strange_key(signing.get_public_key(key))):
+        raise AuditKeyError(
+            f"seal №{strange.number} brings the key {strange.key}, which the key before it did not sign, and a later"
+            f" seal brings back the key in {path}: somebody has written seals with keys that are not yours. Nothing is"
+            f" sealed. {GO_ON}"
+        )
     return SealChain(last, key)
 
 
-def append_seal(chain: SealChain, kind: SealKind, month: str, **columns: Any) -> Seal:
-    """Store the seal that follows `chain.last`, with the next number, the present time, its hash and its signature;
-    return it.
+def _find_strange_key(own_key: str) -> Seal | None:
+    """Return the first seal that brings a key which the key in force did not sign, since the first seal of `own_key`;
+    None if there is none, or if `own_key` has signed no seal yet."""
+    first = Seal.objects.filter(key=own_key).order_by("number").values_list("number", flat=True).first()
+    if first is None:
+        return None
+    marks = list(Seal.objects.defer("marks").filter(kind=SealKind.KEY, number__gt=first).order_by("number"))
+    hashes = dict(Seal.objects.filter(number__in=[mark.number - 1 for mark in marks]).values_list("number", "hash"))
+    key_in_force = own_key
+    for mark in marks:
+        if not has_valid_signature(mark, hashes.get(mark.number - 1, ""), key_in_force):
+            return mark
+        key_in_force = get_next_key(mark)
+    return None
+
+
+def append_seal(chain: SealChain, kind: SealKind, month: str, skipped: int = 0, **columns: Any) -> Seal:
+    """Store the seal that follows `chain.last`, with the next number after `skipped` ones, the present time, its hash
+    and its signature; return it.
 
     `columns` are the other columns: `tx`, `event`, `events`, `digest`, and for some kinds `drops`, `details`, `marks`.
     """
     key = signing.get_public_key(chain.key)
     seal = Seal(
-        number=chain.last.number + 1, kind=kind, month=month, sealed_at=read_earlier_clock(), key=key, **columns
+        number=chain.last.number + skipped + 1,
+        kind=kind,
+        month=month,
+        sealed_at=read_earlier_clock(),
+        key=key,
+        **columns,
     )
     link = build_link(seal, chain.last.hash)
     seal.hash, seal.signature = link.hash, chain.key.sign(link.text).hex()
@@ -147,11 +181,28 @@ def read_earlier_clock() -> datetime:
     return min(database_clock.now(), datetime.now(UTC))
 
 
-def append_mark(chain: SealChain, kind: SealKind, details: Mapping[str, object], drops: str = "") -> Seal:
-    """Store a seal without events that records something about the chain itself, and return it."""
+def append_mark(
+    chain: SealChain, kind: SealKind, details: Mapping[str, object], drops: str = "", skipped: int = 0
+) -> Seal:
+    """Store a seal without events that records something about the chain itself, and return it; `skipped` as in
+    `append_seal`."""
     last = chain.last
     columns = {"tx": last.tx, "event": last.event, "events": 0, "digest": hash_chain.digest_events(())}
-    return append_seal(chain, kind, last.month, details=json.dumps(details), drops=drops, **columns)
+    return append_seal(chain, kind, last.month, skipped, details=json.dumps(details), drops=drops, **columns)
+
+
+def record_restore(operator: str, reason: str) -> Seal | None:
+    """Append the seal that records that the database was restored, and return it; None if there is no seal yet.
+
+    Its number is SKIPPED_BY_RESTORE above that of the last seal of the backup. So the seals that were lost keep their
+    numbers for themselves, and an anchor that names one of them is explained. Raises AuditKeyError.
+    """
+    with conductor.writing():
+        last = get_newest_seal()
+        if not last.number:
+            return None
+        details = {"after": last.number, "reason": reason, "by": operator}
+        return append_mark(open_chain(last), SealKind.RESTORED, details, skipped=SKIPPED_BY_RESTORE)
 
 
 def get_next_key(seal: Seal) -> str:

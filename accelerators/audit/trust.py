@@ -10,6 +10,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Collection
 from dataclasses import dataclass, field
+from datetime import UTC
 
 from django.db.models import Q, Sum
 
@@ -29,6 +30,8 @@ class ChainTrust:
     """`keys[i]` signs the seals from `first_numbers[i]` on."""
     dropped: dict[str, int] = field(default_factory=dict)
     """Each month whose drop is proven → the number of the seal that proves it: seals before it need no events."""
+    restores: dict[int, tuple[int, str]] = field(default_factory=dict)
+    """Number of each valid seal that records a restore → the number of the seal before it, and a sentence."""
     problems: list[tuple[int, str]] = field(default_factory=list)
     notices: list[tuple[int, str]] = field(default_factory=list)
 
@@ -59,12 +62,18 @@ def read_trust(trusted_keys: Collection[str] = ()) -> ChainTrust:
             trust.problems.append((0, "no seal is signed with the key that you trust"))
     else:
         _add_first_key(first_signed, trusted_keys, trust)
-    marks = list(Seal.objects.filter(~Q(drops="") | Q(kind__in=(SealKind.DROP, SealKind.KEY))).order_by("number"))
+    marks = list(
+        Seal.objects.filter(~Q(drops="") | Q(kind__in=(SealKind.DROP, SealKind.KEY, SealKind.RESTORED))).order_by(
+            "number"
+        )
+    )
     numbers = [mark.number - 1 for mark in marks]
     hashes = dict(Seal.objects.filter(number__in=numbers).values_list("number", "hash"))
     for mark in marks:
         previous_hash = hashes.get(mark.number - 1, hash_chain.FIRST_PREVIOUS_HASH)
-        if mark.kind == SealKind.KEY:
+        if mark.kind == SealKind.RESTORED:
+            _add_restore(mark, trust)
+        elif mark.kind == SealKind.KEY:
             _add_key(mark, previous_hash, trusted_keys, trust)
         else:
             _add_drop(mark, previous_hash, trust)
@@ -99,6 +108,26 @@ def _add_key(mark: Seal, previous_hash: str, trusted_keys: Collection[str], trus
             trust.notices.append((mark.number, f"{text}; you trust it ({reason!r})"))
         else:
             trust.problems.append((mark.number, f"{text}: see docs/audit.md"))
+
+
+def _add_restore(mark: Seal, trust: ChainTrust) -> None:
+    """Accept that the seals before this one were lost in a restore, if it is signed with the key in force."""
+    details = sealing.read_details(mark)
+    previous = Seal.objects.filter(number__lt=mark.number).order_by("-number").first()
+    previous_hash = previous.hash if previous else hash_chain.FIRST_PREVIOUS_HASH
+    number = previous.number if previous else 0
+    if details.get("after") != number or not sealing.has_valid_signature(
+        mark, previous_hash, trust.get_key(mark.number)
+    ):
+        trust.problems.append((mark.number, f"seal №{mark.number} does not prove a restore: it is forged"))
+        return
+    text = (
+        f"the database was restored at {mark.sealed_at.astimezone(UTC):%Y-%m-%d %H:%M:%S} UTC by"
+        f" {details.get('by', '')} ({details.get('reason', '')!r}): what was sealed after seal №{number} was lost, seal"
+        f" №{mark.number} goes on"
+    )
+    trust.restores[mark.number] = number, text
+    trust.notices.append((mark.number, text))
 
 
 def _add_drop(mark: Seal, previous_hash: str, trust: ChainTrust) -> None:

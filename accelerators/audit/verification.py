@@ -8,6 +8,7 @@ again with another key.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 
@@ -74,6 +75,10 @@ class VerificationResult:
     key: str = ""
     """`number`, `hash` and public key of the newest seal that is stored. Keep them outside the database, as an anchor
     for later verifications."""
+    last_verified: int = 0
+    """Number of the last seal that was verified."""
+    is_complete: bool = True
+    """False if there was no time left for all seals, or if there were too many findings."""
     notices: list[str] = field(default_factory=list)
     """Facts that are not errors, but that the person who verifies must know: seals that are not signed, changes of the
     key, and months that were dropped without a signature."""
@@ -86,9 +91,10 @@ def verify_seals(
     anchors: Mapping[int, Anchor] | None = None,
     progress: Callable[[int, int], None] = lambda done, of: None,
     trusted_keys: Collection[str] = (),
+    give_up_at: float = float("inf"),
 ) -> VerificationResult:
     """Verify the seals from `first` to `last` with their events, by default all; stop when there are MAX_FINDINGS
-    findings.
+    findings, or when the monotonic clock is at `give_up_at`.
 
     `anchors` maps numbers of seals to what was kept of them outside the database. An anchor is compared if its seal is
     verified; a number above that of the newest seal is a finding. `trusted_keys` are public keys that the caller knows
@@ -107,15 +113,20 @@ def verify_seals(
         number=0, tx=-1, event=0, hash=hash_chain.FIRST_PREVIOUS_HASH
     )
     for seal in seals.order_by("number").iterator(chunk_size=500):
-        if len(result.findings) >= MAX_FINDINGS:
+        if len(result.findings) >= MAX_FINDINGS or time.monotonic() >= give_up_at:
+            result.is_complete = False
             break
-        _report_gap(previous.number, seal.number, result)
+        if run.trust.restores.get(seal.number, (None, ""))[0] != previous.number:
+            _report_gap(previous.number, seal.number, result)
         _verify_seal(seal, previous, run)
-        previous = seal
+        previous, result.last_verified = seal, seal.number
         progress(result.events + result.dropped, events_total)
     else:
         _report_gap(previous.number, min(newest_seal.number, last or newest_seal.number) + 1, result)
     for number, anchor in sorted((anchors or {}).items()):
+        for restored_number, (last_number, text) in run.trust.restores.items():
+            if last_number < number < restored_number:
+                result.notices.append(f"seal №{number} ({anchor.hash[:12]}…) was kept elsewhere and is gone: {text}")
         if number > newest_seal.number:
             text = (
                 f"seal №{number} ({anchor.hash[:12]}…) was kept elsewhere and is gone: the end of the chain was cut off"

@@ -192,7 +192,7 @@ def order_device_command(
     commands also raise IN_USE, with the holders, or UNAVAILABLE if a holder check cannot answer in time or the device
     has changed since it was asked for.
     """
-    arguments = _check_arguments(op, layout, image)
+    arguments = check_arguments(op, layout, image)
     reason = check_reason(reason)
     if answers is None:
         answers = ask_holders_if_possible(op, device_uuid, layout, deployable, generation)
@@ -202,9 +202,7 @@ def order_device_command(
         assert device is not None
         affected = _lock_affected_siblings(op, device)
         if op in DESTRUCTIVE:
-            holders = safety.find_holders([device, *affected], answers)
-            holders.refuse_unless_free(device, PAST_PARTICIPLES[op])
-            holders.refuse_unless_siblings_free(device, affected, op)
+            _refuse_if_held_or_affecting(op, device, affected, safety.find_holders([device, *affected], answers))
         order = CommandOrder(op, device.uuid, None, deployable_id, None, arguments, caller.name, reason)
         (command,) = place_commands([order], source)
         if affected:  # nothing is bound to them either, until the command has ended
@@ -225,21 +223,56 @@ def ask_holders_if_possible(
     """
     if op not in DESTRUCTIVE or not safety.HOLDER_CHECKS:
         return safety.NO_ANSWERS
-    selected = Device.objects.filter(uuid=device_uuid)
-    device = selected.select_related("host").first()
+    device = Device.objects.filter(uuid=device_uuid).select_related("host").first()
     _check_order(op, device_uuid, device, layout, deployable, generation)
-    return ask_holders_for_command(op, selected)
+    assert device is not None
+    affected = safety.find_affected_siblings(device, op)
+    _refuse_if_held_or_affecting(op, device, affected, safety.find_known_holders([device, *affected]))
+    for sibling in affected:
+        sibling.host = device.host
+    return safety.ask_holders([device, *affected])
 
 
-def ask_holders_for_command(op: str, selected: QuerySet[Device]) -> safety.HolderAnswers:
-    """Ask all holder checks about the selected devices and the others that the command affects, if it is destructive.
+def ask_holders_for_command(
+    op: str, selected: QuerySet[Device], refuse: Callable[[Device], None] = lambda device: None
+) -> safety.HolderAnswers:
+    """Ask all holder checks for a destructive command on each of the selected devices.
 
-    Call it before a transaction is opened, and give the answers to `order_device_command`.
+    They are asked about the devices on which the command is possible as far as the database tells, and about the others
+    that it affects. A caller with further conditions gives `refuse`, which raises RefusedError for a device that does
+    not meet them. Call this before a transaction is opened, and give the answers to `order_device_command`, which
+    checks everything again.
     """
     if op not in DESTRUCTIVE or not safety.HOLDER_CHECKS:
         return safety.NO_ANSWERS
     devices = list(selected.select_related("host"))
-    return safety.ask_holders([*devices, *safety.find_affected_outside(selected, op)])
+    loaded = {one.pk: one for one in [*devices, *safety.find_affected_outside(selected, op)]}
+    known, to_ask = safety.find_known_holders(loaded.values()), dict[int, Device]()
+    for device in devices:
+        affected = [loaded[one.pk] for one in safety.find_affected_siblings(device, op) if one.pk in loaded]
+        try:
+            refuse(device)
+            _refuse_if_impossible(op, device)
+            _refuse_if_held_or_affecting(op, device, affected, known)
+        except RefusedError:
+            continue
+        to_ask |= {one.pk: one for one in [device, *affected]}
+    return safety.ask_holders(to_ask.values())
+
+
+def describe_acts(op: str, device: Device, affected: Iterable[Device]) -> dict[Device, str]:
+    """Return for the device and the others that the command affects what would be done to them, for refusals."""
+    acts = dict.fromkeys(affected, f"affected by the {op} of device {device.uuid}")
+    return {device: PAST_PARTICIPLES[op]} | acts
+
+
+def _refuse_if_held_or_affecting(
+    op: str, device: Device, affected: Sequence[Device], holders: safety.DeviceHolders
+) -> None:
+    """Raise RefusedError if the device is held, or another one that the command affects is held or busy."""
+    for sibling in affected:
+        refuse_if_busy(sibling, op)
+    holders.refuse_unless_all_free(describe_acts(op, device, affected))
 
 
 def order_host_command(
@@ -444,7 +477,7 @@ def _notify_of_placed_commands(hosts: set[int], commands: Sequence[Command]) -> 
     pubsub.publish(COMMANDS_TOPIC, str(hosts.pop()) if len(hosts) == 1 else "")
 
 
-def _check_arguments(op: str, layout: Mapping[str, str] | None, image: UUID | None) -> dict[str, Any]:
+def check_arguments(op: str, layout: Mapping[str, str] | None, image: UUID | None) -> dict[str, Any]:
     """Check what the caller gave for the device command `op`, and return the arguments of its CommandOrder.
 
     An image becomes the argument `wanted`. Raises RefusedError INVALID for an unknown `op`, for an argument that `op`
@@ -492,7 +525,7 @@ def _check_order(
         raise RefusedError(RefusalReason.NOT_FOUND, f"Device not found with uuid={device_uuid}")
     deployable_id = _choose_deployable(device, deployable) if op == "program" else None
     refuse_if_changed(device, generation)
-    _refuse_unknown_words(device, layout or {})
+    refuse_unknown_words(device, layout or {})
     _refuse_if_impossible(op, device)
     return deployable_id
 
@@ -527,16 +560,12 @@ def _refuse_if_impossible(op: str, device: Device) -> None:
 
 
 def _lock_affected_siblings(op: str, device: Device) -> list[Device]:
-    """Lock and return the other devices that the command affects, as the device's driver declares.
+    """Lock and return the other devices that a destructive command affects, as the device's driver declares.
 
-    Raise RefusedError CONFLICT if one of them is busy with an exclusive command. The device and its host must be
-    locked.
+    The device and its host must be locked.
     """
     pks = [one.pk for one in safety.find_affected_siblings(device, op)] if op in DESTRUCTIVE else []
-    affected = conductor.lock_devices(Device.objects.filter(pk__in=pks)) if pks else []
-    for sibling in affected:
-        refuse_if_busy(sibling, op)
-    return affected
+    return conductor.lock_devices(Device.objects.filter(pk__in=pks)) if pks else []
 
 
 def refuse_if_changed(device: Device, expected_generation: int | None) -> None:
@@ -550,7 +579,7 @@ def refuse_if_changed(device: Device, expected_generation: int | None) -> None:
         raise RefusedError(RefusalReason.CONFLICT, f"Device {device.uuid} {why}. Read it again, then send {present}.")
 
 
-def _refuse_unknown_words(device: Device, layout: Mapping[str, str]) -> None:
+def refuse_unknown_words(device: Device, layout: Mapping[str, str]) -> None:
     """Raise RefusedError INVALID if the layout has keys that the device's driver does not accept.
 
     If the agent has not reported which keys the driver accepts, all are accepted here, and the driver decides.

@@ -173,7 +173,7 @@ def apply_action(
     assert len(uuids) <= SLICE_SIZE, "more than a slice"
     reason = check_reason(reason) or DEFAULT_REASONS[action]
     if answers is None:
-        answers = ask_holders_for_action(action, drain_to, uuids)
+        answers = ask_holders_for_action(action, drain_to, uuids, seen)
     changes: list[DeviceStateChange] = []
     with conductor.writing():
         devices = {device.uuid: device for device in lock_devices(Device.objects.filter(uuid__in=uuids))}
@@ -202,16 +202,29 @@ def apply_action(
     return [results.get(uuid) or _build_unknown_result(uuid) for uuid in dict.fromkeys(uuids)]
 
 
-def ask_holders_for_action(action: Action, drain_to: DrainTarget, uuids: Iterable[UUID]) -> safety.HolderAnswers:
-    """Ask all holder checks about these devices if the action would retire them, or drain them to be retired.
+def ask_holders_for_action(
+    action: Action, drain_to: DrainTarget, uuids: Iterable[UUID], seen: SeenStates | None = None
+) -> safety.HolderAnswers:
+    """Ask all holder checks about those of these devices that the action would retire, or drain to be retired.
 
-    Call it before a transaction is opened, and give the answers to `apply_action`.
+    They are not asked about a device for which the action is refused anyway, or changes nothing, as far as the database
+    tells. Call it before a transaction is opened, and give the answers to `apply_action`, which checks everything
+    again.
     """
     retires = action is Action.RETIRE or (action is Action.DRAIN and drain_to is DrainTarget.RETIRED)
-    devices = (
-        Device.objects.filter(uuid__in=list(uuids)).exclude(state=_S.RETIRED) if retires else Device.objects.none()
-    )
-    return safety.ask_holders(list(devices.select_related("host").order_by("id")))
+    if not retires or not safety.HOLDER_CHECKS:
+        return safety.NO_ANSWERS
+    devices = list(Device.objects.filter(uuid__in=list(uuids)).select_related("host").order_by("id"))
+    holder_counts, to_ask = _count_holding_requests(devices), []
+    for device in devices:
+        before = build_lifecycle_state(device, holder_counts[device.id])
+        try:
+            after = _decide_new_state(action, device, before, drain_to, seen)
+        except RefusedError:
+            continue
+        if after != before:
+            to_ask.append(device)
+    return safety.ask_holders(to_ask)
 
 
 def _decide_new_state(

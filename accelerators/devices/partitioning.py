@@ -76,10 +76,10 @@ def partition_devices(
 
     A target that matches no device gets a refused result, too. Each device is changed in a transaction of its own, so a
     refused device does not stop the others. A device that is named twice gets one command. The holder checks are made
-    for all devices at once before. Devices whose turn has not come within TIME_LIMIT_S seconds after that are refused
-    with UNAVAILABLE. Raises RefusedError INVALID, and places no command,
-    if the reason or the number of units is out of range, if the targets name no device or more than MAX_DEVICES, or if
-    a generation is given for more than one device.
+    before, for all devices at once that are not refused anyway. Devices whose turn has not come within TIME_LIMIT_S
+    seconds after that are refused with UNAVAILABLE. Raises RefusedError INVALID, and places no command, if the reason
+    or the number of units is out of range, if the targets name no device or more than MAX_DEVICES, or if a generation
+    is given for more than one device.
     """
     command_queue.check_reason(reason)
     if wanted.unit_delta is not None and not 0 < abs(wanted.unit_delta) <= MAX_UNITS:
@@ -91,8 +91,7 @@ def partition_devices(
         raise RefusedError(
             RefusalReason.INVALID, f"A generation is only for a single device; the targets are {len(devices)} devices."
         )
-    uuids = [device for device, _ in devices if device is not None]
-    answers = command_queue.ask_holders_for_command("partition", Device.objects.filter(uuid__in=uuids))
+    answers = _ask_holders([device for device, _ in devices if device is not None], wanted)
     give_up_at = time.monotonic() + TIME_LIMIT_S
     results = []
     for device, target in devices:
@@ -119,6 +118,8 @@ def update_layout(
     Raises RefusedError as `command_queue.order_device_command` does, and INVALID if the device's driver does not allow
     its layout to be changed.
     """
+    command_queue.check_arguments("partition", layout, None)
+    command_queue.check_reason(reason)
     _refuse_if_unchangeable(Device.objects.filter(uuid=device).first())
     answers = command_queue.ask_holders_if_possible("partition", device, layout, generation=generation)
     with conductor.writing():
@@ -133,6 +134,23 @@ def update_layout(
             source=source,
             answers=answers,
         )
+
+
+def _ask_holders(uuids: Collection[UUID], wanted: PartitionChange) -> safety.HolderAnswers:
+    """Ask all holder checks about those of these devices whose partition is not refused anyway."""
+    if not safety.HOLDER_CHECKS:
+        return safety.NO_ANSWERS
+    selected = Device.objects.filter(uuid__in=uuids)
+    present_units = count_units(list(selected))
+
+    def refuse(device: Device) -> None:
+        """Raise RefusedError if the device does not allow the change."""
+        command_queue.refuse_if_changed(device, wanted.generation)
+        layout = _build_layout(device, wanted, present_units[device.pk])
+        command_queue.check_arguments("partition", layout, None)
+        command_queue.refuse_unknown_words(device, layout)
+
+    return command_queue.ask_holders_for_command("partition", selected, refuse)
 
 
 def _refuse_if_unchangeable(device: Device | None) -> None:
@@ -215,7 +233,7 @@ def _order_partition(
             if device is None:
                 raise RefusedError(RefusalReason.NOT_FOUND, f"Device not found with uuid={uuid}")
             command_queue.refuse_if_changed(device, change.generation)
-            layout = _build_layout(device, change)
+            layout = _build_layout(device, change, count_units([device])[device.pk])
             command = command_queue.order_device_command(
                 "partition", uuid, caller, reason=reason, layout=layout, source=source, answers=answers
             )
@@ -224,8 +242,8 @@ def _order_partition(
     return PartitionResult(target, uuid, command)
 
 
-def _build_layout(device: Device, change: PartitionChange) -> dict[str, str]:
-    """Return the layout for the command. Raises RefusedError INVALID.
+def _build_layout(device: Device, change: PartitionChange, present_units: int) -> dict[str, str]:
+    """Return the layout for the command; the device has `present_units` units now. Raises RefusedError INVALID.
 
     It has the keys and values that the caller gave, and the new number of units under the key `sized_by`.
     """
@@ -235,7 +253,6 @@ def _build_layout(device: Device, change: PartitionChange) -> dict[str, str]:
     if device.sized_by in change.layout:
         text = f"{device.sized_by} is computed from the number of units: leave it out of the layout."
         raise RefusedError(RefusalReason.INVALID, text)
-    present_units = count_units([device])[device.pk]
     wanted_units = present_units + change.unit_delta if change.unit_delta is not None else 0
     if not 0 <= wanted_units <= MAX_UNITS or wanted_units == present_units:
         raise RefusedError(

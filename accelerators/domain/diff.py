@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-from accelerators.domain import driver_status, offer, traits
+from accelerators.domain import driver_status, offer, provider_names, traits
 from accelerators.domain.admission import AdmissionFacts, EnabledRule, first_matching_rule
 from accelerators.domain.identity import SERIAL_PREFIX, IdentifiedDevice, identify_devices, may_be_same_card
 from accelerators.domain.limits import DEFAULT_MAX_DEVICES, LimitedDevices, limit_devices
@@ -154,6 +154,9 @@ class StoredHost(msgspec.Struct, frozen=True, array_like=True):
     drivers: dict[str, dict[str, Any]]
     devices: tuple[StoredDevice, ...]
     boot_id: str = ""
+    node: str = ""
+    other_nodes: tuple[str, ...] = ()
+    """The nodes of other hosts that `provider_names.describe_wrong_name` needs."""
 
 
 class HostReport(msgspec.Struct, frozen=True):
@@ -318,7 +321,8 @@ def collect_changes(
     the programs in flash memory are forgotten, too.
 
     `owners` maps the ids of providers to the names of the hosts to which they belong; the host's new providers are
-    added. If a driver names a provider of another host, its part of the report is replaced by an error and a fault.
+    added. If a driver names a provider of another host, its part of the report is replaced by an error and a fault. A
+    deployable with a new name that does not begin with the host's node is left out, and its device gets a fault.
     Devices and parts above `max_devices` are not stored (`limits.limit_devices`); the stored hash then is
     INCOMPLETE_HASH.
     """
@@ -335,11 +339,11 @@ def collect_changes(
     if host.boot_id and report.boot_id not in ("", host.boot_id):
         host = _end_programs_after_reboot(host, collected)
     own_reports = {
-        driver: _refuse_foreign_providers(host, answer, {} if owners is None else owners)
+        driver: _refuse_wrong_providers(host, answer, {} if owners is None else owners)
         for driver, answer in driver_reports.items()
     }
     identified = identify_devices(host.devices, own_reports)
-    limited = limit_devices(host, identified.accepted, max_devices)
+    limited = limit_devices(host, identified.accepted, max_devices, driver_reports)
     driver_reports = _leave_out_excess(identified.driver_reports, limited)
     for one in limited.accepted:
         _collect_device_changes(host, one, now, collected)
@@ -360,7 +364,7 @@ def collect_changes(
     drivers = driver_status.build_driver_entries(
         host.drivers, _build_driver_entries(host, driver_reports, now, collected), report.drivers, now
     )
-    applied_hash = INCOMPLETE_HASH if limited.fault else report.hash
+    applied_hash = INCOMPLETE_HASH if limited.faults else report.hash
     position: RowValues = {"epoch": report.epoch, "seq": report.seq, "hash": applied_hash}
     collected.hosts.append({"id": host.id, "drivers": drivers, "boot_id": report.boot_id or host.boot_id} | position)
 
@@ -368,8 +372,8 @@ def collect_changes(
 def _leave_out_excess(
     driver_reports: dict[str, CombinedDriverReport], limited: LimitedDevices
 ) -> dict[str, CombinedDriverReport]:
-    """Return the reports with only the devices in `limited`, and with its fault; unchanged if it has none."""
-    if limited.fault is None:
+    """Return the reports with only the devices in `limited`, and with its faults; unchanged if it has none."""
+    if not limited.faults:
         return driver_reports
     devices: dict[str, list[Device]] = {}
     for one in limited.accepted:
@@ -378,30 +382,55 @@ def _leave_out_excess(
         driver: answer if answer.devices is None else replace(answer, devices=tuple(devices.get(driver, ())))
         for driver, answer in driver_reports.items()
     }
-    first = result[limited.driver]
-    return result | {limited.driver: replace(first, faults=(limited.fault, *first.faults)[:MAX_FAULTS])}
+    for driver, fault in limited.faults.items():
+        result[driver] = replace(result[driver], faults=(fault, *result[driver].faults)[:MAX_FAULTS])
+    return result
 
 
-def _refuse_foreign_providers(
+def _refuse_wrong_providers(
     host: StoredHost, answer: CombinedDriverReport, owners: dict[str, str]
 ) -> CombinedDriverReport:
-    """Return the answer, or an error and a fault instead of it if it names a provider of another host.
+    """Return the answer without wrongly named deployables; if it names a provider of another host, return an error and
+    a fault instead.
 
-    The ids of the answer's providers are added to `owners`, unless it is refused.
+    The ids of the returned answer's providers are added to `owners`.
     """
     names = {deployable.name for device in answer.devices or () for deployable in device.deployables}
     providers = {name: str(compute_provider_uuid(name)) for name in names}
     foreign = [name for name in sorted(names) if owners.get(providers[name], host.name) != host.name]
-    if not foreign:
-        owners.update(dict.fromkeys(providers.values(), host.name))
-        return answer
-    reason = (
-        f"the resource provider {foreign[0]} belongs to host {owners[providers[foreign[0]]]}: the devices of this "
-        f"driver stay as they were. Give {host.name} a node name of its own (CYBORG_HOST_NODE), or configure the "
-        "driver to name its deployables after it"
-    )
-    fault = Fault(foreign[0], reason)
-    return CombinedDriverReport(reason, None, (*answer.faults, fault))
+    if foreign:
+        reason = (
+            f"the resource provider {foreign[0]} belongs to host {owners[providers[foreign[0]]]}: the devices of this "
+            f"driver stay as they were. Give {host.name} a node name of its own (CYBORG_HOST_NODE), or configure the "
+            "driver to name its deployables after it"
+        )
+        return CombinedDriverReport(reason, None, (*answer.faults, Fault(foreign[0], reason)))
+    problems = {
+        name: provider_names.describe_wrong_name(name, host.node, host.other_nodes)
+        for name, provider in providers.items()
+        if provider not in owners
+    }
+    wrong_names = {name: problem for name, problem in problems.items() if problem}
+    owners.update({provider: host.name for name, provider in providers.items() if name not in wrong_names})
+    return _leave_out_deployables(answer, wrong_names) if wrong_names else answer
+
+
+def _leave_out_deployables(answer: CombinedDriverReport, wrong_names: Mapping[str, str]) -> CombinedDriverReport:
+    """Return the answer without the deployables in `wrong_names` (name → why it is wrong), and with a fault for each
+    device that had one, up to MAX_FAULTS."""
+    devices: list[Device] = []
+    faults: list[Fault] = []
+    for device in answer.devices or ():
+        kept = tuple(part for part in device.deployables if part.name not in wrong_names)
+        if len(kept) < len(device.deployables):
+            wrong = next(part.name for part in device.deployables if part.name in wrong_names)
+            reason = (
+                f"its deployable {wrong} is not stored, because of its name: {wrong_names[wrong]}. Correct the driver,"
+                " or the node name of the host (CYBORG_HOST_NODE)"
+            )
+            faults.append(Fault(device.address or device.key, reason))
+        devices.append(msgspec.structs.replace(device, deployables=kept))
+    return replace(answer, devices=tuple(devices), faults=(*faults, *answer.faults)[:MAX_FAULTS])
 
 
 def apply_admission_rules(collected: InventoryChanges, rules: Sequence[EnabledRule]) -> None:

@@ -8,6 +8,7 @@ All exceptions of this package, each with the module that defines it:
       IllegalTransitionError            accelerators.domain.states
       RegistrationError                 accelerators.runtime.registry
       AuditKeyError                     accelerators.audit.signing
+      AnchorFileError                   accelerators.audit.anchors
       ImageUnusableError                accelerators.images.download
       ImageServiceUnavailableError      accelerators.images.download
       ConcurrentUpdateError             accelerators.workflows.attachment_orders

@@ -28,6 +28,8 @@ class SealKind(StrEnum):
     """The events of a month were dropped by retention."""
     KEY = "key"
     """The key was replaced: the next seal must be signed with the new key."""
+    RESTORED = "restored"
+    """The database was restored from a backup: the seals between the one before and this one were lost."""
 
 
 @dataclass(frozen=True)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from operator import attrgetter
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -18,8 +20,8 @@ SETTING = "CYBORG_MAX_DEVICES_PER_HOST"
 DEFAULT_MAX_DEVICES = 4096
 """Default of `CYBORG_MAX_DEVICES_PER_HOST`."""
 RESERVED_FRACTION = 16
-"""One driver may use all places of a host but 1 / RESERVED_FRACTION of them. So a driver that reports new devices
-without end leaves places for the devices of other drivers."""
+"""1 / RESERVED_FRACTION of the places of a host are kept for each of its drivers that uses fewer places, and for one
+driver that is not known yet. So drivers that report new devices without end leave places for the devices of others."""
 PARTS_PER_DEVICE = 16
 """A host may have PARTS_PER_DEVICE times as many parts (deployables and attach handles) as it may have devices. Parts
 that are not reported any more stay stored with their device, so the limits of a report do not bound them."""
@@ -27,72 +29,111 @@ that are not reported any more stay stored with their device, so the limits of a
 
 @dataclass(frozen=True)
 class LimitedDevices:
-    """The reported devices that are stored, and the fault of the host about the others, None if there are none.
-
-    `driver` is the driver that gets the fault, '' if there is none.
-    """
+    """The reported devices that are stored, and for each driver with other devices the fault about them."""
 
     accepted: list[IdentifiedDevice]
-    driver: str = ""
-    fault: Fault | None = None
+    faults: Mapping[str, Fault] = field(default_factory=dict)
 
 
-@dataclass
-class _FreePlaces:
-    """The numbers of devices, and of parts of devices, that may be stored in addition."""
+class _Places:
+    """The places of one host for devices, or for parts of devices: how many there are, and how many each driver uses.
 
-    devices: int
-    parts: int
+    `share` of them are kept for each driver in `used` that uses fewer, and for one that is not known yet.
+    """
+
+    def __init__(self, limit: int, share: int, used: dict[str, int]) -> None:
+        self._limit, self._share, self._used = limit, share, used
+        self._total = sum(used.values())
+        self._kept = share + sum(max(0, share - number) for number in used.values())
+
+    def can_take(self, driver: str, number: int) -> bool:
+        """Return whether a driver may use this number of further places: of its share, or of places that are kept for
+        no other driver."""
+        own = max(0, self._share - self._used[driver])
+        kept = self._kept - own if number > own else 0
+        return number == 0 or self._total + number <= self._limit - kept
+
+    def take(self, driver: str, number: int) -> None:
+        """Count this number of further places as used by a driver."""
+        self._kept -= min(number, max(0, self._share - self._used[driver]))
+        self._used[driver] += number
+        self._total += number
+
+    def suffices_for_all(self, number: int) -> bool:
+        """Return whether this number of further places is free without any place that is kept."""
+        return self._total + number <= self._limit - self._kept
 
 
-def limit_devices(host: StoredHost, accepted: Iterable[IdentifiedDevice], max_devices: int) -> LimitedDevices:
-    """Leave out new devices, and new parts of stored devices, above the limits of one host, and of each of its drivers.
+def limit_devices(
+    host: StoredHost, accepted: Iterable[IdentifiedDevice], max_devices: int, drivers: Iterable[str] = ()
+) -> LimitedDevices:
+    """Leave out new devices, and new parts of stored devices, above the limits of one host.
 
-    Devices and parts that are stored already stay, whether they are reported or missing. Of new devices, those that are
-    reported first are accepted. The fault names the number of devices that were left out or lack parts, the limits and
-    the setting.
+    Devices and parts that are stored already stay, whether they are reported or missing. `drivers` are the names of the
+    host's drivers; places are kept for those that have few devices or none (RESERVED_FRACTION). The other places go
+    first to the driver that uses the fewest; of one driver, the devices that are reported first are accepted. The fault
+    of a driver names the number of its devices that were left out or lack parts, the limits and the setting.
     """
     all_devices = list(accepted)
-    max_of_driver = max_devices - max_devices // RESERVED_FRACTION
-    free = _count_free_places(host.devices, max_of_driver)
-    new_devices = sum(one.stored is None for one in all_devices)
-    if new_devices <= max(0, free.devices) and sum(_count_parts(one.device) for one in all_devices) <= free.parts:
+    names = {*drivers, *(one.driver for one in host.devices), *(one.driver for one in all_devices)}
+    share = max_devices // max(RESERVED_FRACTION, len(names) + 1)
+    used_devices, used_parts = dict.fromkeys(names, 0), dict.fromkeys(names, 0)
+    for device in host.devices:
+        used_devices[device.driver] += 1
+        used_parts[device.driver] += sum(1 + len(part.handles) for part in device.deployables)
+    use = {name: max(used_devices[name], used_parts[name] / PARTS_PER_DEVICE) for name in names}
+    device_places = _Places(max_devices, share, used_devices)
+    part_places = _Places(max_devices * PARTS_PER_DEVICE, share * PARTS_PER_DEVICE, used_parts)
+    if device_places.suffices_for_all(sum(one.stored is None for one in all_devices)) and (
+        part_places.suffices_for_all(sum(_count_parts(one.device) for one in all_devices))
+    ):
         return LimitedDevices(all_devices)
-    free_of_host = _count_free_places(host.devices, max_devices)
-    free_of_driver = {
-        driver: _count_free_places([one for one in host.devices if one.driver == driver], max_of_driver)
-        for driver in {one.driver for one in all_devices}
-    }
-    taken: list[IdentifiedDevice] = []
-    exceeding: list[str] = []
+    candidates: list[_Candidate] = []
     for one in all_devices:
         known = _keep_known_parts(one.device, one.stored)
         new_parts = _count_parts(one.device) - _count_parts(known)
-        limits = (free_of_host, free_of_driver[one.driver])
-        if all(new_parts <= limit.parts and (one.stored is not None or limit.devices > 0) for limit in limits):
-            taken.append(one)
-            for limit in limits:
-                limit.devices -= one.stored is None
-                limit.parts -= new_parts
-            continue
-        exceeding.append(one.driver)
-        if one.stored is not None:
-            taken.append(replace(one, device=known))
-    if not exceeding:
-        return LimitedDevices(taken)
+        use[one.driver] += max(one.stored is None, new_parts / PARTS_PER_DEVICE)
+        candidates.append(_Candidate(one, known, new_parts, use[one.driver]))
+    excess: Counter[str] = Counter()
+    for candidate in sorted(candidates, key=attrgetter("use_of_driver")):
+        driver, is_new = candidate.identified.driver, candidate.identified.stored is None
+        if device_places.can_take(driver, is_new) and part_places.can_take(driver, candidate.new_parts):
+            device_places.take(driver, is_new)
+            part_places.take(driver, candidate.new_parts)
+            candidate.is_taken = True
+        else:
+            excess[driver] += 1
+    taken = [
+        candidate.identified if candidate.is_taken else replace(candidate.identified, device=candidate.known)
+        for candidate in candidates
+        if candidate.is_taken or candidate.identified.stored is not None
+    ]
+    return LimitedDevices(taken, {driver: _make_fault(host, excess[driver], max_devices, share) for driver in excess})
+
+
+@dataclass
+class _Candidate:
+    """A reported device. `known` is the device with its stored parts only, and `new_parts` the number of the others.
+
+    `use_of_driver` is the number of places that its driver uses if this device and those before it are accepted.
+    """
+
+    identified: IdentifiedDevice
+    known: Device
+    new_parts: int
+    use_of_driver: float
+    is_taken: bool = False
+
+
+def _make_fault(host: StoredHost, excess: int, max_devices: int, share: int) -> Fault:
+    """Return the fault of a driver about its devices that are not stored, or not completely."""
     reason = (
-        f"devices that are not stored, or not with all their parts: {len(exceeding)}. {SETTING} allows {max_devices}"
-        f" devices of one host, {max_of_driver} of one driver, and {PARTS_PER_DEVICE} times as many deployables and"
-        " attach handles; missing ones count until they are removed. Raise it if the host really has so many, then"
-        " restart the host's agent"
+        f"devices that are not stored, or not with all their parts: {excess}. {SETTING} allows {max_devices}"
+        f" devices of one host, and {PARTS_PER_DEVICE} times as many deployables and attach handles; {share} devices"
+        " are kept for each driver that has fewer; missing ones count until they are removed. Raise it if the host"
+        " really has so many, then restart the host's agent"
     )
-    return LimitedDevices(taken, exceeding[0], Fault(host.name, reason))
-
-
-def _count_free_places(devices: Sequence[StoredDevice], max_devices: int) -> _FreePlaces:
-    """Return the numbers of devices and parts that may be stored beside these devices if `max_devices` are allowed."""
-    parts = sum(1 + len(part.handles) for device in devices for part in device.deployables)
-    return _FreePlaces(max_devices - len(devices), PARTS_PER_DEVICE * max_devices - parts)
+    return Fault(host.name, reason)
 
 
 def _count_parts(device: Device) -> int:

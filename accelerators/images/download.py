@@ -1,7 +1,9 @@
 """The job `images`: give commands the images they wait for, and fetch images that are not stored here from Glance.
 
 Images are fetched in threads that do not use the database, and no transaction is open meanwhile. A fetch continues
-where the last one ended, so an image may take longer than the time slice of one run (SLICE_S).
+where the last one ended, so an image may take longer than the time slice of one run (SLICE_S). A run ends in time also
+if the image service answers slowly or not at all: then it leaves its threads alone. A thread that is left alone ends
+after the part that it is receiving. Until then it keeps its lock on the incomplete file, so no second one writes there.
 """
 
 from __future__ import annotations
@@ -9,7 +11,6 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any, Protocol, TypeVar
@@ -26,9 +27,15 @@ from accelerators.images import store
 from accelerators.models import Command, Image, ImageSource
 from accelerators.runtime import database_clock, jobs
 from accelerators.runtime.registry import Registry
+from drivers.isolation.threads import call_in_parallel, is_ended
 
 SLICE_S = 25.0
 """Seconds after which a run of the job ends; it wakes itself again if there is more to do."""
+LOOKUP_TIMEOUT_S = 10.0
+"""Seconds that all questions of one step to the image service may take together, so that time is left for fetches."""
+ABANDON_AFTER_S = 2.0
+"""Seconds after the end of the time slice for which fetches that have not ended are still waited for."""
+NO_ANSWER_IN_TIME = "it did not answer in time"
 MAX_PARALLEL_FETCHES = 4
 """Number of images that are fetched at the same time."""
 MAX_IMAGES_NAMED = 3
@@ -189,12 +196,62 @@ def _fetch_missing_images(missing: Mapping[WantedImage, list[int]], deadline: fl
     wait. A fetch that failed for another reason does not make the result True: it is tried again when the job is woken
     the next time, after at most a minute (`jobs.backstop`).
     """
-    service, offers, command_ids_by_uuid = IMAGE_SERVICE.only(), dict[str, ServiceImage](), dict[str, list[int]]()
-    for wanted, command_ids in missing.items():
-        if time.monotonic() > deadline:
-            return True
+    if deadline <= time.monotonic():
+        return True
+    service = IMAGE_SERVICE.only()
+    offers, command_ids_by_uuid = _find_service_images(service, missing, deadline)
+    unfinished = False
+    fetches = call_in_parallel(
+        lambda uuid: _fetch_image(service, offers[uuid], deadline),
+        offers,
+        deadline - time.monotonic() + ABANDON_AFTER_S,
+        MAX_PARALLEL_FETCHES,
+    )
+    for uuid, offer in offers.items():
+        command_ids = command_ids_by_uuid[uuid]
+        if fetches[uuid].cancelled():
+            unfinished = True
+            continue
         try:
-            offer = _find_service_image(service, *wanted)
+            if not is_ended(fetches[uuid]):
+                raise ImageServiceUnavailableError(NO_ANSWER_IN_TIME)
+            sha256, received_bytes = fetches[uuid].result()
+        except ImageUnusableError as error:
+            _refuse_commands(command_ids, str(error))
+        except (ImageServiceUnavailableError, RefusedError) as error:
+            _set_progress(command_ids, f"fetching image {uuid}: {error}")
+        else:
+            if sha256:
+                _give_image(
+                    command_ids, store.add_glance_copy(UUID(uuid), offer.name, offer.size, sha256, offer.properties)
+                )
+            else:
+                unfinished = True
+                _set_progress(command_ids, f"fetching image {uuid}: {100 * received_bytes // offer.size} %")
+    return unfinished
+
+
+def _find_service_images(
+    service: ImageService, missing: Mapping[WantedImage, list[int]], deadline: float
+) -> tuple[dict[str, ServiceImage], dict[str, list[int]]]:
+    """Ask the service for the descriptions of these images, until the deadline and for LOOKUP_TIMEOUT_S at most.
+
+    Returns the descriptions, and the ids of the commands that wait, both by the image's id. Images without a usable
+    description are left out: their commands are refused, or show why they wait.
+    """
+    offers, command_ids_by_uuid = dict[str, ServiceImage](), dict[str, list[int]]()
+    max_bytes = store.get_max_image_bytes()
+    answers = call_in_parallel(
+        lambda wanted: _find_service_image(service, *wanted, max_bytes),
+        missing,
+        min(deadline - time.monotonic(), LOOKUP_TIMEOUT_S),
+        MAX_PARALLEL_FETCHES,
+    )
+    for wanted, command_ids in missing.items():
+        try:
+            if not is_ended(answers[wanted]):
+                raise ImageServiceUnavailableError(NO_ANSWER_IN_TIME)
+            offer = answers[wanted].result()
         except ImageUnusableError as error:
             _refuse_commands(command_ids, str(error))
         except ImageServiceUnavailableError as error:
@@ -202,32 +259,11 @@ def _fetch_missing_images(missing: Mapping[WantedImage, list[int]], deadline: fl
         else:
             offers[offer.uuid] = offer
             command_ids_by_uuid.setdefault(offer.uuid, []).extend(command_ids)
-    unfinished = False
-    with ThreadPoolExecutor(MAX_PARALLEL_FETCHES, thread_name_prefix="image") as threads:
-        tasks = {threads.submit(_fetch_image, service, offer, deadline): offer for offer in offers.values()}
-        for task in as_completed(tasks):
-            offer = tasks[task]
-            command_ids = command_ids_by_uuid[offer.uuid]
-            try:
-                sha256, received_bytes = task.result()
-            except ImageUnusableError as error:
-                _refuse_commands(command_ids, str(error))
-            except (ImageServiceUnavailableError, RefusedError) as error:
-                _set_progress(command_ids, f"fetching image {offer.uuid}: {error}")
-            else:
-                if sha256:
-                    _give_image(
-                        command_ids,
-                        store.add_glance_copy(UUID(offer.uuid), offer.name, offer.size, sha256, offer.properties),
-                    )
-                else:
-                    unfinished = True
-                    _set_progress(command_ids, f"fetching image {offer.uuid}: {100 * received_bytes // offer.size} %")
-    return unfinished
+    return offers, command_ids_by_uuid
 
 
-def _find_service_image(service: ImageService, kind: str, value: str) -> ServiceImage:
-    """Ask the service for the description of the wanted image.
+def _find_service_image(service: ImageService, kind: str, value: str, max_bytes: int) -> ServiceImage:
+    """Ask the service for the description of the wanted image, which may have at most `max_bytes`. Uses no database.
 
     Raises ImageServiceUnavailableError if the service cannot answer now. Raises ImageUnusableError if there is no such
     image, if several images have the function, or if the image is empty or too large.
@@ -239,7 +275,6 @@ def _find_service_image(service: ImageService, kind: str, value: str) -> Service
         offer = _require_at_most_one(service.with_function(value), value)
         if offer is None:
             raise ImageUnusableError(f"no image has {_describe_wanted_image(kind, value)}")
-    max_bytes = store.get_max_image_bytes()
     if not 0 < offer.size <= max_bytes:
         raise ImageUnusableError(
             f"image {offer.uuid} has {offer.size} bytes; 1 to {max_bytes} are taken (CYBORG_IMAGE_MAX_BYTES)"
@@ -253,7 +288,7 @@ def _fetch_image(service: ImageService, offer: ServiceImage, deadline: float) ->
     Returns the image's SHA-256 and the number of bytes that are stored. The SHA-256 is '' if the deadline passes before
     the image is complete. Raises ImageServiceUnavailableError if the transfer breaks off, ImageUnusableError if the
     size or the digest is wrong (the file is deleted then) or the service refuses, and RefusedError UNAVAILABLE if the
-    file cannot be written.
+    file cannot be written, or if an earlier fetch of the image has not ended.
     """
     with store.open_partial_file(offer.uuid, "r+b") as file:
         digests = [hashlib.sha256(), hashlib.new(offer.algorithm if offer.algorithm in DIGEST_ALGORITHMS else "sha256")]

@@ -5,6 +5,7 @@ The row is written after the file, so a row means that its file is complete and 
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import os
 import time
@@ -91,35 +92,36 @@ def check_properties(pairs: Iterable[tuple[str, str]]) -> dict[str, str]:
 
 
 def store_upload(
-    chunks: Iterable[bytes], size: int, name: str, properties: Mapping[str, str], caller: Caller, source: EventSource
+    chunks: Iterable[bytes],
+    size: int | None,
+    name: str,
+    properties: Mapping[str, str],
+    caller: Caller,
+    source: EventSource,
 ) -> Image:
     """Store an uploaded image of exactly `size` bytes: its file, its row and an event. Returns the row.
 
+    `size` is None if it is not known before the last chunk; `chunks` must then raise an exception if bytes are missing.
     No transaction is open while the bytes arrive. Raises RefusedError, and then stores nothing: INVALID for a wrong
     size, name or properties; CONFLICT if there are MAX_UPLOADS uploaded images; UNAVAILABLE if the file cannot be
     written.
     """
-    if not 0 < size <= get_max_image_bytes():
-        raise RefusedError(
-            RefusalReason.INVALID,
-            f"An image must have 1 to {get_max_image_bytes()} bytes (CYBORG_IMAGE_MAX_BYTES); this one has {size}.",
-        )
+    if size is not None:
+        _check_size(size)
     if len(name) > 255 or "\0" in name:
         raise RefusedError(RefusalReason.INVALID, "An image's name has at most 255 characters, without NUL.")
     checked_properties = check_properties(properties.items())
     if Image.objects.filter(source=ImageSource.UPLOAD).count() >= MAX_UPLOADS:
         raise RefusedError(RefusalReason.CONFLICT, f"There are {MAX_UPLOADS} uploaded images: remove some first.")
-    image = Image(
-        name=name, size=size, properties=checked_properties, source=ImageSource.UPLOAD.value, by=caller.name[:255]
-    )
+    image = Image(name=name, properties=checked_properties, source=ImageSource.UPLOAD.value, by=caller.name[:255])
     image.uuid = uuid4()
     try:
         with open_partial_file(image.uuid, "wb") as file:
-            image.sha256 = _write_chunks(chunks, size, file)
+            image.sha256, image.size = _write_chunks(chunks, size, file)
             finalize_file(file, image.uuid)
         with conductor.writing():
             image.save(force_insert=True)
-            _record_image_event("image.added", image, source, caller.name, f"uploaded, {size} bytes")
+            _record_image_event("image.added", image, source, caller.name, f"uploaded, {image.size} bytes")
     except BaseException:
         get_partial_path(image.uuid).unlink(missing_ok=True)
         get_image_path(image.uuid).unlink(missing_ok=True)
@@ -210,14 +212,20 @@ def get_partial_path(uuid: UUID | str) -> Path:
 
 @contextmanager
 def open_partial_file(uuid: UUID | str, mode: str) -> Iterator[IO[bytes]]:
-    """Open an image's incomplete file at its beginning, to read and write; create it if it does not exist.
+    """Open an image's incomplete file at its beginning, to read and write, and lock it; create it if it does not exist.
 
     Mode "wb" empties the file, "r+b" keeps the bytes of an earlier transfer. If an OSError occurs here or inside the
-    block, deletes the file and raises RefusedError UNAVAILABLE.
+    block, deletes the file and raises RefusedError UNAVAILABLE. Also raises RefusedError UNAVAILABLE if another
+    transfer has locked the file, and then leaves it alone.
     """
     flags = os.O_RDWR | os.O_CREAT | (os.O_TRUNC if mode == "wb" else 0)
     try:
         with os.fdopen(os.open(get_partial_path(uuid), flags, 0o600), mode) as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                text = f"An earlier transfer of image {uuid} has not ended yet."
+                raise RefusedError(RefusalReason.UNAVAILABLE, text) from None
             yield file
     except OSError as error:
         get_partial_path(uuid).unlink(missing_ok=True)
@@ -237,20 +245,36 @@ def finalize_file(file: IO[bytes], uuid: UUID | str) -> None:
     sync_directory(get_image_directory())
 
 
-def _write_chunks(chunks: Iterable[bytes], size: int, file: IO[bytes]) -> str:
-    """Write `size` bytes to the file and return their SHA-256. Raises RefusedError INVALID if fewer or more arrive."""
+def _check_size(size: int) -> None:
+    """Raise RefusedError INVALID if an image must not have this many bytes."""
+    if not 0 < size <= get_max_image_bytes():
+        raise RefusedError(
+            RefusalReason.INVALID,
+            f"An image must have 1 to {get_max_image_bytes()} bytes (CYBORG_IMAGE_MAX_BYTES); this one has {size}.",
+        )
+
+
+def _write_chunks(chunks: Iterable[bytes], size: int | None, file: IO[bytes]) -> tuple[str, int]:
+    """Write the chunks to the file and return the SHA-256 and the number of their bytes.
+
+    Raises RefusedError INVALID if these are not `size` bytes; if that is None, for a size that no image may have, as
+    soon as it is exceeded.
+    """
     digest, received_bytes = hashlib.sha256(), 0
+    max_bytes = get_max_image_bytes() if size is None else size
     for chunk in chunks:
         received_bytes += len(chunk)
-        if received_bytes > size:
+        if received_bytes > max_bytes:
             break
         digest.update(chunk)
         file.write(chunk)
-    if received_bytes != size:
+    if size is None:
+        _check_size(received_bytes)
+    elif received_bytes != size:
         raise RefusedError(
             RefusalReason.INVALID, f"{size} bytes were announced, {received_bytes} came: send the image again."
         )
-    return digest.hexdigest()
+    return digest.hexdigest(), received_bytes
 
 
 def _record_image_event(action: str, image: Image, source: EventSource, actor: str, reason: str) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 from django.conf import settings
-from django.db import connection
+from django.db import connection, transaction
 
 from accelerators import conductor, conductor_sql
 from accelerators.commands import command_queue
@@ -71,10 +71,10 @@ def merge_reports(reports: Mapping[int, Sequence[HostReport]]) -> int:
 
 def find_locked_hosts(host_ids: Collection[int]) -> list[int]:
     """Return those of these hosts that `merge_reports` cannot merge now, because another transaction has locked the row
-    of the host or of one of its devices. Wait for no lock; all other rows of these hosts stay locked until the
-    commit."""
-    with connection.cursor() as cursor:
+    of the host or of one of its devices. Wait for no lock, and keep none. Call it in a transaction."""
+    with transaction.atomic(), connection.cursor() as cursor:
         cursor.execute(sql.SELECT_LOCKED_HOSTS, {"hosts": list(host_ids)})
+        transaction.set_rollback(True)  # of the savepoint, which gives the locks back
         return [host_id for (host_id,) in cursor.fetchall()]
 
 

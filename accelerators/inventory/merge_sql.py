@@ -55,9 +55,16 @@ SELECT json_build_array(h.id, h.uuid, h.name, h.applied_epoch, h.applied_seq, h.
                 EXISTS (SELECT FROM accelerators_acceleratorrequest r WHERE r.attach_handle_id = t.id)
                 OR EXISTS (SELECT FROM accelerators_releasedhandle w WHERE w.handle_id = t.id))), '[]'),
     d.drain_to))
-  FROM accelerators_device d WHERE d.host_id = h.id), '[]'), h.boot_id)::text
+  FROM accelerators_device d WHERE d.host_id = h.id), '[]'), h.boot_id, h.node, coalesce((
+  SELECT json_agg(o.node)
+  FROM (VALUES (h.node), (nullif(regexp_replace(h.node, '[^a-zA-Z0-9_-]', '_', 'g'), h.node))) AS own(node)
+  JOIN accelerators_host o ON o.node = own.node OR (o.node >= own.node || '_' AND o.node < own.node || '`')
+  WHERE o.id <> h.id), '[]'))::text
 FROM accelerators_host h WHERE h.id = ANY(%s) ORDER BY h.id
 """
+"""The hosts, their devices, and the nodes that `provider_names.describe_wrong_name` needs.
+
+'`' is the character after '_', so the nodes in that range begin with the host's node and '_'."""
 
 LOCK_DEVICES = "SELECT FROM accelerators_device WHERE uuid = ANY(%s::uuid[]) ORDER BY id FOR NO KEY UPDATE"
 """Lock devices so that no request can be bound to them until the commit. Waits for binds that are not committed."""

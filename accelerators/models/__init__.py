@@ -8,7 +8,7 @@ from accelerators.models.devices import AttachHandle, Attribute, Deployable, Dev
 from accelerators.models.drivers import DriverWish, HostDriver, Rollout, RolloutStep
 from accelerators.models.hosts import Host
 from accelerators.models.images import Image, ImageSource
-from accelerators.models.records import Event, Generation, Intent, Seal, Tick
+from accelerators.models.records import AuditStatus, Event, Generation, Intent, Seal, Tick
 from accelerators.models.requests import AcceleratorRequest, DeviceProfile
 from accelerators.models.rules import AdmissionRule
 
@@ -18,6 +18,7 @@ __all__ = [
     "AttachHandle",
     "Attachment",
     "Attribute",
+    "AuditStatus",
     "Backend",
     "Bulk",
     "BulkItem",

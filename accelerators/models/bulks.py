@@ -77,6 +77,10 @@ class BulkItem(models.Model):
     why = models.CharField(max_length=16, default="", blank=True, help_text="The code of the refusal.")
     state = models.CharField(max_length=16, default="", blank=True, help_text="The device's state afterwards.")
     text = models.TextField(default="", blank=True)
+    attempts = models.IntegerField(
+        default=0, db_default=0, help_text="How often it stayed unknown whether the device is held."
+    )
+    next_at = models.DateTimeField(null=True, blank=True, help_text="Not tried again before this time.")
 
     class Meta:
         ordering = ["id"]

@@ -149,6 +149,10 @@ class RolloutStep(models.Model):
     state = models.CharField(max_length=16, choices=RolloutStepState.choices(), default=RolloutStepState.WAITING.value)
     text = models.TextField(default="", blank=True)
     command = _command_key()
+    attempts = models.IntegerField(
+        default=0, db_default=0, help_text="How often it stayed unknown whether the devices are held."
+    )
+    next_at = models.DateTimeField(null=True, blank=True, help_text="Not tried again before this time.")
     ended_at = models.DateTimeField(null=True, blank=True)
 
     class Meta:

@@ -99,8 +99,8 @@ class Seal(models.Model):
         default="",
         db_default="",
         blank=True,
-        help_text="What it records: `events`, `drop` (of a month) or `key` (another key signs from the next seal on). "
-        "Empty in seals that are not signed.",
+        help_text="What it records: `events`, `drop` (of a month), `key` (another key signs from the next seal on) or "
+        "`restored` (the database was restored from a backup). Empty in seals that are not signed.",
     )
     details = models.TextField(
         default="",
@@ -132,6 +132,30 @@ class Seal(models.Model):
 
     def __str__(self) -> str:
         return f"№{self.number}"
+
+
+class AuditStatus(models.Model):
+    """What the jobs that seal and verify events found in their last run; one row.
+
+    It is only shown: who can write to the database can change it, until the next run of the jobs.
+    """
+
+    refusal = models.TextField(default="", db_default="", blank=True, help_text="Why nothing is sealed.")
+    refused_since = models.DateTimeField(null=True, blank=True)
+    verified_number = models.BigIntegerField(
+        default=0, db_default=0, help_text="All seals up to this number were verified since the verification began."
+    )
+    verified_at = models.DateTimeField(
+        null=True, blank=True, help_text="When the newest seal of that time had been verified."
+    )
+    findings = models.IntegerField(default=0, db_default=0, help_text="How many differences the verification found.")
+    finding = models.TextField(default="", db_default="", blank=True, help_text="The first difference.")
+
+    class Meta:
+        verbose_name_plural = "audit status"
+
+    def __str__(self) -> str:
+        return self.refusal or self.finding or "as it should be"
 
 
 class Intent(fields.Row):

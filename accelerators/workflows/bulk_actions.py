@@ -9,6 +9,7 @@ twice.
 from __future__ import annotations
 
 from collections import Counter
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
 from functools import reduce
@@ -18,8 +19,9 @@ from typing import Any
 import msgspec
 from django.db import connection, transaction
 from django.db.models import Count, Exists, F, OuterRef, Q, QuerySet
+from django.db.models.functions import Now
 
-from accelerators import conductor, safety
+from accelerators import conductor, outbox, safety
 from accelerators.commands import command_queue
 from accelerators.devices import lifecycle
 from accelerators.devices.lifecycle import ActionResult, SeenStates
@@ -41,6 +43,8 @@ from accelerators.runtime.after_commit import call_after_commit
 from accelerators.workflows import bulk_commands
 from drivers.plan import DESTRUCTIVE
 
+IS_DUE = Q(next_at=None) | Q(next_at__lte=Now())
+HOLDER_CHECK_PAUSE = outbox.build_retry_pause(safety.HOLDER_CHECK_PAUSE_S, safety.LONGEST_HOLDER_CHECK_PAUSE_S)
 MAX_BULK_DEVICES = 100_000
 """Maximum number of devices of one bulk action."""
 BULK_SLICE_SIZE = 100
@@ -215,16 +219,29 @@ def confirm_draft(bulk: Bulk, reason: str, held_too: bool, dry_run: bool = False
 
     Returns False if it is not a draft any more. Without `held_too` an action does not move devices that requests hold;
     commands (`bulk_commands.BULK_OPS`) ignore it. A set of at most BULK_SLICE_SIZE devices is finished when this
-    returns; the job `bulks` works on a larger one. Raises RefusedError INVALID for a reason that cannot be stored.
+    returns, unless this process is killed; the job `bulks` works on a larger one, and finishes the set of a killed
+    process. Raises RefusedError INVALID for a reason that cannot be stored.
     """
     reason = command_queue.check_reason(reason)
+    # Whoever has the lock works on the set alone, so that the services are asked about its devices only once.
+    with _try_bulk_lock(bulk) as has_lock:
+        draft = _start_draft(bulk, reason, held_too, dry_run)
+        if draft is None:
+            return False
+        if has_lock and draft.total <= BULK_SLICE_SIZE:
+            _process_slice(draft, max_attempts=1)
+    return True
+
+
+def _start_draft(bulk: Bulk, reason: str, held_too: bool, dry_run: bool) -> Bulk | None:
+    """Mark a draft as running and wake the job `bulks`; return None if it is not a draft any more."""
     with conductor.writing():
         draft = Bulk.objects.select_for_update().filter(pk=bulk.pk, state=BulkState.DRAFT).first()
         if draft is None:
-            return False
-        draft.items.exclude(ITEM_IS_WAITING).update(
-            outcome="", why="", state="", text=""
-        )  # results of a dry run before
+            return None
+        draft.items.exclude(ITEM_IS_WAITING).update(  # results of a dry run before
+            outcome="", why="", state="", text="", attempts=0, next_at=None
+        )
         draft.state, draft.reason, draft.held_too, draft.dry = BulkState.RUNNING, reason, held_too, dry_run
         draft.moved = draft.unchanged = draft.refused = 0
         draft.request_id, draft.ended_at = request_id.get(), None
@@ -233,9 +250,7 @@ def confirm_draft(bulk: Bulk, reason: str, held_too: bool, dry_run: bool = False
         if not dry_run:
             _record_bulk_event(draft, "confirmed", {"devices": [None, draft.total]})
         call_after_commit(jobs.enqueue_job, "bulks")
-    if draft.total <= BULK_SLICE_SIZE:
-        process_next_slice(draft.pk)
-    return True
+    return draft
 
 
 def cancel_bulk(bulk: Bulk, caller: Caller) -> None:
@@ -255,41 +270,52 @@ def run() -> None:
     jobs.run_steps_outside_transaction("bulks", process_next_slice)
 
 
-def process_next_slice(bulk_id: int | None = None) -> bool:
-    """Process one slice of a bulk action: the running one that has waited longest, or the one with the key `bulk_id`.
+def process_next_slice() -> bool:
+    """Process one slice of the running bulk action that has waited longest; return False if there is nothing to do now.
+
+    If it is unknown whether a device is held, the device stays waiting and is tried again after a pause,
+    HOLDER_CHECK_ATTEMPTS times in all. A bulk action on which another process works is left to it.
+    """
+    items = BulkItem.objects.filter(ITEM_IS_WAITING, bulk=OuterRef("pk"))
+    for bulk in Bulk.objects.filter(BULK_IS_RUNNING, Exists(items.filter(IS_DUE)) | ~Exists(items)).order_by(
+        "updated_at"
+    ):
+        with _try_bulk_lock(bulk) as acquired:
+            if acquired:
+                _process_slice(bulk, safety.HOLDER_CHECK_ATTEMPTS)
+                return True
+    return False
+
+
+def _try_bulk_lock(bulk: Bulk) -> AbstractContextManager[bool]:
+    """Try to take the lock of a bulk action for this database connection: only its holder makes the holder checks."""
+    return jobs.try_connection_lock(f"bulk {bulk.pk}")
+
+
+def _process_slice(found: Bulk, max_attempts: int) -> None:
+    """Process the next slice of a bulk action.
 
     The holder checks of the slice are made first, if the action needs them. Then one transaction changes the devices'
     states or places their commands, writes the outcome of each, and ends the bulk action after its last device. It
-    locks the bulk action, the devices and their hosts. If it is unknown whether a device is held, the job asks again,
-    HOLDER_CHECK_ATTEMPTS times in all; with `bulk_id` a person waits, and is told at once. Returns False if there was
-    nothing to do.
+    locks the bulk action, the devices and their hosts. Items of which it is unknown whether the device is held stay
+    waiting until they were tried `max_attempts` times. Does nothing if another process has processed the items
+    meanwhile.
     """
-    running = Bulk.objects.filter(BULK_IS_RUNNING).order_by("updated_at")
-    found = (running.filter(pk=bulk_id) if bulk_id else running).first()
-    if found is None:
-        return False
-    items = _load_next_items(found, BULK_SLICE_SIZE)
-    for attempts_left in reversed(range(1 if bulk_id else safety.HOLDER_CHECK_ATTEMPTS)):
-        items = _process_items(found, items, is_last_attempt=not attempts_left)
-        if not items:
-            break
-    return True
-
-
-def _process_items(found: Bulk, asked_items: list[BulkItem], is_last_attempt: bool) -> list[BulkItem]:
-    """Make the holder checks of these items and process them; return those that stay waiting, to be asked about again.
-
-    These are the items of which it is unknown whether the device is held, unless this is the last attempt. Does nothing
-    if another process has processed the items meanwhile.
-    """
+    asked_items = list(found.items.filter(ITEM_IS_WAITING & IS_DUE).order_by("id")[:BULK_SLICE_SIZE])
     answers = _ask_holders(found, asked_items)
     with conductor.writing():
         bulk = Bulk.objects.filter(BULK_IS_RUNNING).select_for_update().filter(pk=found.pk).first()
-        if bulk is None or _load_next_items(bulk, len(asked_items) or 1) != asked_items:
-            return []
+        waiting_items = found.items.filter(ITEM_IS_WAITING)
+        if bulk is None or waiting_items.filter(pk__in=[item.pk for item in asked_items]).count() != len(asked_items):
+            return
         results = _apply_to_items(bulk, asked_items, answers)
-        waiting = {r.uuid for r in results if r.reason is RefusalReason.UNAVAILABLE and not is_last_attempt}
-        results = [result for result in results if result.uuid not in waiting]
+        retried = {item.device_uuid for item in asked_items if item.attempts + 1 < max_attempts}
+        retried &= {result.uuid for result in results if result.reason is RefusalReason.UNAVAILABLE}
+        if retried:
+            waiting_items.filter(device_uuid__in=retried).update(
+                attempts=F("attempts") + 1, next_at=Now() + HOLDER_CHECK_PAUSE
+            )
+        results = [result for result in results if result.uuid not in retried]
         rows = [
             {"uuid": str(r.uuid), "outcome": r.outcome, "why": r.reason or "", "state": r.state, "text": r.text}
             for r in results
@@ -298,29 +324,28 @@ def _process_items(found: Bulk, asked_items: list[BulkItem], is_last_attempt: bo
         for outcome, number in Counter(result.outcome for result in results).items():
             setattr(bulk, outcome, getattr(bulk, outcome) + number)
         bulk.updated_at = database_clock.now()
-        if bulk.finished_count >= bulk.total or not asked_items:
+        if bulk.finished_count >= bulk.total or not waiting_items.exists():
             _end_bulk(bulk, BulkState.DONE, bulk.actor)
         bulk.save()
-    return [item for item in asked_items if item.device_uuid in waiting]
-
-
-def _load_next_items(bulk: Bulk, maximum: int) -> list[BulkItem]:
-    """Return the next items of a bulk action that wait, at most `maximum`."""
-    return list(bulk.items.filter(ITEM_IS_WAITING).order_by("id")[:maximum])
 
 
 def _ask_holders(bulk: Bulk, items: list[BulkItem]) -> safety.HolderAnswers:
     """Make the holder checks of these items, if the action needs any."""
-    uuids = [item.device_uuid for item in items]
+    seen = _build_seen_states(bulk, items)
     if bulk.action in bulk_commands.BULK_OPS:
-        return command_queue.ask_holders_for_command(bulk.action, Device.objects.filter(uuid__in=uuids))
-    return lifecycle.ask_holders_for_action(Action(bulk.action), DrainTarget(bulk.then), uuids)
+        return bulk_commands.ask_holders_for_each(bulk.action, seen.words_by_device)
+    return lifecycle.ask_holders_for_action(Action(bulk.action), DrainTarget(bulk.then), seen.words_by_device, seen)
+
+
+def _build_seen_states(bulk: Bulk, items: list[BulkItem]) -> SeenStates:
+    """Return the states that the devices of these items showed when they were chosen. A dry run includes held ones."""
+    return SeenStates({item.device_uuid: item.stood for item in items}, bulk.held_too or bulk.dry)
 
 
 def _apply_to_items(bulk: Bulk, items: list[BulkItem], answers: safety.HolderAnswers) -> list[ActionResult]:
     """Apply the action to these items and return the results; the changes of a dry run are rolled back."""
     token = request_id.set(bulk.request_id)
-    seen = SeenStates({item.device_uuid: item.stood for item in items}, bulk.held_too or bulk.dry)
+    seen = _build_seen_states(bulk, items)
     caller = Caller(bulk.actor, "", frozenset(), "")
     try:
         with transaction.atomic():

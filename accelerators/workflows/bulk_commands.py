@@ -50,6 +50,14 @@ def predict_refusal(
     return "is busy with a command" if is_busy and op in command_queue.EXCLUSIVE_OPS else ""
 
 
+def ask_holders_for_each(op: str, words_when_chosen: Mapping[UUID, str]) -> safety.HolderAnswers:
+    """Ask all holder checks for `place_command_for_each`, about the devices that are not refused anyway."""
+    selected = Device.objects.filter(uuid__in=list(words_when_chosen))
+    return command_queue.ask_holders_for_command(
+        op, selected, lambda device: _refuse_if_changed(op, device, words_when_chosen[device.uuid])
+    )
+
+
 def place_command_for_each(
     op: str, words_when_chosen: Mapping[UUID, str], caller: Caller, reason: str, answers: safety.HolderAnswers
 ) -> list[ActionResult]:
@@ -57,8 +65,8 @@ def place_command_for_each(
 
     Returns one result per device; `moved` means that the command was placed.
     `words_when_chosen` maps each device to its `LifecycleState.as_text` when it was chosen. Locks the devices and their
-    hosts. `answers` are those of `command_queue.ask_holders_for_command` for these devices. A device that is gone is
-    refused with NOT_FOUND.
+    hosts. `answers` are those of `ask_holders_for_each` for these devices. A device that is gone is refused with
+    NOT_FOUND.
     """
     with conductor.writing():
         devices = {
@@ -82,12 +90,18 @@ def _place_command(
     """Place the command for one locked device; return the result. A RefusedError becomes a refused result."""
     device_columns = (str(device), device.host.name, device.state)
     try:
-        if op in DESTRUCTIVE and device.lifecycle_text != word_when_chosen:
-            text = f"It was {word_when_chosen} when it was chosen; it is {device.lifecycle_text} now. Look at it again."
-            raise RefusedError(RefusalReason.CONFLICT, text)
+        _refuse_if_changed(op, device, word_when_chosen)
         command = command_queue.order_device_command(
             op, device.uuid, caller, reason=reason, source=EventSource.PERSON, answers=answers
         )
     except RefusedError as refused:
         return ActionResult(device.uuid, "refused", *device_columns, refused.text, refused.reason)
     return ActionResult(device.uuid, "moved", *device_columns, f"command {command.pk}")
+
+
+def _refuse_if_changed(op: str, device: Device, word_when_chosen: str) -> None:
+    """Raise RefusedError CONFLICT if `op` is destructive, and the device's state differs from the one when it was
+    chosen."""
+    if op in DESTRUCTIVE and device.lifecycle_text != word_when_chosen:
+        text = f"It was {word_when_chosen} when it was chosen; it is {device.lifecycle_text} now. Look at it again."
+        raise RefusedError(RefusalReason.CONFLICT, text)

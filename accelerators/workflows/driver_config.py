@@ -146,19 +146,21 @@ def ask_holders_for_change(host: Host, change: DriverChange) -> safety.HolderAns
     """Ask all holder checks about the devices of a running driver that this change would affect.
 
     Call it before a transaction is opened, and give the answers to `order_driver_change`. Nothing is asked if nothing
-    would be changed, or if the change will be refused anyway.
+    would be changed, or if the change will be refused anyway, as far as the database tells.
     """
-    wish = DriverWish.objects.filter(host=host, driver=change.driver).first()
+    wish = DriverWish.objects.filter(host=host, driver=change.driver).select_related("command").first()
     host = Host.objects.get(pk=host.pk)
     entry = host.drivers.get(change.driver)
     devices = list(Device.objects.filter(host=host, driver=change.driver).select_related("host"))
     try:
         wanted = _resolve_wanted(change, wish, entry, host)
+        if wanted is None or _is_in_effect(wish, wanted, entry) or not _is_running(entry):
+            return safety.NO_ANSWERS
+        _refuse_if_being_changed(wish, host)
         command_queue.refuse_if_unreachable(host)
         _refuse_if_devices_busy(devices)
+        _refuse_if_devices_held(devices, change, host, safety.find_known_holders(devices))
     except RefusedError:
-        return safety.NO_ANSWERS
-    if wanted is None or _is_in_effect(wish, wanted, entry) or not _is_running(entry):
         return safety.NO_ANSWERS
     return safety.ask_holders(devices)
 
@@ -186,14 +188,12 @@ def order_driver_change(
         wanted = _resolve_wanted(change, wish, entry, host)
         if wanted is None or _is_in_effect(wish, wanted, entry):
             return None
-        if wish and wish.command and wish.command.ended_at is None:
-            text = f"{change.driver} on {host.name} is being changed (command {wish.command.uuid}): wait for its end."
-            raise RefusedError(RefusalReason.CONFLICT, text)
+        _refuse_if_being_changed(wish, host)
         command_queue.refuse_if_unreachable(host)
         devices = conductor.lock_devices(Device.objects.filter(host=host, driver=change.driver))
         _refuse_if_devices_busy(devices)
         if _is_running(entry):
-            _refuse_if_devices_held(devices, change, host, answers)
+            _refuse_if_devices_held(devices, change, host, safety.find_holders(devices, answers))
         wish_to_store = wish or DriverWish(host=host, driver=change.driver, generation=0)
         wish_to_store.generation = max(wish_to_store.generation, (entry or {}).get("generation", 0)) + 1
         return _store_wish_and_place_command(wish_to_store, wanted, devices, origin)
@@ -239,6 +239,13 @@ def _is_in_effect(wish: DriverWish | None, wanted: WantedDriver, entry: Mapping[
     return is_reported_as_wanted(entry, wish.generation, wanted.should_run)
 
 
+def _refuse_if_being_changed(wish: DriverWish | None, host: Host) -> None:
+    """Raise RefusedError CONFLICT if a command that changes the driver is under way."""
+    if wish and wish.command and wish.command.ended_at is None:
+        text = f"{wish.driver} on {host.name} is being changed (command {wish.command.uuid}): wait for its end."
+        raise RefusedError(RefusalReason.CONFLICT, text)
+
+
 def _refuse_if_devices_busy(devices: Sequence[Device]) -> None:
     """Raise RefusedError CONFLICT if an exclusive command is working on any of these locked devices."""
     for device in devices:
@@ -248,9 +255,9 @@ def _refuse_if_devices_busy(devices: Sequence[Device]) -> None:
 
 
 def _refuse_if_devices_held(
-    devices: Sequence[Device], change: DriverChange, host: Host, answers: safety.HolderAnswers
+    devices: Sequence[Device], change: DriverChange, host: Host, holders: safety.DeviceHolders
 ) -> None:
-    """Raise RefusedError IN_USE if any of these locked devices is held, UNAVAILABLE if the answers do not tell."""
+    """Raise RefusedError IN_USE if any of these devices is held, UNAVAILABLE if the holders of one are unknown."""
     participle = {RolloutOp.UNINSTALL: "uninstalled", RolloutOp.UPDATE: "changed"}.get(change.op, "reinstalled")
     for pk, request, instance in safety.query_requests_of_devices(
         [device.pk for device in devices], "uuid", "instance_uuid"
@@ -258,9 +265,7 @@ def _refuse_if_devices_held(
         held_device = next(device for device in devices if device.pk == pk)
         text = f"Device {held_device.uuid} is held by request {request} of instance {instance}"
         raise RefusedError(RefusalReason.IN_USE, f"{text}: {change.driver} on {host.name} cannot be {participle}.")
-    holders = safety.find_holders(devices, answers)
-    for device in devices:
-        holders.refuse_unless_free(device, f"taken out of use while {change.driver} is {participle}")
+    holders.refuse_unless_all_free(dict.fromkeys(devices, f"taken out of use while {change.driver} is {participle}"))
 
 
 def _store_wish_and_place_command(

@@ -16,9 +16,10 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from django.db import transaction
-from django.db.models import Q, QuerySet
+from django.db.models import F, Q, QuerySet
+from django.db.models.functions import Now
 
-from accelerators import conductor, safety
+from accelerators import conductor, outbox, safety
 from accelerators.commands import command_queue
 from accelerators.domain import driver_status
 from accelerators.domain.caller import Caller, request_id
@@ -37,6 +38,7 @@ MAX_ROLLOUT_HOSTS = 10_000
 DEFAULT_PARALLEL, MAX_PARALLEL = 5, 100
 ROLLOUT_RETENTION = timedelta(days=90)
 """Ended rollouts are deleted after this time; their events stay."""
+HOLDER_CHECK_PAUSE = outbox.build_retry_pause(safety.HOLDER_CHECK_PAUSE_S, safety.LONGEST_HOLDER_CHECK_PAUSE_S)
 _R, _S = RolloutState, RolloutStepState
 
 
@@ -171,32 +173,33 @@ def _order_next_host() -> bool:
     """Place one more order of the oldest rollout that may begin another host; return False if none may.
 
     The holder checks are made before the transaction that places the order. If they do not tell whether a device is
-    held, they are made again, HOLDER_CHECK_ATTEMPTS times in all. If the order is refused, the host is marked as
-    failed. Locks the rollout.
+    held, the host waits, and they are made again after a pause, HOLDER_CHECK_ATTEMPTS times in all. If the order is
+    refused for another reason, the host is marked as failed. Locks the rollout.
     """
     open_rollouts = Rollout.objects.filter(ROLLOUT_IS_OPEN).order_by("id")
     found = next((step for rollout in open_rollouts if (step := _find_next_step(rollout))), None)
     if found is None:
         return False
-    for attempts_left in reversed(range(safety.HOLDER_CHECK_ATTEMPTS)):
-        answers = (
-            driver_config.ask_holders_for_change(found.host, _build_change(found.rollout))
-            if found.host
-            else safety.NO_ANSWERS
-        )
-        with conductor.writing():
-            rollout = open_rollouts.select_for_update().filter(pk=found.rollout_id).first()
-            step_row = _find_next_step(rollout) if rollout else None
-            if step_row != found:
-                return True  # another process was faster: look again
-            try:
-                with transaction.atomic():
-                    _order_host(step_row.rollout, step_row, answers)
-            except RefusedError as refused:
-                if refused.reason is RefusalReason.UNAVAILABLE and attempts_left:
-                    continue
+    answers = (
+        driver_config.ask_holders_for_change(found.host, _build_change(found.rollout))
+        if found.host
+        else safety.NO_ANSWERS
+    )
+    with conductor.writing():
+        rollout = open_rollouts.select_for_update().filter(pk=found.rollout_id).first()
+        step_row = _find_next_step(rollout) if rollout else None
+        if step_row != found:
+            return True  # another process was faster: look again
+        try:
+            with transaction.atomic():
+                _order_host(step_row.rollout, step_row, answers)
+        except RefusedError as refused:
+            if refused.reason is RefusalReason.UNAVAILABLE and step_row.attempts + 1 < safety.HOLDER_CHECK_ATTEMPTS:
+                RolloutStep.objects.filter(pk=step_row.pk).update(
+                    attempts=F("attempts") + 1, next_at=Now() + HOLDER_CHECK_PAUSE, text=refused.text[:4096]
+                )
+            else:
                 _end_step(step_row, _S.FAILED, refused.text)
-        break
     return True
 
 
@@ -210,7 +213,7 @@ def _find_next_step(rollout: Rollout) -> RolloutStep | None:
     if rollout.stop_on_failure and step_counts[_S.FAILED]:
         return None
     waiting = rollout.steps.filter(state=_S.WAITING).select_related("host", "rollout")
-    return waiting.order_by("id").first()
+    return waiting.filter(Q(next_at=None) | Q(next_at__lte=Now())).order_by("id").first()
 
 
 def _build_change(rollout: Rollout) -> DriverChange:

@@ -6,6 +6,7 @@ import logging
 import time
 from pathlib import Path
 
+from accelerators.runtime import database_clock
 from agents import certificates, wire
 from agents.errors import AgentsError
 
@@ -53,7 +54,7 @@ class AnnouncementFile:
         try:
             announcements = read_announcements(self.public_key, self._path)
             own = certificates.PinnedCertificates(self.own_fingerprint, self.public_key, announcements)
-            if self.own_fingerprint not in own.list_accepted(time.time()):
+            if self.own_fingerprint not in own.list_accepted(database_clock.estimate_timestamp()):
                 raise certificates.AnnouncementError(
                     f"by {self._path} agents would refuse the present certificate, because its time is over:"
                     " install the announced one first, or sign an announcement with a later end (was the clock right"

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -29,16 +29,10 @@ from agents.gateway.leases import LeaseBuffer
 from agents.gateway.rejections import RefusalCounter
 from agents.gateway.sample_cache import SAMPLES_PREFIX, SampleCache
 from agents.gateway.sessions import AgentSession, SessionClosedError, SessionRegistry, send_message, send_text
-from agents.gateway.throttling import (
-    BURST_S,
-    MAX_URGENT,
-    URGENT_PER_S,
-    HandshakeThrottle,
-    ReportJitter,
-    TokenBuckets,
-)
+from agents.gateway.throttling import BURST_S, HandshakeThrottle, ReportJitter, TokenBuckets
 from agents.gateway.upgrade_request import choose_version, client_address, deny_upgrade
-from agents.gateway.writer import AdmitJob, CommandJob, DatabaseWriter, SpoolJob, TrustJob
+from agents.gateway.urgency import DeviceHealth, list_faulty_keys, list_health_to_check
+from agents.gateway.writer import AdmitJob, CommandJob, DatabaseWriter, SpoolJob, SpoolUse, TrustJob
 
 log = logging.getLogger(__name__)
 
@@ -146,7 +140,6 @@ class AgentGateway:
         self.report_jitter = ReportJitter()
         self._report_buckets = TokenBuckets(settings.host_reports_per_s, settings.host_reports_per_s * BURST_S)
         self._byte_buckets = TokenBuckets(settings.host_report_bytes_per_s, settings.host_report_bytes_per_s * BURST_S)
-        self._urgency_buckets = TokenBuckets(URGENT_PER_S, MAX_URGENT)
         self.open_connections = 0
         self._pending_bytes = self._throttled_bytes = 0
         """The bytes of reports that wait for their commit, and of those that wait because their hosts send too much."""
@@ -156,6 +149,9 @@ class AgentGateway:
         self._writer = DatabaseWriter(
             interval_s=settings.flush_interval_ms / 1000,
             max_rows=settings.flush_max_rows,
+            spool_share=SpoolUse(
+                int(settings.host_reports_per_s * BURST_S), int(settings.host_report_bytes_per_s * BURST_S)
+            ),
             leases=self.leases,
             refusals=self.refusals,
             report_jitter=self.report_jitter,
@@ -402,10 +398,12 @@ class AgentGateway:
                 if self.announcements.public_key:
                     await self._send_new_announcements(session)
             elif type(message) is wire.Report:
-                epoch_seq, content_hash, urgent = (message.epoch, message.seq), message.hash, message.urgent
+                epoch_seq, content_hash = (message.epoch, message.seq), message.hash
+                health_to_check = list_health_to_check(message.drivers, session.faulty_keys)
+                session.faulty_keys = list_faulty_keys(health_to_check)
                 # Decoded it takes five times the memory of its text: do not keep it while waiting for the commit.
                 del message
-                await self._handle_report(session, epoch_seq, content_hash, data, urgent=urgent)
+                await self._handle_report(session, epoch_seq, content_hash, data, health_to_check)
             else:
                 await self._handle_control_message(session, message)
             del event, data  # otherwise an idle connection would keep its last report in memory
@@ -571,15 +569,20 @@ class AgentGateway:
         return future
 
     async def _handle_report(
-        self, session: AgentSession, epoch_seq: tuple[int, int], content_hash: str, text: str, *, urgent: bool
+        self,
+        session: AgentSession,
+        epoch_seq: tuple[int, int],
+        content_hash: str,
+        text: str,
+        health_to_check: Sequence[DeviceHealth],
     ) -> None:
         """Acknowledge a report when it is durable, when its content is applied already, or when it is old.
 
         A report is old if this connection has acknowledged the same or a later (epoch, seq). The socket is not read
         while this waits, so that a host never has more than one message in memory. A host that sends more than its
-        share waits before its report is stored. An urgent report is treated as such only as often as TokenBuckets
-        permit, because an agent may call every report urgent. Raise SessionClosedError if the epoch is out of range,
-        the report has a NUL character, too many reports wait for a commit, or the database cannot store it.
+        share waits before its report is stored. The field `urgent` of the report is ignored (`agents.gateway.urgency`).
+        Raise SessionClosedError if the epoch is out of range, the report has a NUL character, too many reports wait for
+        a commit or of this host in the spool, or the database cannot store it.
         """
         self.report_jitter.count_report()
         host_id = session.identity.host_id
@@ -596,8 +599,8 @@ class AgentGateway:
             await self._wait_for_share(session, len(text))
             if self._pending_bytes > self.settings.pending_report_bytes:
                 raise SessionClosedError("busy", "too many reports wait to be stored: connect again later")
-            urgent = urgent and self._urgency_buckets.try_take(host_id)
-            job = SpoolJob(asyncio.get_running_loop().create_future(), host_id, epoch_seq, content_hash, text, urgent)
+            future = asyncio.get_running_loop().create_future()
+            job = SpoolJob(future, host_id, epoch_seq, content_hash, text, health_to_check)
             session.applied_hash = "" if await self._wait_until_spooled(job) else content_hash
         session.last_acknowledged = max(session.last_acknowledged, epoch_seq)
         await send_text(session, f'{{"type":"Ack","seq":{epoch_seq[1]},"of":"Report"}}')

@@ -14,10 +14,10 @@ from typing import Annotated, Any
 from urllib.parse import urlsplit
 
 import msgspec
-from django.core.signing import BadSignature, TimestampSigner, b62_decode, b62_encode
+from django.core.signing import BadSignature
 from msgspec import Meta, Struct
 
-from accelerators.runtime import database_clock
+from accelerators.runtime.database_signing import DatabaseTimestampSigner
 from agents import wire
 from agents.errors import AgentsError
 from agents.gateway.sample_cache import SampleCache, TooManyCensusesError
@@ -159,23 +159,6 @@ async def _send_error(send: Any, status: int, sentence: str) -> None:
     await send({"type": "http.response.body", "body": body})
 
 
-class DatabaseTimestampSigner(TimestampSigner):
-    """A signer whose times are those of the database's clock: the clocks of two gateways may differ by more than
-    MAX_SIGNATURE_AGE_S."""
-
-    def timestamp(self) -> str:
-        """Return the present time as it is written into a signature."""
-        return b62_encode(int(database_clock.estimate_timestamp()))
-
-    def unsign_fresh(self, value: str) -> str:
-        """Return the signed text. Raises BadSignature if it is not signed with our key, or older than
-        MAX_SIGNATURE_AGE_S."""
-        text, timestamp = self.unsign(value), value.rsplit(self.sep, 2)[1]
-        if database_clock.estimate_timestamp() - b62_decode(timestamp) > MAX_SIGNATURE_AGE_S:
-            raise BadSignature("the signature is too old")
-        return text
-
-
 def _make_signer() -> DatabaseTimestampSigner:
     """Return the signer of requests between gateways: Django's secret key, with a salt for this purpose."""
     return DatabaseTimestampSigner(salt="agents.gateway.sample_rpc")
@@ -191,7 +174,7 @@ def _read_signed_digest(scope: Any) -> str | None:
     or older than MAX_SIGNATURE_AGE_S."""
     value = next((value for name, value in scope["headers"] if name == SIGNATURE_HEADER.encode()), b"")
     try:
-        return _make_signer().unsign_fresh(value.decode("latin-1"))
+        return _make_signer().unsign(value.decode("latin-1"), MAX_SIGNATURE_AGE_S)
     except BadSignature:
         return None
 

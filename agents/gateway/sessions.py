@@ -50,7 +50,8 @@ class AgentSession:
     newest (epoch, seq) of the reports acknowledged on this connection; that report is stored durably, or its content
     was applied already. `report_requested_at` is when the agent was last told that no report of its host is applied, in
     seconds of the event loop's clock; infinity before its Welcome. `unanswered_report_requests` is how often it was
-    asked for its report since its last one. `agent_version` and `boot_id` are those of its Hello, '' before.
+    asked for its report since its last one. `faulty_keys` are the keys of the devices that were faulty in its last
+    report (`urgency.list_faulty_keys`). `agent_version` and `boot_id` are those of its Hello, '' before.
     """
 
     __slots__ = (
@@ -62,6 +63,7 @@ class AgentSession:
         "certificates",
         "close_error",
         "epoch",
+        "faulty_keys",
         "fingerprint",
         "has_sent_hello",
         "has_sent_unknown",
@@ -102,6 +104,7 @@ class AgentSession:
         self.last_acknowledged = (0, 0)
         self.report_requested_at = math.inf
         self.unanswered_report_requests = 0
+        self.faulty_keys: frozenset[str] = frozenset()
         self.highest_epoch = highest_allowed_epoch(identity.epoch)
         self.agent_version = self.boot_id = self.next_public_key = ""
         self.awaits_new_key = self.is_contested = self.has_sent_hello = self.has_sent_unknown = False

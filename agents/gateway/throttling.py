@@ -29,7 +29,7 @@ BURST_S = 120.0
 host that boots, or whose devices are plugged in and out, then does not wait."""
 URGENT_PER_S, MAX_URGENT = 1 / 60, 3
 """The number of urgent reports of one host that are treated as urgent per second, and at once. Further ones wait until
-it is their host's turn."""
+it is their host's turn. Without this limit, a host whose held device fails again and again would always be first."""
 OVERBOOKING_FACTOR = 2.0
 """Factor by which more agents are asked to come back per second than were admitted. To refuse an agent again costs
 little, and an empty place costs much; agents add a back-off of their own, and some never come back."""

@@ -18,10 +18,10 @@ import queue
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import psycopg
 from django.db import DatabaseError, InterfaceError, OperationalError, close_old_connections, connection
@@ -32,7 +32,7 @@ from accelerators.runtime import database_clock, database_outage, pubsub
 from accelerators.runtime import jobs as ticks
 from agents import authentication, credentials, key_revocation
 from agents.authentication import ConnectionRejectedError, EnrolledAgent
-from agents.gateway import command_dispatch, metrics
+from agents.gateway import command_dispatch, metrics, urgency
 from agents.gateway.leases import LeaseBuffer
 from agents.gateway.rejections import RefusalCounter
 from agents.gateway.row_locks import (
@@ -44,7 +44,8 @@ from agents.gateway.row_locks import (
     write_unless_locked,
 )
 from agents.gateway.sessions import SessionClosedError
-from agents.gateway.throttling import ReportJitter
+from agents.gateway.throttling import MAX_URGENT, URGENT_PER_S, ReportJitter, TokenBuckets
+from agents.gateway.urgency import DeviceHealth
 
 log = logging.getLogger(__name__)
 
@@ -53,6 +54,9 @@ SELECT h.id, h.applied_hash FROM accelerators_host h
 WHERE h.id = ANY(%s) AND NOT EXISTS (SELECT 1 FROM spool s WHERE s.host_id = h.id)
 """
 """The hash of the last applied report per host, without hosts that have reports in the spool."""
+MEASURE_SPOOL_OF_HOSTS = """
+SELECT host_id, count(*), sum(octet_length(payload)) FROM spool WHERE host_id = ANY(%s) GROUP BY host_id
+"""
 SELECT_HOSTS_WITHOUT_APPLIED_REPORT = """
 SELECT h.id FROM accelerators_host h
 WHERE h.applied_hash = '' AND h.reported_at IS NOT NULL AND NOT EXISTS (SELECT 1 FROM spool s WHERE s.host_id = h.id)
@@ -93,11 +97,23 @@ CHANGES_OVERLAP_S = 15.0
 poll may have been committed, or its agent admitted, only after it."""
 
 
+class SpoolUse(NamedTuple):
+    """A number of reports of one host in the spool, and of their bytes."""
+
+    reports: int = 0
+    bytes: int = 0
+
+    def reaches(self, share: SpoolUse) -> bool:
+        """Return whether one of the two numbers is as large as in `share`."""
+        return self.reports >= share.reports or self.bytes >= share.bytes
+
+
 @dataclass(slots=True)
 class SpoolJob:
     """Store a report in the spool. The future gives True if it was spooled, False if its content is applied already.
 
-    `payload` is the text of the Report message. An `urgent` report shows a fault and is stored before others.
+    `payload` is the text of the Report message. A report with `health_to_check` is stored before others; whether it is
+    merged before others, too, is decided when it is stored.
     """
 
     future: asyncio.Future[Any]
@@ -105,7 +121,7 @@ class SpoolJob:
     epoch_seq: tuple[int, int]
     content_hash: str
     payload: str
-    urgent: bool
+    health_to_check: Sequence[DeviceHealth] = ()
 
 
 @dataclass(slots=True)
@@ -124,10 +140,16 @@ class AdmitJob:
 @dataclass(slots=True)
 class TrustJob:
     """Change which keys are trusted. The future is done after the commit, or raises RefusedError or DatabaseError from
-    `apply_change`."""
+    `apply_change`.
+
+    A change is applied although its connection has ended meanwhile. `is_applied` is True after that: when its batch is
+    repeated because of an outage, the change must not be applied again, because a person may have undone it, or a later
+    change may be based on it.
+    """
 
     future: asyncio.Future[Any]
     apply_change: Callable[[], None]
+    is_applied: bool = False
 
 
 @dataclass(slots=True)
@@ -157,6 +179,7 @@ class DatabaseWriter(threading.Thread):
         *,
         interval_s: float,
         max_rows: int,
+        spool_share: SpoolUse,
         leases: LeaseBuffer,
         refusals: RefusalCounter,
         report_jitter: ReportJitter,
@@ -164,7 +187,7 @@ class DatabaseWriter(threading.Thread):
         on_reports_needed: Callable[[list[int]], None],
     ) -> None:
         super().__init__(daemon=True, name="spool-writer")
-        self._interval_s, self._max_rows = interval_s, max_rows
+        self._interval_s, self._max_rows, self._spool_share = interval_s, max_rows, spool_share
         self._leases, self._refusals, self._report_jitter = leases, refusals, report_jitter
         self._on_agent_changes, self._on_reports_needed = on_agent_changes, on_reports_needed
         self._jobs: queue.SimpleQueue[WriterJob | None] = queue.SimpleQueue()
@@ -179,6 +202,9 @@ class DatabaseWriter(threading.Thread):
         self._reports_by_host: Counter[int] = Counter()
         """Reports per host that are queued, held or in the current batch. While there is one, the applied hash may
         change."""
+        self._spool_use: dict[int, SpoolUse] = {}
+        """What this writer has stored per host since it last saw no report of the host in the spool."""
+        self._urgency_buckets = TokenBuckets(URGENT_PER_S, MAX_URGENT)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._spool_checked_at = self._changes_read_at = self._depth_measured_at = time.monotonic()
         self._has_spooled_reports = False
@@ -234,7 +260,7 @@ class DatabaseWriter(threading.Thread):
         due = self._pop_due_held_jobs()
         for job in due:
             if isinstance(job, SpoolJob):
-                (self._urgent_reports if job.urgent else self._normal_reports).append(job)
+                (self._urgent_reports if job.health_to_check else self._normal_reports).append(job)
         self._serve_jobs([job for job in due if not isinstance(job, SpoolJob)])
 
     def _serve_jobs(self, batch: list[WriterJob]) -> None:
@@ -294,7 +320,7 @@ class DatabaseWriter(threading.Thread):
         """Put a job into its lane: reports with a fault, other reports, or everything else. None is no job: it only
         wakes this thread."""
         if isinstance(job, SpoolJob):
-            (self._urgent_reports if job.urgent else self._normal_reports).append(job)
+            (self._urgent_reports if job.health_to_check else self._normal_reports).append(job)
             self._reports_by_host[job.host_id] += 1
         elif job is not None:
             self._other_jobs.append(job)
@@ -346,13 +372,14 @@ class DatabaseWriter(threading.Thread):
         database is down; groups that are committed already are then resolved already.
         """
         reports = [job for job in batch if isinstance(job, SpoolJob) and not job.future.done()]
-        locked_reports = self._store_unless_locked([job for job in reports if job.urgent])
+        locked_reports = self._store_unless_locked([job for job in reports if job.health_to_check])
         if admissions := [job for job in batch if isinstance(job, AdmitJob) and not job.future.done()]:
             self._hold_jobs(write_unless_locked(admissions, self._identify_agents))
-        self._serve_one_by_one([job for job in batch if isinstance(job, TrustJob)], _apply_trust_change)
+        trust_jobs = [job for job in batch if isinstance(job, TrustJob) and not job.is_applied]
+        self._serve_one_by_one(trust_jobs, _apply_trust_change)
         if command_jobs := [job for job in batch if isinstance(job, CommandJob)]:
             self._hold_jobs(write_unless_locked(command_jobs, self._store_command_messages))
-        locked_reports += self._store_unless_locked([job for job in reports if not job.urgent])
+        locked_reports += self._store_unless_locked([job for job in reports if not job.health_to_check])
         self._reports_by_host.update(job.host_id for job in locked_reports)
         self._hold_jobs(UnwrittenItems([], locked_reports))
 
@@ -448,6 +475,9 @@ class DatabaseWriter(threading.Thread):
     def _store_reports(self, jobs: list[SpoolJob]) -> FutureResults:
         """Store reports in the spool, leaving out those already applied; return for each whether it was stored.
 
+        A report that shows a changed health of a held device is stored as urgent, unless its host has sent too many
+        such reports (URGENT_PER_S). The reports of a host that uses up its share of the spool are refused: the merge
+        may have put the host aside.
         One COPY is one commit. There is no transaction around it: every round trip here takes time from the event loop.
         If anything was stored, the job `merge` is woken. Raise database errors.
         """
@@ -455,22 +485,48 @@ class DatabaseWriter(threading.Thread):
         with connection.cursor() as cursor:
             cursor.execute(SELECT_APPLIED_HASHES, [[job.host_id for job in jobs]])
             applied_hashes = dict(cursor.fetchall())
-            fresh = [
+            for host_id in applied_hashes:
+                self._spool_use.pop(host_id, None)
+            new = [
                 job
                 for job in jobs
                 if applied_hashes.get(job.host_id) != job.content_hash or self._reports_by_host[job.host_id] > 1
             ]
+            full_hosts = self._find_hosts_above_share({job.host_id for job in new})
+            fresh = [job for job in new if job.host_id not in full_hosts]
             if fresh:
+                found = urgency.find_hosts_with_changed_health((job.host_id, job.health_to_check) for job in fresh)
+                urgent_hosts = {host_id for host_id in found if self._urgency_buckets.try_take(host_id)}
                 with cursor.copy(COPY_TO_SPOOL) as copy:
                     copy.set_types(COPY_TYPES)
                     for job in fresh:
-                        copy.write_row((job.host_id, *job.epoch_seq, job.payload, job.urgent))
+                        copy.write_row((job.host_id, *job.epoch_seq, job.payload, job.host_id in urgent_hosts))
         if fresh:
             self._has_spooled_reports = True
             self._report_jitter.update_stored_rate(len(fresh), time.monotonic() - began)
             ticks.enqueue_job("merge")
-        stored_ids = {id(job) for job in fresh}
-        return [(job.future, id(job) in stored_ids) for job in jobs]
+        for job in fresh:
+            used = self._spool_use.get(job.host_id, SpoolUse())
+            self._spool_use[job.host_id] = SpoolUse(used.reports + 1, used.bytes + len(job.payload))
+        outcomes: dict[int, object] = {id(job): _error_for_full_spool() for job in new} | {
+            id(job): True for job in fresh
+        }
+        return [(job.future, outcomes.get(id(job), False)) for job in jobs]
+
+    def _find_hosts_above_share(self, host_ids: Iterable[int]) -> set[int]:
+        """Return those of these hosts that use up their share of the spool.
+
+        Costs one statement if a host has used its share according to `_spool_use`, which does not see what the merge
+        deletes while the host has other reports in the spool; otherwise none.
+        """
+        suspects = [one for one in host_ids if self._spool_use.get(one, SpoolUse()).reaches(self._spool_share)]
+        if not suspects:
+            return set()
+        with connection.cursor() as cursor:
+            cursor.execute(MEASURE_SPOOL_OF_HOSTS, [suspects])
+            measured = {host_id: SpoolUse(*columns) for host_id, *columns in cursor.fetchall()}
+        self._spool_use.update({host_id: measured.get(host_id, SpoolUse()) for host_id in suspects})
+        return {host_id for host_id in suspects if self._spool_use[host_id].reaches(self._spool_share)}
 
     def _run_periodic_work(self) -> None:
         """Do what is due: flush leases, metrics and refusals, wake background jobs, read changed agent rows and the
@@ -586,16 +642,18 @@ def _apply_trust_change(job: TrustJob) -> Exception | None:
 
     Raise only if the database is down, or if a row is locked: then it is tried again.
     """
+    outcome: Exception | None = None
     try:
         job.apply_change()
     except (OperationalError, InterfaceError, psycopg.OperationalError):
         raise
     except errors.RefusedError as refused:
-        return refused
+        outcome = refused
     except DatabaseError as error:
         log.exception("a change of trust failed")
-        return error
-    return None
+        outcome = error
+    job.is_applied = True
+    return outcome
 
 
 def _process_isolating_errors(
@@ -625,6 +683,15 @@ def _error_for_unserved(job: WriterJob) -> Exception:
     if isinstance(job, AdmitJob):
         return ConnectionRejectedError(503, "database", "the database rejected this connection: see the gateway's log")
     return SessionClosedError("database", "the database cannot store this message: see the gateway's log")
+
+
+def _error_for_full_spool() -> SessionClosedError:
+    """Return the exception for the future of a report that its host has no share of the spool left for."""
+    return SessionClosedError(
+        "busy",
+        "too many reports of this host wait to be merged: they take too long, or they were put aside (see the events of"
+        " the host). The agent keeps this report, and sends it with its next connection",
+    )
 
 
 def _resolve_futures(results: FutureResults) -> None:

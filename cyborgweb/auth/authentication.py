@@ -22,6 +22,7 @@ from rest_framework.request import Request
 from accelerators import conductor
 from accelerators.domain.caller import Caller
 from cyborgweb.auth import keystone
+from cyborgweb.auth.clients import known_tokens
 from cyborgweb.auth.roles import get_session_caller
 from cyborgweb.auth.token_cache import UNREACHABLE_PAUSE_S, TokenCheckUnavailableError
 from cyborgweb.errors import CyborgwebError
@@ -79,7 +80,11 @@ class CallerAuthentication(BaseAuthentication):
         else:
             caller = _caller_from_table(token, request.headers.get("X-Service-Token", ""))
         if caller is None:
+            if token is not None:
+                known_tokens.forget(token)
             raise AuthenticationFailed(UNAUTHENTICATED)
+        if token is not None:
+            known_tokens.remember(token, caller.project_id)
         return caller, None
 
     def authenticate_header(self, request: Request) -> str:

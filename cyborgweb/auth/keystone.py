@@ -13,12 +13,14 @@ from dataclasses import dataclass
 from datetime import datetime
 from email.utils import parsedate_to_datetime
 from functools import lru_cache
-from typing import Any
+from typing import Any, TypeVar
+from urllib.parse import quote
 
 import msgspec
 
 from accelerators.domain.caller import Caller
 from cyborgweb.auth.token_cache import UNKNOWN_TOKEN, TokenCache, TokenCheckUnavailableError, TokenResult
+from cyborgweb.errors import CyborgwebError
 from cyborgweb.monitoring import calls
 from cyborgweb.settings.keys import get_keys
 from drivers.configuration import ConfigurationError
@@ -27,6 +29,7 @@ TIMEOUT_S = 5.0
 """Seconds that the service user's session waits for one answer, unless the cloud's configuration sets a timeout."""
 DATE_PRECISION_S = 2.0
 """Seconds by which the header `Date` of an answer may differ from the clock that wrote it."""
+SomeAnswer = TypeVar("SomeAnswer")
 UNREACHABLE = "Keystone cannot be reached"
 NOT_ALLOWED = "Keystone does not let the service user validate tokens: it needs the role service or admin"
 
@@ -150,6 +153,69 @@ def check_password(
     return AuthenticatedPerson(caller, access.user_domain_name)
 
 
+class ListingNotAllowedError(CyborgwebError):
+    """Keystone does not let the service user read users or role assignments. The text says so."""
+
+
+@dataclass(frozen=True)
+class Account:
+    """A user of Keystone. The roles of one who `is_federated` can come from groups that only a login tells."""
+
+    name: str
+    is_enabled: bool
+    is_federated: bool
+
+
+def find_account(user_id: str) -> Account | None:
+    """Ask Keystone about the user with this id; return None if it knows none.
+
+    The answer that there is none counts only if the same Keystone finds the service user itself: another one, or a
+    wrong address, would know nobody. Raises ListingNotAllowedError if the service user may not ask, and
+    TokenCheckUnavailableError if Keystone gives no answer.
+    """
+    found = _get_identity(f"users/{quote(user_id, safe='')}", _UserAnswer)
+    if found is None:
+        with _translate_errors():
+            own_id = service_session().get_user_id() or ""
+        if _get_identity(f"users/{quote(own_id, safe='')}", _UserAnswer) is None:
+            raise TokenCheckUnavailableError("Keystone does not find the service user itself", unreachable=False)
+        return None
+    return Account(found.user.name, found.user.enabled, bool(found.user.federated))
+
+
+def list_roles(user_id: str, project_id: str) -> frozenset[str]:
+    """Ask Keystone for the names of the roles that a user has in a project, also by groups, by inheritance and implied
+    by other roles. Empty if the user or the project does not exist: Keystone answers 404 then. Call it only after
+    `find_account` has found the user, so that this 404 does not come from a wrong address. Raises like `find_account`.
+    """
+    query = {"user.id": user_id, "scope.project.id": project_id, "effective": "1", "include_names": "1"}
+    found = _get_identity("role_assignments", _AssignmentsAnswer, query)
+    return frozenset(one.role.name for one in found.role_assignments) if found else frozenset()
+
+
+def _get_identity(path: str, answer: type[SomeAnswer], query: dict[str, str] | None = None) -> SomeAnswer | None:
+    """Return Keystone's answer to a GET with the service user's token; None for 404. Raises like `find_account`."""
+    with _translate_errors():
+        url = f"{get_auth_url()}/{path}"
+        response = service_session().get(url, params=query or {}, raise_exc=False, log=False)
+    match response.status_code:
+        case 200:
+            try:
+                return msgspec.json.decode(response.content, type=answer)
+            except msgspec.MsgspecError as error:
+                reason = f"Keystone's answer cannot be read: {error}"
+                raise TokenCheckUnavailableError(reason, unreachable=False) from None
+        case 403:
+            raise ListingNotAllowedError(
+                "Keystone does not let the service user read users and role assignments (403): it needs the role admin,"
+                " or Keystone's rules identity:get_user and identity:list_role_assignments must allow it."
+            )
+        case 404:
+            return None
+        case status:
+            raise TokenCheckUnavailableError(f"Keystone answered {status}", unreachable=status >= 500)
+
+
 @contextmanager
 def _translate_errors() -> Iterator[None]:
     """Turn keystoneauth1's errors and ConfigurationError into TokenCheckUnavailableError.
@@ -208,6 +274,32 @@ class _TokenDocument(msgspec.Struct):
     project: _Reference | None = None
     domain: _Reference | None = None
     system: dict[str, bool] | None = None
+
+
+class _User(msgspec.Struct):
+    """A user in Keystone's answer. `federated` names the identity providers of a federated user."""
+
+    name: str
+    enabled: bool = True
+    federated: list[Any] = []
+
+
+class _UserAnswer(msgspec.Struct):
+    """Keystone's answer to `GET /v3/users/{id}`."""
+
+    user: _User
+
+
+class _Assignment(msgspec.Struct):
+    """A role assignment in Keystone's answer."""
+
+    role: _Reference
+
+
+class _AssignmentsAnswer(msgspec.Struct):
+    """Keystone's answer to `GET /v3/role_assignments`."""
+
+    role_assignments: list[_Assignment]
 
 
 class _TokenAnswer(msgspec.Struct):

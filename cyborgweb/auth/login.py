@@ -18,14 +18,14 @@ from django.contrib.auth.backends import ModelBackend
 from django.contrib.auth.hashers import make_password
 from django.contrib.auth.signals import user_logged_in
 from django.db import connection, transaction
-from django.dispatch import receiver
-from django.utils import timezone
+from django.dispatch import Signal, receiver
 from django.views.decorators.debug import sensitive_variables
 from unfold.forms import AuthenticationForm
 
 from accelerators import conductor
 from accelerators.domain.caller import ADMIN_ROLE
 from accelerators.domain.states import EventSource
+from accelerators.runtime import database_clock
 from cyborgweb.auth import keystone, login_throttle, roles
 from cyborgweb.auth.token_cache import TokenCheckUnavailableError
 from cyborgweb.models import KeystoneUser
@@ -33,6 +33,10 @@ from cyborgweb.settings.keys import get_keys
 
 log = logging.getLogger(__name__)
 
+roles_confirmed = Signal()
+"""Sent with `caller` after Keystone has told the roles of a person in one project at a login, whether or not these
+roles give access to the console.
+"""
 
 REFUSED_TEXT = "Keystone does not accept this name, password, domain and project together."
 INACTIVE_TEXT = "Your user is deactivated in this console: ask an administrator to activate it."
@@ -142,14 +146,15 @@ def _throttle_attempt(request: Any, name: str) -> Iterator[Callable[[bool], None
 def update_user(person: keystone.AuthenticatedPerson) -> Any:
     """Create or update the person's user, set the group that their roles give now, and return the user.
 
-    Returns None if the roles give no group: a known user then loses all groups and staff rights, and an unknown one is
-    not created. A change of the name, the rights or the groups records an event. The user may be inactive. The user is
-    found by Keystone's id, because a name can be given to another person later, or exist in another domain. Locks on
-    that id and on the name serialize logins of one person, and of persons with one name.
+    Sends `roles_confirmed`. Returns None if the roles give no group: a known user then loses all groups and staff
+    rights, and an unknown one is not created. A change of the name, the rights or the groups records an event. The user
+    may be inactive. The user is found by Keystone's id, because a name can be given to another person later, or exist
+    in another domain. Locks on that id and on the name serialize logins of one person, and of persons with one name.
     """
     caller, console_roles = person.caller, (get_keys().console_viewer_roles, get_keys().console_tenant_roles)
     group = roles.choose_group(caller.roles, caller.project_id, *console_roles)
     users, username = get_user_model().objects, f"{person.caller.name}@{person.domain}"[:140]
+    roles_confirmed.send(None, caller=caller)
     with transaction.atomic():
         with connection.cursor() as cursor:  # two first logins of one person, or with one name, may come together
             for key in (person.caller.user_id, username):
@@ -198,4 +203,4 @@ def _store_caller_in_session(sender: Any, request: Any, user: Any, **_: Any) -> 
     if caller := getattr(user, "keystone_caller", None):
         facts = {"name": caller.name, "id": caller.user_id, "project": caller.project_id, "roles": sorted(caller.roles)}
         request.session[roles.SESSION_KEY] = facts
-        request.session.set_expiry(timezone.now() + timedelta(hours=get_keys().console_session_h))
+        request.session.set_expiry(database_clock.now() + timedelta(hours=get_keys().console_session_h))

@@ -18,11 +18,11 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from ipaddress import IPv6Address, ip_address
 from typing import TypeVar
 
 from django.http import HttpRequest
 
+from cyborgweb.auth.clients import get_network
 from cyborgweb.errors import CyborgwebError
 from cyborgweb.settings.keys import get_keys
 
@@ -122,7 +122,7 @@ class LoginThrottle:
         Raises LoginThrottledError if the name or the address has failed too often, or if too many passwords are being
         checked, or one from this address.
         """
-        account, network = name.casefold(), _get_network(address)
+        account, network = name.casefold(), get_network(address)
         pair = account, network
         limits: list[tuple[_FailureCounts, object, str]] = [
             (self._by_name_and_address, pair, THROTTLED_TEXT),
@@ -168,14 +168,3 @@ def get_client_address(request: HttpRequest) -> str:
     """
     forwarded: str = request.META.get("HTTP_X_FORWARDED_FOR", "") if get_keys().public_url else ""
     return forwarded.rpartition(",")[2].strip() or str(request.META.get("REMOTE_ADDR", ""))
-
-
-def _get_network(address: str) -> str:
-    """Return what counts as one address: the first 64 bits of an IPv6 address, which one machine can vary freely."""
-    try:
-        parsed = ip_address(address.partition("%")[0])
-    except ValueError:
-        return ""
-    if isinstance(parsed, IPv6Address):
-        return str(parsed.ipv4_mapped or IPv6Address(int(parsed) >> 64 << 64))
-    return str(parsed)

@@ -90,6 +90,13 @@ def is_allowed(caller: Caller, rule: str) -> bool:
     return _get_policy().allows(caller, rule)
 
 
+def has_rules() -> bool:
+    """Return whether rules are in force. If not, because the policy file was never usable, every decision is False and
+    says nothing about the rights of anybody.
+    """
+    return _get_policy().has_rules()
+
+
 def describe_remedy(caller: Caller, rule: str) -> str:
     """Return one sentence that tells a denied caller what would help, according to the rules in force."""
     if not caller.project_id or caller.system_scope or caller.domain_id:
@@ -167,6 +174,12 @@ class Policy:
             loaded.decisions.clear()
         allowed = loaded.decisions[key] = _evaluate_rule(loaded.enforcer, caller, rule)
         return allowed
+
+    def has_rules(self) -> bool:
+        """Return whether rules are in force, after a check of the policy file."""
+        if self._monotonic() >= self._next_check_at:
+            self._check_file()
+        return self._loaded.enforcer is not None
 
     def _check_file(self) -> None:
         """Reload the policy rules if the policy file has changed. Do nothing if the file was checked less than

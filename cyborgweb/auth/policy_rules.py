@@ -23,6 +23,8 @@ AUDITOR = "auditor"
 STRICT_MANAGER = f"rule:project_manager_api or rule:admin_api or {ELEVATED} or role:{AUDITOR}"
 """Allows the callers of `project_manager_or_admin` without its legacy alternative, which allows every token of a
 project; and also operators and auditors."""
+STRICT_READER = f"rule:project_reader_api or rule:project_member_api or {STRICT_MANAGER}"
+"""Allows everybody with a role in the project. A token without any role reads nothing of our own API."""
 
 
 @dataclass(frozen=True)
@@ -153,6 +155,30 @@ UPSTREAM_RULES = (
 
 OWN_RULES = (
     PolicyRule(
+        "cyborg:request:get_all",
+        f"rule:cyborg:arq:get_all and ({STRICT_READER})",
+        "List accelerator requests with our own API: for callers with a role in the project.",
+        ("GET /api/requests/",),
+    ),
+    PolicyRule(
+        "cyborg:request:get_one",
+        f"rule:cyborg:arq:get_one and ({STRICT_READER})",
+        "Show a request with our own API.",
+        ("GET /api/requests/{uuid}/",),
+    ),
+    PolicyRule(
+        "cyborg:profile:get_all",
+        f"rule:cyborg:device_profile:get_all and ({STRICT_READER})",
+        "List device profiles with our own API: for callers with a role in the project.",
+        ("GET /api/profiles/",),
+    ),
+    PolicyRule(
+        "cyborg:profile:get_one",
+        f"rule:cyborg:device_profile:get_one and ({STRICT_READER})",
+        "Show a profile with our own API.",
+        ("GET /api/profiles/{uuid}/",),
+    ),
+    PolicyRule(
         ARQ_BY_SESSION,
         ADMIN,
         "Make, bind and delete requests with a session of the console instead of a token.",
@@ -191,15 +217,23 @@ OWN_RULES = (
         ("GET /api/attach_handles/{uuid}/",),
     ),
     PolicyRule(
-        "cyborg:event:get_all", READER, "List the events of requests of one's own project.", ("GET /api/events/",)
+        "cyborg:event:get_all",
+        STRICT_READER,
+        "List the events of requests of one's own project.",
+        ("GET /api/events/",),
     ),
     PolicyRule(
-        "cyborg:event:get_one", READER, "Show an event of a request of one's own project.", ("GET /api/events/{id}/",)
+        "cyborg:event:get_one",
+        STRICT_READER,
+        "Show an event of a request of one's own project.",
+        ("GET /api/events/{id}/",),
     ),
     PolicyRule("cyborg:seal:get_all", STRICT_MANAGER, "List the seals over events.", ("GET /api/seals/",)),
     PolicyRule("cyborg:seal:get_one", STRICT_MANAGER, "Show a seal.", ("GET /api/seals/{number}/",)),
-    PolicyRule("cyborg:subscription:get_all", READER, "List subscriptions.", ("GET /api/subscriptions/",)),
-    PolicyRule("cyborg:subscription:get_one", READER, "Show a subscription.", ("GET /api/subscriptions/{uuid}/",)),
+    PolicyRule("cyborg:subscription:get_all", STRICT_READER, "List subscriptions.", ("GET /api/subscriptions/",)),
+    PolicyRule(
+        "cyborg:subscription:get_one", STRICT_READER, "Show a subscription.", ("GET /api/subscriptions/{uuid}/",)
+    ),
     PolicyRule("cyborg:subscription:create", STRICT_MEMBER, "Subscribe to messages.", ("POST /api/subscriptions/",)),
     PolicyRule(
         "cyborg:subscription:update",
@@ -209,23 +243,36 @@ OWN_RULES = (
     ),
     PolicyRule("cyborg:subscription:delete", STRICT_MEMBER, "Unsubscribe.", ("DELETE /api/subscriptions/{uuid}/",)),
     PolicyRule(
+        "cyborg:subscription:hand_over",
+        "rule:project_manager_api or rule:admin_api",
+        "Hand a subscription of the project over to another owner; see the ended ones of all its members.",
+        ("POST /api/subscriptions/{uuid}/hand_over/",),
+    ),
+    PolicyRule(
         "cyborg:subscription:elevated",
         ELEVATED,
         "Subscribe to the events of every device and request, not only of one's own project.",
         ("POST /api/subscriptions/ (scope: cloud)",),
     ),
-    PolicyRule("cyborg:delivery:get_all", READER, "List deliveries to subscriptions.", ("GET /api/deliveries/",)),
-    PolicyRule("cyborg:delivery:get_one", READER, "Show a delivery.", ("GET /api/deliveries/{uuid}/",)),
-    PolicyRule("cyborg:delivery:update", STRICT_MEMBER, "Repeat a delivery.", ("POST /api/deliveries/{uuid}/replay/",)),
-    PolicyRule("cyborg:inbox:get_all", READER, "List one's own messages.", ("GET /api/inbox/",)),
-    PolicyRule("cyborg:inbox:get_one", READER, "Show one's own message.", ("GET /api/inbox/{uuid}/",)),
-    PolicyRule("cyborg:inbox:update", READER, "Mark one's own message as read.", ("POST /api/inbox/{uuid}/read/",)),
     PolicyRule(
-        "cyborg:inbox:read_all", READER, "Mark all of one's own messages as read.", ("POST /api/inbox/read_all/",)
+        "cyborg:delivery:get_all", STRICT_READER, "List deliveries to subscriptions.", ("GET /api/deliveries/",)
     ),
-    PolicyRule("cyborg:accelerator:get_all", READER, "List attached accelerators.", ("GET /api/accelerators/",)),
+    PolicyRule("cyborg:delivery:get_one", STRICT_READER, "Show a delivery.", ("GET /api/deliveries/{uuid}/",)),
+    PolicyRule("cyborg:delivery:update", STRICT_MEMBER, "Repeat a delivery.", ("POST /api/deliveries/{uuid}/replay/",)),
+    PolicyRule("cyborg:inbox:get_all", STRICT_READER, "List one's own messages.", ("GET /api/inbox/",)),
+    PolicyRule("cyborg:inbox:get_one", STRICT_READER, "Show one's own message.", ("GET /api/inbox/{uuid}/",)),
     PolicyRule(
-        "cyborg:accelerator:get_one", READER, "Show an attached accelerator.", ("GET /api/accelerators/{uuid}/",)
+        "cyborg:inbox:update", STRICT_READER, "Mark one's own message as read.", ("POST /api/inbox/{uuid}/read/",)
+    ),
+    PolicyRule(
+        "cyborg:inbox:read_all",
+        STRICT_READER,
+        "Mark all of one's own messages as read.",
+        ("POST /api/inbox/read_all/",),
+    ),
+    PolicyRule("cyborg:accelerator:get_all", STRICT_READER, "List attached accelerators.", ("GET /api/accelerators/",)),
+    PolicyRule(
+        "cyborg:accelerator:get_one", STRICT_READER, "Show an attached accelerator.", ("GET /api/accelerators/{uuid}/",)
     ),
     PolicyRule(
         "cyborg:accelerator:update",
@@ -303,7 +350,7 @@ OWN_RULES = (
         "See, attach and detach for the instances of every project, not only of one's own.",
         ("GET /api/attachments/", "POST /api/attachments/", "POST /api/attachments/{uuid}/detach/"),
     ),
-    PolicyRule("cyborg:usage:get", READER, "See how many units one's own project holds.", ("GET /api/usage/",)),
+    PolicyRule("cyborg:usage:get", STRICT_READER, "See how many units one's own project holds.", ("GET /api/usage/",)),
     PolicyRule(
         "cyborg:usage:elevated",
         STRICT_MANAGER,

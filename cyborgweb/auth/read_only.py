@@ -1,8 +1,10 @@
 """The read-only switch: while it is on, people and callers of both APIs can change nothing; agents and jobs go on.
 
 The switch is on while the table `Maintenance` has its one row. `cyborgweb.auth.policy` checks it before every write of
-an API, `cyborgweb.middleware.requests` before every write of the console. It is switched in the console and with
-`manage.py read_only`, which are both exempt from it, as is the link that ends mails (`cyborgweb.pages.mail_links`).
+an API, `cyborgweb.middleware.requests` before every write of the console. Both may have read it before it was switched
+on. Therefore the transactions in which such a request writes check it again (`refuse_in_transaction`). It is switched
+in the console and with `manage.py read_only`, which are both exempt from it, as is the link that ends mails
+(`cyborgweb.pages.mail_links`).
 """
 
 from __future__ import annotations
@@ -29,6 +31,8 @@ RETRY_S = 30
 
 _SWITCH_LOCK_ID = 0x72656164
 """Key of the advisory lock that serializes switches: without the row, there is nothing else to lock."""
+LOCK_AND_READ_SWITCH = "SELECT pg_advisory_xact_lock_shared(%s); SELECT id FROM cyborgweb_maintenance"
+"""Two statements, so that the second one sees what was committed while the first one waited."""
 _cached: tuple[float, Maintenance | None] | None = None
 _drop_count = 0
 _cache_lock = threading.Lock()
@@ -75,12 +79,27 @@ def refuse_if_read_only() -> None:
         raise ReadOnlyError(describe_maintenance(maintenance))
 
 
+def refuse_in_transaction() -> None:
+    """Raise ReadOnlyError while everything is read only, and hold off the switch until the present transaction ends.
+
+    So nothing that a person or a caller has begun is committed after the switch. One round trip to the database.
+    """
+    with connection.cursor() as cursor:
+        cursor.execute(LOCK_AND_READ_SWITCH, [_SWITCH_LOCK_ID])
+        cursor.nextset()
+        is_on = cursor.fetchone() is not None
+    if is_on:
+        _drop_cached(None)  # this process has not noticed it yet
+        refuse_if_read_only()
+
+
 def switch_read_only(on: bool, actor: Caller, reason: str, source: EventSource) -> Maintenance | None:
     """Make everything read only (`on`), or end that. Return the row that is now in force, None if changes are allowed.
 
     A change records an event in the same transaction and notifies all processes after the commit. If the switch is
-    already in that position, nothing changes. Waits while another transaction switches. A change that a caller began
-    before is not stopped. Raises RefusedError INVALID if the reason is too long or contains NUL.
+    already in that position, nothing changes. Waits while another transaction switches, and until the transactions in
+    which people and callers write have ended; later ones are refused. Raises RefusedError INVALID if the reason is too
+    long or contains NUL.
     """
     reason = check_reason(reason)
     with conductor.writing():

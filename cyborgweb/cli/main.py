@@ -110,6 +110,7 @@ VERB_COMMANDS = (
     nova.nova_withdraw,
     subscriptions.subscription_list,
     subscriptions.subscription_resend,
+    subscriptions.subscription_hand_over,
     usage.show_usage,
     census.load_census,
     devices.agent_list,

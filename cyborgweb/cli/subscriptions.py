@@ -1,4 +1,4 @@
-"""Commands that list subscriptions, and send the request to confirm a mail address again."""
+"""Commands that list subscriptions, hand them over, and send the request to confirm a mail address again."""
 
 from __future__ import annotations
 
@@ -30,6 +30,24 @@ def subscription_resend(cli_context: CliContext, subscription: UUID) -> None:
     """Send the request to confirm a mail address again. The number of requests in a day is limited."""
     row = cli_context.api.post(f"subscriptions/{subscription}/resend/", {})
     click.echo(f"A request to confirm is being sent to {row['target']}.", err=True)
+    print_row(_show_confirmation(row), cli_context.output)
+
+
+@verb_command(
+    "subscription-hand-over",
+    "subscription-hand-over 0e8f9e63-1b5a-4738-9fb6-eff9659e382f 5b8d0e0f3a4c4f1c9d2e7a6b8c9d0e1f --reason 'Ann left.'",
+)
+@click.argument("subscription", type=click.UUID)
+@click.argument("owner")
+@click.option("--reason", default="", help="Why; the event has it.")
+@pass_cli_context
+def subscription_hand_over(cli_context: CliContext, subscription: UUID, owner: str, reason: str) -> None:
+    """Give a subscription another owner: an id of Keystone, or without Keystone a user's name. An ended subscription is
+    active again; a mail address may have to be confirmed anew.
+    """
+    body = {"owner": owner, "reason": reason}
+    row = cli_context.api.post(f"subscriptions/{subscription}/hand_over/", body)
+    click.echo(f"The subscription {row['name']} is handed over to {owner}.", err=True)
     print_row(_show_confirmation(row), cli_context.output)
 
 

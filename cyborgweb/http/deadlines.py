@@ -16,6 +16,7 @@ class ClientLimits:
     write_s: float
     keep_alive_s: float
     body_buffer_bytes: int
+    answer_buffer_bytes: int
     connections: int
 
 
@@ -28,5 +29,6 @@ def make_client_limits(keys: Keys | None = None) -> ClientLimits:
         write_s=keys.write_timeout_s,
         keep_alive_s=keys.keep_alive_s,
         body_buffer_bytes=keys.body_buffer_bytes,
+        answer_buffer_bytes=keys.answer_buffer_bytes,
         connections=keys.http_connections,
     )

@@ -5,9 +5,8 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from cyborgweb.http.bodies import BodyReader
 from cyborgweb.http.deadlines import make_client_limits
-from cyborgweb.http.request_threads import RequestThreads
+from cyborgweb.http.request_threads import RequestThreads, make_client_memory
 from cyborgweb.settings.keys import Keys
 
 UPLOAD_PATH = re.compile(r"\A/api/images/?\Z")
@@ -20,18 +19,23 @@ LONG_THREADS = 12
 """More threads than the separate limits of `PATCH …/program`, uploads, exports and censuses allow together, so that a
 request beyond its limit is refused at once and does not wait for a thread."""
 
+KEPT_FREE_PART = 4
+"""One client gets at most all threads for short requests but a quarter, so that those of others begin at once."""
+
 
 class DjangoThreads:
     """The ASGI application that runs Django's WSGI application `django` on threads.
 
-    There are `threads` threads for short requests and LONG_THREADS for long ones. One BodyReader reads all bodies.
+    There are CYBORG_REQUEST_THREADS threads for short requests and LONG_THREADS for long ones. All requests share one
+    ClientMemory.
     """
 
     def __init__(self, django: Any, keys: Keys, long_threads: int = LONG_THREADS) -> None:
         limits = make_client_limits(keys)
-        bodies = BodyReader(limits.body_s, limits.body_buffer_bytes)
-        self.short = RequestThreads(django, keys.request_threads, keys.request_queue, limits, bodies)
-        self.long = RequestThreads(django, long_threads, keys.request_queue, limits, bodies)
+        self.memory = make_client_memory(limits, is_behind_proxy=bool(keys.public_url))
+        kept_free = keys.request_threads // KEPT_FREE_PART
+        self.short = RequestThreads(django, keys.request_threads, keys.request_queue, limits, self.memory, kept_free)
+        self.long = RequestThreads(django, long_threads, keys.request_queue, limits, self.memory)
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         """Run the request on the threads that its path and method choose."""

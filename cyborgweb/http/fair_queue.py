@@ -1,139 +1,125 @@
-"""Decides which waiting request gets the next free thread, so that a client with many requests delays mostly itself."""
+"""Gives the threads of a process to requests so that one client cannot keep the others waiting.
+
+It is used on the event loop only and needs no lock.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
-from typing import Any
 
 from cyborgweb.http.refusals import RefusedRequestError
 
 
-@dataclass(frozen=True)
-class HttpCaller:
-    """Who has sent a request, as far as it is known before authentication: its address, and its token or cookies.
-
-    Both can be shared: all clients of a proxy have its address, and a tenant can have several tokens.
-    """
-
-    address: str
-    credential: bytes
-
-
-@dataclass(eq=False, slots=True)
-class _WaitingRequest:
-    """A request that waits for a thread. `may_begin` gives None, or raises RefusedRequestError."""
-
-    caller: HttpCaller
-    may_begin: asyncio.Future[None]
-    is_body_complete: bool
-
-
-def find_caller(scope: Any) -> HttpCaller:
-    """Return the caller of a request by its ASGI scope."""
-    headers = dict(reversed(scope["headers"]))
-    client = scope.get("client")
-    return HttpCaller(client[0] if client else "", headers.get(b"x-auth-token") or headers.get(b"cookie") or b"")
-
-
 class FairQueue:
-    """Lets at most `threads` requests run, and at most `max_waiting` wait. For the event loop only.
+    """Distributes `threads` threads. At most `places` further requests wait for a thread.
 
-    A free thread goes to the address with the fewest running requests, among its callers to the one with the fewest,
-    and of their requests to the oldest. Of four threads or more, one caller has three quarters at most: the others are
-    kept for callers that then need not wait for the end of a long request. While the queue is full, the newest request
-    of the caller with the most is refused, so that a caller with few requests is accepted.
+    A free thread goes to the clients that wait in turn, whatever number of requests each of them has. One client can
+    have all threads but `kept_free` of them. If all places are taken, the client with the most waiting requests must
+    give way to clients with fewer.
     """
 
-    def __init__(self, threads: int, max_waiting: int) -> None:
-        self._threads, self._max_waiting = threads, max_waiting
-        self._max_of_caller = threads - threads // 4
-        self._waiting: list[_WaitingRequest] = []
-        self._running: Counter[HttpCaller | str] = Counter()
-        """The number of running requests of each caller, and of each address."""
-        self._all: Counter[HttpCaller | str] = Counter()
-        """The same for all requests, running and waiting."""
-        self.running = 0
+    def __init__(self, threads: int, places: int, kept_free: int = 0) -> None:
+        self._threads, self._places, self._max_of_client = threads, places, threads - kept_free
+        self._running: Counter[str] = Counter()
+        self._waiting: dict[str, deque[asyncio.Future[None]]] = {}
+        """For each client that waits, its requests, the oldest first. The first client is the next one to get a thread
+        if it may have one more."""
+        self.running_requests = self.waiting_requests = 0
 
-    @property
-    def active(self) -> int:
-        """The number of requests that run or wait."""
-        return self.running + len(self._waiting)
-
-    def has_place(self, caller: HttpCaller) -> bool:
-        """Return whether a request of this caller would be accepted now."""
-        if self._may_begin(caller) or len(self._waiting) < self._max_waiting:
-            return True
-        of_address, of_caller = self._weigh(caller)
-        return any(self._weigh(one.caller) > (of_address + 1, of_caller + 1) for one in self._waiting)
+    def check(self, client: str, is_body_complete: bool) -> None:
+        """Raise RefusedRequestError 503 if a further request of this client can neither run nor wait."""
+        if self._can_run(client) or self.waiting_requests < self._places:
+            return
+        own, largest = self._count_waiting(client), self._count_waiting(self._find_largest_client())
+        if own + 1 < largest:
+            return
+        is_alone = self.running_requests + self.waiting_requests == self._running[client] + own
+        if own < largest or is_alone:
+            raise RefusedRequestError(503, is_body_complete)
+        raise RefusedRequestError(503, is_body_complete, over_share=client)
 
     @asynccontextmanager
-    async def wait_for_thread(self, caller: HttpCaller, *, is_body_complete: bool) -> AsyncIterator[None]:
-        """Wait until a request of this caller may run, and count it as running during the block.
+    async def take_thread(self, client: str) -> AsyncIterator[None]:
+        """Wait until a thread is free for this client, and count it as taken until the block ends.
 
-        Raises RefusedRequestError 503 if it may not wait; also later, if callers with fewer requests come.
+        The body of the request must be complete. Raises RefusedRequestError 503 if no place is free, and also later, if
+        the place is needed for a client that has fewer requests.
         """
-        self._count(self._all, caller, 1)
+        self.check(client, is_body_complete=True)
+        if self._can_run(client):
+            self._start(client)
+        else:
+            await self._wait_for_turn(client)
         try:
-            if self._may_begin(caller):
-                self._begin(caller)
-            else:
-                await self._wait(_WaitingRequest(caller, asyncio.get_running_loop().create_future(), is_body_complete))
-            try:
-                yield
-            finally:
-                self._end(caller)
+            yield
         finally:
-            self._count(self._all, caller, -1)
+            self._end(client)
 
-    async def _wait(self, request: _WaitingRequest) -> None:
-        """Wait for a thread, which then counts as taken by this request."""
-        self._waiting.append(request)
-        if len(self._waiting) > self._max_waiting:
-            self._refuse_one()
+    def _can_run(self, client: str) -> bool:
+        """Return whether a thread is free that this client may have."""
+        return self.running_requests < self._threads and self._running[client] < self._max_of_client
+
+    def _count_waiting(self, client: str) -> int:
+        """Return how many requests of this client wait."""
+        return len(self._waiting.get(client, ()))
+
+    def _find_largest_client(self) -> str:
+        """Return the client with the most waiting requests, '' if none waits."""
+        return max(self._waiting, key=lambda client: len(self._waiting[client]), default="")
+
+    async def _wait_for_turn(self, client: str) -> None:
+        """Wait until `_end` has given a thread to this request. If all places are taken, take one from the client with
+        the most waiting requests, whose newest request is refused.
+        """
+        if self.waiting_requests >= self._places:
+            largest = self._find_largest_client()
+            refused = self._pop_waiting(largest, newest=True)
+            if not refused.done():
+                refused.set_exception(RefusedRequestError(503, True, over_share=largest))
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.setdefault(client, deque()).append(turn)
+        self.waiting_requests += 1
         try:
-            await request.may_begin
+            await turn
         except asyncio.CancelledError:
-            if request in self._waiting:
-                self._waiting.remove(request)
-            elif not request.may_begin.cancelled() and request.may_begin.exception() is None:
-                self._end(request.caller)
+            if not turn.cancelled() and turn.done() and turn.exception() is None:
+                self._end(client)
+            elif turn in self._waiting.get(client, ()):
+                self._remove_waiting(client, turn)
             raise
 
-    def _refuse_one(self) -> None:
-        """Refuse the newest waiting request of the caller with the most requests."""
-        worst = max(reversed(self._waiting), key=lambda one: self._weigh(one.caller))
-        self._waiting.remove(worst)
-        worst.may_begin.set_exception(RefusedRequestError(503, worst.is_body_complete))
+    def _pop_waiting(self, client: str, newest: bool = False) -> asyncio.Future[None]:
+        """Remove and return the oldest or newest waiting request of a client, which becomes the last in turn."""
+        turns = self._waiting.pop(client)
+        turn = turns.pop() if newest else turns.popleft()
+        if turns:
+            self._waiting[client] = turns
+        self.waiting_requests -= 1
+        return turn
 
-    def _weigh(self, caller: HttpCaller) -> tuple[int, int]:
-        """Return how many requests the caller's address, and the caller, have."""
-        return self._all[caller.address], self._all[caller]
+    def _remove_waiting(self, client: str, turn: asyncio.Future[None]) -> None:
+        """Remove a request that was cancelled while it waited."""
+        self._waiting[client].remove(turn)
+        if not self._waiting[client]:
+            del self._waiting[client]
+        self.waiting_requests -= 1
 
-    def _may_begin(self, caller: HttpCaller) -> bool:
-        """Return whether there is a thread that this caller may take now."""
-        return self.running < self._threads and self._running[caller] < self._max_of_caller
+    def _start(self, client: str) -> None:
+        """Count one thread as taken by this client."""
+        self.running_requests += 1
+        self._running[client] += 1
 
-    def _begin(self, caller: HttpCaller) -> None:
-        self.running += 1
-        self._count(self._running, caller, 1)
-
-    def _end(self, caller: HttpCaller) -> None:
-        """Count a request as ended, and let the next one begin."""
-        self.running -= 1
-        self._count(self._running, caller, -1)
-        if ready := [one for one in self._waiting if self._may_begin(one.caller)]:
-            request = min(ready, key=lambda one: (self._running[one.caller.address], self._running[one.caller]))
-            self._waiting.remove(request)
-            self._begin(request.caller)
-            request.may_begin.set_result(None)
-
-    def _count(self, counts: Counter[HttpCaller | str], caller: HttpCaller, change: int) -> None:
-        """Count one request more or less of the caller and its address; forget those that have none."""
-        for key in (caller, caller.address):
-            counts[key] += change
-            if not counts[key]:
-                del counts[key]
+    def _end(self, client: str) -> None:
+        """Count one thread of this client as free, and give it to the next client in turn that may have one more."""
+        self.running_requests -= 1
+        self._running[client] -= 1
+        if not self._running[client]:
+            del self._running[client]
+        while waiting := next((other for other in self._waiting if self._can_run(other)), None):
+            turn = self._pop_waiting(waiting)
+            if not turn.done():  # a request that was cancelled is done
+                self._start(waiting)
+                turn.set_result(None)

@@ -6,10 +6,14 @@ import json
 import socket
 import struct
 from asyncio import TimerHandle
+from collections import Counter
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
+from cyborgweb.auth.clients import get_network
+from cyborgweb.http.answers import RESET_EXTENSION
 from cyborgweb.http.deadlines import ClientLimits
 from cyborgweb.http.slow_clients import note_slow_client
 
@@ -27,18 +31,23 @@ fewer bytes wait, it must accept enough for the application to continue writing.
 class HttpProtocol(HttpToolsProtocol):
     """A connection of an HTTP client. Subclasses, which `make_http_protocol` makes, have `limits`.
 
-    The deadlines are: `header_s` from the first byte of a request (of the first request: from the connection) to the
-    end of its headers; `keep_alive_s` between two requests; `body_s` for the rest of a body whose request is already
-    answered; and MIN_WRITE_BYTES of an answer in each `write_s`. The body of a request that is not yet answered is the
-    application's concern. After an upgrade none of this applies, because WebSockets have their own deadlines.
+    The deadlines are: `header_s` from the first byte of a request (of the first request: from the connection, before a
+    TLS handshake) to the end of its headers; `keep_alive_s` between two requests; `body_s` for the rest of a body whose
+    request is already answered; and MIN_WRITE_BYTES of an answer in each `write_s`. The body of a request that is not
+    yet answered is the application's concern. After an upgrade none of this applies, because WebSockets have their own
+    deadlines.
     """
 
     limits: ClassVar[ClientLimits]
-    open_connections: ClassVar[dict[HttpProtocol, None]]
-    """All connections except WebSockets, the oldest first."""
+    open_connections: ClassVar[dict[HttpProtocol, str]]
+    """All connections except WebSockets, with the addresses of their clients, the oldest first."""
+    connections_by_address: ClassVar[Counter[str]]
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self._accepted_at = self.loop.time()
+        self._end_handshake: Callable[[], None] | None = None
+        """Ends the connection while its TLS handshake is under way."""
         self._read_deadline: TimerHandle | None = None
         self._write_check: TimerHandle | None = None
         self._is_in_headers = False
@@ -52,19 +61,50 @@ class HttpProtocol(HttpToolsProtocol):
         """Bytes of the present request's body, and of the other data that came after its headers, such as the sizes of
         chunks."""
 
+    def handshake_begun(self, address: str, end_handshake: Callable[[], None]) -> None:
+        """Count a connection from this address from the beginning of its TLS handshake, which `end_handshake` ends."""
+        self._end_handshake = end_handshake
+        self._count_connection(address)
+
+    def handshake_failed(self) -> None:
+        """Count the connection no longer."""
+        self._end_handshake = None
+        self._stop_counting()
+
     def connection_made(self, transport: Any) -> None:
-        """Start the deadline of the headers. If there are too many connections, end the oldest that waits for its
-        client: while others are served, the silent ones have to give way.
-        """
+        """Count the connection, and start the deadline of the headers."""
         super().connection_made(transport)
-        self.open_connections[self] = None
-        if len(self.open_connections) > self.limits.connections:
-            oldest = next(filter(HttpProtocol.waits_for_client, self.open_connections))
-            oldest._stop_deadlines()
-            note_slow_client(oldest.client)
-            oldest._reset_connection()
+        self._end_handshake = None
+        if self not in self.open_connections:
+            self._count_connection(self.client[0] if self.client else "")
         if not self.transport.is_closing():
-            self._start_read_deadline(self.limits.header_s)
+            self._start_read_deadline(max(0.0, self._accepted_at + self.limits.header_s - self.loop.time()))
+
+    def _count_connection(self, address: str) -> None:
+        """Count this connection. If there are too many, end one that waits for its client: the oldest one of the
+        address with the most connections, or if all of these are being served, the oldest one of all.
+        """
+        network = get_network(address)
+        self.open_connections[self] = network
+        self.connections_by_address[network] += 1
+        if len(self.open_connections) <= self.limits.connections:
+            return
+        ((largest, _),) = self.connections_by_address.most_common(1)
+        waiting = filter(HttpProtocol.waits_for_client, self.open_connections)
+        of_largest = (each for each in self.open_connections if self.open_connections[each] == largest)
+        oldest = next(filter(HttpProtocol.waits_for_client, of_largest), None) or next(waiting)
+        oldest._stop_deadlines()
+        if oldest._end_handshake is not None:
+            oldest._end_handshake()
+        else:
+            oldest._reset_connection()
+
+    def _stop_counting(self) -> None:
+        """Stop counting this connection, if it is counted."""
+        if (network := self.open_connections.pop(self, None)) is not None:
+            self.connections_by_address[network] -= 1
+            if not self.connections_by_address[network]:
+                del self.connections_by_address[network]
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Stop all deadlines."""
@@ -106,6 +146,7 @@ class HttpProtocol(HttpToolsProtocol):
         self._is_in_headers, self._header_bytes, self._has_begun = True, 0, True
         self._parsed_header_bytes = 0
         self._body_bytes = self._framing_bytes = 0
+        self.scope["extensions"] = {RESET_EXTENSION: {"reset": self._reset_connection}}
 
     def on_header(self, name: bytes, value: bytes) -> None:
         """Store a header. Refuse too many. Drop a trailer, which comes after the body: it would be taken for a
@@ -232,11 +273,12 @@ class HttpProtocol(HttpToolsProtocol):
 
     def _stop_deadlines(self) -> None:
         """Stop all deadlines but uvicorn's own, and stop counting this connection."""
-        self.open_connections.pop(self, None)
+        self._stop_counting()
         self._stop_read_deadline()
         self._stop_write_check()
 
 
 def make_http_protocol(limits: ClientLimits) -> type[HttpProtocol]:
     """Return the protocol class with these limits. The connections of all its listeners are counted together."""
-    return type("LimitedHttpProtocol", (HttpProtocol,), {"limits": limits, "open_connections": {}})
+    state = {"limits": limits, "open_connections": {}, "connections_by_address": Counter()}
+    return type("LimitedHttpProtocol", (HttpProtocol,), state)

@@ -1,28 +1,34 @@
 """Runs a WSGI application on a bounded number of threads of an ASGI server.
 
 A thread is taken only when the request's body has arrived completely, and an answer that is not streamed is sent after
-the thread is free again. So slow clients do not occupy threads. The two exceptions are uploads and streamed answers:
-they are read and written in a thread, with a deadline for each chunk.
+the thread is free again. So slow clients do not occupy threads. The two exceptions are uploads and streamed answers
+that are large, or whose size is not known: they are read and written in a thread, with a deadline for each chunk.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextvars
+import errno
 import io
 import sys
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from cyborgweb.http.bodies import BodyReader, has_body
+from cyborgweb.auth.clients import name_client
+from cyborgweb.http.answers import AnswerSender
+from cyborgweb.http.bodies import BodyReader, has_body, read_content_length
 from cyborgweb.http.deadlines import ClientLimits, make_client_limits
-from cyborgweb.http.fair_queue import FairQueue, HttpCaller, find_caller
+from cyborgweb.http.fair_queue import FairQueue
 from cyborgweb.http.refusals import ClientDisconnectedError, RefusedRequestError, build_refusal
+from cyborgweb.http.refused_clients import RefusedClients
 from cyborgweb.http.slow_clients import note_slow_client
 from cyborgweb.monitoring.served import busy_refusals
+from cyborgweb.settings.keys import get_keys
 
 REFUSAL_DRAIN_S = 2.0
 """How long the rest of a refused body is read and dropped before the connection is closed. If it were closed at once,
@@ -32,6 +38,9 @@ MIN_UPLOAD_RATE = 16_384
 MIN_WAIT_S = 0.1
 """How long a part of an upload is waited for at least, also if the disk was slower than the client."""
 STREAM_BUFFER_BYTES = 65_536
+JOINED_BYTES = 1_048_576
+"""A streamed answer of at most this size, such as a static file, is read into memory before it is sent, so that a
+client that does not read it occupies no thread."""
 WSGI_CONSTANTS: dict[str, Any] = {
     "SCRIPT_NAME": "",
     "wsgi.version": (1, 0),
@@ -56,18 +65,60 @@ class Answer:
         self.headers = [(name.lower().encode("latin-1"), value.encode("latin-1")) for name, value in headers]
         return _refuse_write
 
+    def get_announced_bytes(self) -> float:
+        """Return the size of the body that the headers announce, infinity if they announce none."""
+        return float(dict(self.headers).get(b"content-length", "inf"))
+
 
 def _refuse_write(data: bytes) -> None:
     """Raise NotImplementedError: WSGI's old `write` is not supported, and Django does not use it."""
     raise NotImplementedError("WSGI's write() is not supported: return an iterable")
 
 
+@dataclass
+class ClientMemory:
+    """What all clients of a process use together, in one or several RequestThreads: their bodies and answers.
+
+    `refused` counts and reports the clients that were refused because they used more than their share. `served_peers`
+    are the address and port of each client whose request has arrived and waits for a thread or has one, with the number
+    of these requests.
+    """
+
+    bodies: BodyReader
+    answers: AnswerSender
+    refused: RefusedClients
+    is_behind_proxy: bool = False
+    served_peers: Counter[tuple[str, int]] = field(default_factory=Counter)
+
+    @contextmanager
+    def serving(self, scope: Any) -> Iterator[None]:
+        """Count the client of this request among `served_peers` while the block runs."""
+        peer = tuple(scope.get("client") or ("", 0))
+        self.served_peers[peer] += 1
+        try:
+            yield
+        finally:
+            self.served_peers[peer] -= 1
+            if not self.served_peers[peer]:
+                del self.served_peers[peer]
+
+
+def make_client_memory(limits: ClientLimits, is_behind_proxy: bool) -> ClientMemory:
+    """Return a ClientMemory with these limits. `is_behind_proxy`: a proxy names its clients in X-Forwarded-For."""
+    return ClientMemory(
+        BodyReader(limits.body_s, limits.body_buffer_bytes),
+        AnswerSender(limits.write_s, limits.answer_buffer_bytes),
+        RefusedClients(),
+        is_behind_proxy,
+    )
+
+
 class RequestThreads:
-    """Runs a WSGI application on `threads` threads. At most `queue` further requests wait for a thread; others get 503.
+    """Runs a WSGI application on `threads` threads. At most `queue` further requests wait for a thread; all others get
+    503 at once.
 
-    Callers take turns (`FairQueue`): one with many requests delays mostly itself.
-
-    `bodies` reads the bodies; several instances can share one, so that they have one limit of bytes together.
+    The clients that wait get threads in turn; `kept_free` threads are not given to a client that has all others
+    (`FairQueue`). Several instances can share one `memory`, so that they have its limits together.
     """
 
     def __init__(
@@ -76,34 +127,38 @@ class RequestThreads:
         threads: int,
         queue: int,
         limits: ClientLimits | None = None,
-        bodies: BodyReader | None = None,
+        memory: ClientMemory | None = None,
+        kept_free: int = 0,
     ) -> None:
         self._application = application
         self._executor = ThreadPoolExecutor(threads, thread_name_prefix="request")
-        self._queue = FairQueue(threads, queue)
+        self._queue = FairQueue(threads, queue, kept_free)
         self._limits = limits or make_client_limits()
-        self._bodies = bodies or BodyReader(self._limits.body_s, self._limits.body_buffer_bytes)
+        self._memory = memory or make_client_memory(self._limits, bool(get_keys().public_url))
 
     @property
     def active_requests(self) -> int:
         """The number of requests that run or wait for a thread."""
-        return self._queue.active
+        return self._queue.running_requests + self._queue.waiting_requests
 
     async def __call__(self, scope: Any, receive: Any, send: Any, streams_body: bool = False) -> None:
         """Read the body, run the request on a thread, and send the answer.
 
-        With `streams_body`, the application reads the body while it arrives. Answers 503 if `threads` + `queue`
-        requests are under way, or too many bytes of bodies are in memory; 408 and 413 for bodies.
+        With `streams_body`, the application reads the body while it arrives. Answers 503 if no further request of this
+        client can wait, or too many bytes of bodies or answers are in memory; 408 and 413 for bodies.
         """
-        caller = find_caller(scope)
+        client = name_client(scope, self._memory.is_behind_proxy)
         try:
-            self._check_queue(caller, is_body_complete=not has_body(scope))
+            self._queue.check(client, is_body_complete=not has_body(scope))
             if streams_body:
-                arriving = io.BufferedReader(_ArrivingBody(receive, self._limits.body_s), STREAM_BUFFER_BYTES)
-                answer = await self._run_on_thread(scope, arriving, send)
+                is_chunked = read_content_length(scope) is None
+                arriving = _ArrivingBody(receive, self._limits.body_s, is_chunked)
+                buffered = io.BufferedReader(arriving, STREAM_BUFFER_BYTES)
+                answer = await self._run_on_thread(client, scope, buffered, send)
             else:
-                async with self._bodies.read(scope, receive) as body:
-                    answer = await self._run_on_thread(scope, io.BytesIO(body), send, len(body))
+                answer = await self._read_body_and_run(client, scope, receive, send)
+            if answer.body is not None:
+                await self._memory.answers.send(scope, send, client, answer.status, answer.headers, answer.body)
         except ClientDisconnectedError:
             return
         except RefusedRequestError as refused:
@@ -111,18 +166,18 @@ class RequestThreads:
                 busy_refusals.inc()
             elif refused.status == 408:
                 note_slow_client(scope.get("client"))
+            if refused.over_share:
+                self._memory.refused.add(refused.over_share)
             await send_refusal(scope, receive, send, refused)
-            return
-        if answer.body is not None:
-            await send({"type": "http.response.start", "status": answer.status, "headers": answer.headers})
-            await send({"type": "http.response.body", "body": answer.body})
 
-    def _check_queue(self, caller: HttpCaller, is_body_complete: bool) -> None:
-        """Raise RefusedRequestError 503 if no further request of this caller may wait for a thread."""
-        if not self._queue.has_place(caller):
-            raise RefusedRequestError(503, is_body_complete)
+    async def _read_body_and_run(self, client: str, scope: Any, receive: Any, send: Any) -> Answer:
+        """Read the body, run the application on a thread and return its answer. The body is not kept any longer."""
+        async with self._memory.bodies.read(scope, receive) as body:
+            return await self._run_on_thread(client, scope, io.BytesIO(body), send, len(body))
 
-    async def _run_on_thread(self, scope: Any, body: Any, send: Any, body_bytes: int | None = None) -> Answer:
+    async def _run_on_thread(
+        self, client: str, scope: Any, body: Any, send: Any, body_bytes: int | None = None
+    ) -> Answer:
         """Run the application on a thread and return its answer. A streamed answer is sent by the thread."""
         loop = asyncio.get_running_loop()
         environ = build_environ(scope, body, body_bytes)
@@ -140,16 +195,18 @@ class RequestThreads:
             """Run `send_in_time` on the event loop and wait for it."""
             asyncio.run_coroutine_threadsafe(send_in_time(message), loop).result()
 
-        run = contextvars.copy_context().run
-        async with self._queue.wait_for_thread(find_caller(scope), is_body_complete=body_bytes is not None):
-            return await loop.run_in_executor(self._executor, run, self._run, environ, send_from_thread)
+        with self._memory.serving(scope):
+            async with self._queue.take_thread(client):
+                run = contextvars.copy_context().run
+                return await loop.run_in_executor(self._executor, run, self._run, environ, send_from_thread)
 
     def _run(self, environ: dict[str, Any], send: Callable[[dict[str, Any]], None]) -> Answer:
         """Call the application. Return its answer with the body, or send a streamed one while it is made."""
         answer = Answer()
         result = self._application(environ, answer.start)
         try:
-            if isinstance(result, list) or getattr(result, "streaming", True) is False:
+            is_complete = isinstance(result, list) or getattr(result, "streaming", True) is False
+            if is_complete or answer.get_announced_bytes() <= JOINED_BYTES:
                 answer.body = b"".join(result)
                 return answer
             send({"type": "http.response.start", "status": answer.status, "headers": answer.headers})
@@ -165,11 +222,13 @@ class RequestThreads:
 class _ArrivingBody(io.RawIOBase):
     """The `wsgi.input` of an upload: a thread reads the body while it arrives on the event loop.
 
-    A client that is slower than MIN_UPLOAD_RATE for `timeout_s` seconds is taken for disconnected: the body ends.
+    A client that is slower than MIN_UPLOAD_RATE for `timeout_s` seconds is taken for disconnected. The body then ends;
+    but reading it raises ConnectionResetError if its length is not known (`is_chunked`), because the reader could not
+    notice that bytes are missing.
     """
 
-    def __init__(self, receive: Any, timeout_s: float) -> None:
-        self._receive, self._loop = receive, asyncio.get_running_loop()
+    def __init__(self, receive: Any, timeout_s: float, is_chunked: bool) -> None:
+        self._receive, self._loop, self._is_chunked = receive, asyncio.get_running_loop(), is_chunked
         self._deadline = self._loop.time() + timeout_s
         self._part, self._has_more = memoryview(b""), True
 
@@ -181,6 +240,8 @@ class _ArrivingBody(io.RawIOBase):
         """Fill the buffer with what has arrived, after waiting for it; return the number of bytes, 0 at the end."""
         while not self._part and self._has_more:
             event = asyncio.run_coroutine_threadsafe(self._receive_in_time(), self._loop).result()
+            if self._is_chunked and event.get("type") != "http.request":
+                raise ConnectionResetError(errno.ECONNRESET, "the client disconnected, or is too slow")
             self._part, self._has_more = memoryview(event.get("body", b"")), event.get("more_body", False)
         size = min(len(buffer), len(self._part))
         buffer[:size], self._part = self._part[:size], self._part[size:]
@@ -236,7 +297,7 @@ async def send_refusal(scope: Any, receive: Any, send: Any, refused: RefusedRequ
 
     The answer is sent completely; then the rest of the body is dropped for at most REFUSAL_DRAIN_S.
     """
-    headers, body = build_refusal(scope["path"], refused.status)
+    headers, body = build_refusal(scope["path"], refused)
     if not refused.is_body_complete:
         headers.append((b"connection", b"close"))
     await send({"type": "http.response.start", "status": refused.status, "headers": headers})

@@ -20,12 +20,12 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from django.contrib.sessions.backends.db import SessionStore
 from django.core.exceptions import PermissionDenied
 from django.db import Error, InterfaceError, OperationalError, connection
 
 from accelerators.runtime import metrics
 from agents.liveness import compute_thresholds
+from cyborgweb.auth.sessions import SessionStore
 from cyborgweb.live import session_permissions
 from cyborgweb.live.list_snapshot import Cells, ListSnapshot, hash_cell
 

@@ -8,11 +8,12 @@ from typing import Any
 from django.contrib.auth import get_user
 from django.contrib.auth.models import Group, User
 from django.contrib.postgres.expressions import ArraySubquery
-from django.contrib.sessions.backends.db import SessionStore
 from django.contrib.sessions.models import Session
 from django.db.models import OuterRef
 from django.db.models.functions import Now
 from django.http import HttpRequest
+
+from cyborgweb.auth.sessions import SessionStore
 
 
 def user_of_session(session: str) -> Any | None:

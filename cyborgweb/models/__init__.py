@@ -2,7 +2,7 @@
 and deliveries."""
 
 from cyborgweb.models.identity import ApiToken, KeystoneUser, Maintenance, SavedView, hash_token
-from cyborgweb.models.notify import ConfirmationRequest, Delivery, MailServer, Reader, Subscription
+from cyborgweb.models.notify import ConfirmationRequest, Delivery, MailServer, Reader, SlowProject, Subscription
 
 __all__ = [
     "ApiToken",
@@ -13,6 +13,7 @@ __all__ = [
     "Maintenance",
     "Reader",
     "SavedView",
+    "SlowProject",
     "Subscription",
     "hash_token",
 ]

@@ -65,7 +65,7 @@ class DeliveryProgress(Choice):
 
 class SubscriptionStanding(Choice):
     """The state of a subscription. Deliveries are written only while it is active; it stays off, paused or gone until
-    somebody makes it active.
+    somebody makes it active, and ended until it is handed over, or its owner has the right again.
     """
 
     ACTIVE = "active", "good"
@@ -75,6 +75,8 @@ class SubscriptionStanding(Choice):
     """Its destination failed for days."""
     GONE = "gone", "bad"
     """Its destination answered 410 Gone."""
+    ENDED = "ended", "bad"
+    """Its owner has left, or has lost the right to have it."""
 
 
 JOB_BY_WAY: Mapping[str, str] = {DeliveryWay.WEBHOOK: "deliveries", DeliveryWay.EMAIL: "mails"}

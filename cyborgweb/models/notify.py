@@ -1,5 +1,5 @@
-"""Tables of notifications: subscriptions, deliveries, the state of the mail server, and the position up to which events
-were read."""
+"""Tables of notifications: subscriptions, deliveries, the state of the mail server, slow projects, and the position up
+to which events were read."""
 
 from __future__ import annotations
 
@@ -37,11 +37,33 @@ class Subscription(fields.Row):
     )
     user = models.ForeignKey(
         settings.AUTH_USER_MODEL,
-        models.CASCADE,
+        models.SET_NULL,
         null=True,
         blank=True,
         related_name="subscriptions",
-        help_text="Who created it; it is deleted with this user.",
+        help_text="The user of its owner, if the owner has one here; it ends when this user is deleted.",
+    )
+    owner = models.CharField(
+        max_length=255,
+        db_collation="C",
+        default="",
+        db_default="",
+        blank=True,
+        editable=False,
+        help_text="The id of the person whose rights it needs: who created it, or to whom it was handed over.",
+    )
+    owner_confirmed_at = models.DateTimeField(
+        db_default=Now(), editable=False, help_text="When it was last confirmed that its owner has these rights."
+    )
+    owner_check_at = models.DateTimeField(
+        db_default=Now(), editable=False, help_text="When Keystone is asked about its owner next."
+    )
+    owner_doubt = models.TextField(
+        default="",
+        db_default="",
+        blank=True,
+        editable=False,
+        help_text="Why the rights of its owner could not be confirmed; empty if they were.",
     )
     scope = models.CharField(
         max_length=8,
@@ -75,7 +97,7 @@ class Subscription(fields.Row):
         max_length=8,
         choices=SubscriptionStanding.choices(),
         default=SubscriptionStanding.ACTIVE.value,
-        help_text="Paused: its destination failed for days. Gone: it answered 410.",
+        help_text="Paused: its destination failed for days. Gone: it answered 410. Ended: its owner may not have it.",
     )
     last_error = models.TextField(default="", blank=True, help_text="The error of the last attempt.")
     failures = models.IntegerField(default=0, help_text="Failed attempts since the last success.")
@@ -212,6 +234,20 @@ class MailServer(models.Model):
 
     def __str__(self) -> str:
         return self.last_error or "available"
+
+
+class SlowProject(models.Model):
+    """A project with a webhook whose receiver was slow. Until `slow_until` it gets only a share of the places."""
+
+    project_id = models.CharField(max_length=255, db_collation="C", primary_key=True)
+    times = models.IntegerField(default=1, help_text="How many times it was slow, after one another.")
+    slow_until = models.DateTimeField()
+
+    class Meta:
+        default_permissions = ()
+
+    def __str__(self) -> str:
+        return self.project_id
 
 
 class Reader(models.Model):

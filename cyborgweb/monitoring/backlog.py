@@ -16,6 +16,15 @@ NEAR_DEADLINE_S = 10
 """Seconds before its deadline from which a bind counts as close to failing."""
 MAX_SLOW_NEIGHBOURS = 30
 """The number of slow neighbours that are listed."""
+REFUSED_MINUTES = 10
+"""Minutes for which the overview names clients that were refused."""
+REFUSED_CLIENTS_HOST, REFUSED_CLIENTS_ACTION = "(clients)", "client.refused"
+"""The host, so that an index finds them, and the action of events about refused clients."""
+REFUSED_CLIENTS: dict[str, str | int] = {
+    "clients": REFUSED_CLIENTS_HOST,
+    "refused": REFUSED_CLIENTS_ACTION,
+    "minutes": REFUSED_MINUTES,
+}
 SELECT_BACKLOG = """
 SELECT json_build_object(
   'spool', (SELECT count(*) FROM spool), 'spool_oldest', (SELECT min(received_at) FROM spool),
@@ -33,6 +42,8 @@ SELECT json_build_object(
   'unsealed_oldest', (SELECT e.at FROM accelerators_event e WHERE (e.tx, e.id) > (
     coalesce((SELECT tx FROM accelerators_seal ORDER BY number DESC LIMIT 1), -1),
     coalesce((SELECT event FROM accelerators_seal ORDER BY number DESC LIMIT 1), 0)) ORDER BY e.tx, e.id LIMIT 1),
+  'audit', (SELECT json_build_object('refusal', refusal, 'refused_since', refused_since, 'verified_at', verified_at,
+    'findings', findings, 'finding', finding) FROM accelerators_auditstatus WHERE id = 1),
   'degraded', (SELECT count(*) FROM accelerators_device WHERE status = 'degraded'),
   'broken', (SELECT count(*) FROM accelerators_device WHERE status = 'failed'),
   'devices', (SELECT coalesce(json_agg(json_build_array(state, type, n)), '[]') FROM (
@@ -43,6 +54,9 @@ SELECT json_build_object(
   'released', (SELECT count(*) FROM accelerators_releasedhandle),
   'unconfirmed', (SELECT count(*) FROM accelerators_releasedhandle w
     JOIN accelerators_attachhandle t ON t.id = w.handle_id WHERE w.ask_until IS NULL AND t.attach_type = 'PCI'),
+  'refused_clients', coalesce((SELECT e.changes->'clients'->>1 FROM accelerators_event e
+    WHERE e.host = %(clients)s AND e.action = %(refused)s AND e.at > now() - make_interval(mins => %(minutes)s)
+    ORDER BY e.at DESC LIMIT 1), ''),
   'mail_error', coalesce((SELECT last_error FROM cyborgweb_mailserver WHERE retry_at > now()), ''),
   'slow_neighbours', (SELECT coalesce(json_agg(json_build_array(subject_name, reason)), '[]') FROM (
     SELECT DISTINCT ON (subject_name) subject_name, reason FROM accelerators_event
@@ -53,7 +67,7 @@ SELECT json_build_object(
       coalesce((array_agg(last_error ORDER BY attempts DESC) FILTER (WHERE last_error <> ''))[1], '') AS error
     FROM accelerators_intent GROUP BY kind) i))::text
 """
-"""Plain SQL, because it reads seventeen tables in one statement; the dashboard may run at most ten (promise P3)."""
+"""Plain SQL, because it reads many tables in one statement; the dashboard may run at most ten (promise P3)."""
 
 
 @dataclass(frozen=True)
@@ -69,6 +83,17 @@ class IntentBacklog:
 
 
 @dataclass(frozen=True)
+class AuditState:
+    """What the jobs that seal and verify events found (`accelerators.models.AuditStatus`)."""
+
+    refusal: str = ""
+    refused_since: datetime | None = None
+    verified_at: datetime | None = None
+    findings: int = 0
+    finding: str = ""
+
+
+@dataclass(frozen=True)
 class Backlog:
     """Numbers of everything that has begun and not ended, and of unhealthy devices.
 
@@ -80,8 +105,9 @@ class Backlog:
     was written that is not sealed yet. `degraded`, `broken`: devices whose reported health is `degraded`, or `failed`.
     `missing_held`: missing devices that a request holds. `released`: released handles that wait until their hosts
     confirm that no guest uses them; `unconfirmed`: those of them that were not confirmed in time, so that their devices
-    were quarantined. `mail_error`: why no mail is sent now, '' if mail is sent. `intents` are by kind. A time is None
-    if there is nothing.
+    were quarantined. `refused_clients`: the clients that were last refused because they used more than their share, ''
+    if none was within REFUSED_MINUTES. `mail_error`: why no mail is sent now, '' if mail is sent. `intents` are by
+    kind. A time is None if there is nothing.
     """
 
     spool: int
@@ -102,9 +128,12 @@ class Backlog:
     missing_held: int
     released: int
     unconfirmed: int
+    refused_clients: str = ""
     mail_error: str = ""
     slow_neighbours: list[tuple[str, str]] = field(default_factory=list)
     """Name of each slow neighbour, and what is slow (`accelerators.slow_neighbours`)."""
+    audit: AuditState | None = None
+    """None if the jobs have not run yet."""
     intents: dict[str, IntentBacklog] = field(default_factory=dict)
     devices: list[tuple[str, str, int]] = field(default_factory=list)
     """State, type, and number of devices."""
@@ -128,12 +157,8 @@ class Backlog:
 def read_backlog() -> Backlog:
     """Read how much work is unfinished, and how many devices are unhealthy, in one statement. Nothing is locked."""
     with connection.cursor() as cursor:
-        parameters: dict[str, Any] = {
-            "near": NEAR_DEADLINE_S,
-            "stuck": STUCK_AFTER,
-            "neighbours": slow_neighbours.NEIGHBOURS,
-        }
-        parameters |= {"shown": slow_neighbours.SHOWN_S, "most": MAX_SLOW_NEIGHBOURS}
-        cursor.execute(SELECT_BACKLOG, parameters)
+        parameters = REFUSED_CLIENTS | {"near": NEAR_DEADLINE_S, "stuck": STUCK_AFTER}
+        parameters |= {"neighbours": slow_neighbours.NEIGHBOURS, "most": MAX_SLOW_NEIGHBOURS}
+        cursor.execute(SELECT_BACKLOG, parameters | {"shown": slow_neighbours.SHOWN_S})
         document: Any = cursor.fetchone()[0]
     return msgspec.json.decode(document, type=Backlog)

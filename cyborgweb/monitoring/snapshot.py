@@ -152,6 +152,22 @@ def _add_work(gauges: GaugeList) -> None:
         "How long the oldest event that is not sealed yet has waited; 0: there is none.",
         age(work.unsealed_oldest),
     )
+    audit = work.audit or backlog.AuditState()
+    gauges.add_gauge(
+        "cyborg_events_sealing_refused",
+        "1 if the job that seals events refuses to seal: the log and the overview say why.",
+        int(bool(audit.refusal)),
+    )
+    gauges.add_gauge(
+        "cyborg_events_verified_seconds",
+        "How long ago the newest seal was verified; 0: the verification has not begun.",
+        age(audit.verified_at),
+    )
+    gauges.add_gauge(
+        "cyborg_events_findings",
+        "Differences between events and their seals, by the last verification.",
+        audit.findings,
+    )
     gauges.add_gauge("cyborg_tasks_queued", "Tasks that wait for a worker of the clusters.", work.tasks)
     gauges.add_gauge(
         "cyborg_wakeup_oldest_seconds",

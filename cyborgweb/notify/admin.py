@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 else:  # at run time Django's class takes no type parameter
     SubscriptionModelForm = forms.ModelForm
 
-SUBSCRIPTION_ACTIONS = ("test", "rotate", "resend")
+SUBSCRIPTION_ACTIONS = ("test", "rotate", "resend", "hand_over")
 HIDDEN_FIELDS = ("target", "secret")
 """Fields by which no list can be filtered."""
 MAX_RECENT_DELIVERIES = 10
@@ -171,6 +171,10 @@ class SubscriptionAdmin(RefusalAsMessage, ConsoleModelAdmin):
             return f"project {row.project_id}"
         return row.user.get_username() if row.user else row.person
 
+    def describe_owner(self, row: Subscription) -> str:
+        """Return the name of the owner, the id of one who has no user here, or `unknown`."""
+        return row.user.get_username() if row.user else row.owner or "unknown"
+
     @display(description="Created", ordering="-created_at")
     def since(self, row: Subscription) -> SafeString:
         """Return when the subscription was created, relative to now."""
@@ -199,6 +203,10 @@ class SubscriptionAdmin(RefusalAsMessage, ConsoleModelAdmin):
     def has_delete_permission(self, request: HttpRequest, obj: Model | None = None) -> bool:
         """Return whether the rule `cyborg:subscription:delete` allows this user; `get_queryset` limits the rows."""
         return is_allowed(request, "subscription:delete")
+
+    def has_hand_over_permission(self, request: HttpRequest, obj: Model | None = None) -> bool:
+        """Return whether the rule `cyborg:subscription:hand_over` allows this user; `get_queryset` limits the rows."""
+        return is_allowed(request, "subscription:hand_over")
 
     def get_readonly_fields(self, request: HttpRequest, obj: Subscription | None = None) -> tuple[str, ...]:
         """Return `way` and `destination` for an existing subscription, and `scope` and `host` unless the rule
@@ -280,6 +288,9 @@ class SubscriptionAdmin(RefusalAsMessage, ConsoleModelAdmin):
                 for one in recent_deliveries
             ]
             context["may_change"] = self.has_change_permission(request, row)
+            context["may_hand_over"] = self.has_hand_over_permission(request, row)
+            context["owner"] = self.describe_owner(row)
+            context["confirmed"] = badges.render_relative_time(row.owner_confirmed_at)
         return super().render_change_form(request, context, add, change, form_url, obj)
 
     def get_urls(self) -> list[Any]:
@@ -288,20 +299,21 @@ class SubscriptionAdmin(RefusalAsMessage, ConsoleModelAdmin):
         return [path("<int:pk>/do/<str:verb>/", action_view, name="cyborgweb_subscription_do"), *super().get_urls()]
 
     def perform_action(self, request: HttpRequest, pk: int, verb: str) -> HttpResponseBase:
-        """On POST, send a test message (`verb` is `test`), rotate the secret (`rotate`) or send the request to confirm
-        the address again (`resend`), then redirect to the
-        subscription's page.
+        """On POST, send a test message (`verb` is `test`), rotate the secret (`rotate`), send the request to confirm
+        the address again (`resend`) or hand the subscription over to `owner` of the form (`hand_over`), then redirect
+        to the subscription's page.
 
         A message there has the new secret, or the reason of a refusal. For another verb, or a subscription that the
         user may not see, redirects with a message, too. Answers 405 to other methods. Raises PermissionDenied if the
-        user may not change the subscription.
+        user may not do this.
         """
         row, caller = self.get_queryset(request).filter(pk=pk).first(), get_caller(request)
         if row is None or verb not in SUBSCRIPTION_ACTIONS:
             return self._get_obj_does_not_exist_redirect(request, self.opts, str(pk))
         if request.method != "POST":
             return HttpResponseNotAllowed(["POST"])
-        if caller is None or not self.has_change_permission(request, row):
+        may_act = self.has_hand_over_permission if verb == "hand_over" else self.has_change_permission
+        if caller is None or not may_act(request, row):
             raise PermissionDenied
         try:
             if verb == "test":
@@ -310,6 +322,10 @@ class SubscriptionAdmin(RefusalAsMessage, ConsoleModelAdmin):
             elif verb == "resend":
                 subscriptions.resend_confirmation(row.pk, caller, EventSource.PERSON)
                 messages.success(request, "The request to confirm the address is being sent again.")
+            elif verb == "hand_over":
+                owner, reason = request.POST.get("owner", "").strip(), request.POST.get("reason", "").strip()
+                subscriptions.hand_over(row.pk, owner, reason, caller, EventSource.PERSON)
+                messages.success(request, f"The subscription is handed over to {owner}.")
             else:
                 _, secret = subscriptions.rotate_secret(row.pk, caller, EventSource.PERSON)
                 messages.warning(

@@ -89,7 +89,8 @@ class SubscriptionSerializer(RowSerializer):
     standing = serializers.ChoiceField(
         SubscriptionStanding.choices(),
         required=False,
-        help_text="You can set active or off. It is paused after failing for days, and gone after an answer 410.",
+        help_text="You can set active or off. It is paused after failing for days, gone after an answer 410, ended if"
+        " its owner may not have it any more.",
     )
 
     field_conditions = {"properties": {"standing": {"enum": [word.value for word in subscriptions.SETTABLE_STANDINGS]}}}
@@ -111,6 +112,9 @@ class SubscriptionSerializer(RowSerializer):
             "target",
             "standing",
             "confirmed_at",
+            "owner",
+            "owner_confirmed_at",
+            "owner_doubt",
             "last_error",
             "failing_since",
             "created_at",
@@ -150,6 +154,15 @@ class SecretSerializer(SubscriptionSerializer):
 
 class EmptySerializer(ClosedSerializer):
     """An empty request body."""
+
+
+class HandOverSerializer(ClosedSerializer):
+    """The new owner of a subscription."""
+
+    owner = StrictTextField(
+        max_length=255, help_text="The new owner's id, or without Keystone also the user's name. May be your own."
+    )
+    reason = StrictTextField(max_length=1000, allow_blank=True, required=False, help_text="Why; the event has it.")
 
 
 class DeliveryFilter(filters.FilterSet):
@@ -218,7 +231,12 @@ class SubscriptionView(CollectionView):
     policy = "subscription"
     serializer_class = SubscriptionSerializer
     filterset_class = SubscriptionFilter
-    member_actions = {"test": EmptySerializer, "rotate": EmptySerializer, "resend": EmptySerializer}
+    member_actions = {
+        "test": EmptySerializer,
+        "rotate": EmptySerializer,
+        "resend": EmptySerializer,
+        "hand_over": HandOverSerializer,
+    }
     actions_to_confirm = ("rotate",)
     response_serializers = {
         "create": (201, SecretSerializer),
@@ -226,8 +244,15 @@ class SubscriptionView(CollectionView):
         "test": (202, DeliverySerializer),
         "rotate": (200, SecretSerializer),
         "resend": (202, SubscriptionSerializer),
+        "hand_over": (200, SubscriptionSerializer),
     }
     queryset = Subscription.objects.all()
+
+    @property
+    def policy_rules(self) -> dict[str, str]:
+        """Map each HTTP method to its policy rule: handing over has a rule of its own."""
+        rules = super().policy_rules
+        return rules | {"POST": "cyborg:subscription:hand_over"} if self.action == "hand_over" else rules
 
     def get_queryset(self) -> QuerySet[Subscription]:
         """Return the subscriptions that the caller may see; see `filter_visible`."""
@@ -288,6 +313,16 @@ class SubscriptionView(CollectionView):
         self.validate_body()
         row = subscriptions.resend_confirmation(self.get_object().pk, self.caller)
         return Response(self.get_serializer(row).data, 202)
+
+    def hand_over(self, request: Request, **kwargs: str) -> Response:
+        """Give the subscription another owner, who must be allowed to create it. An ended one is active again. A mail
+        address that the new owner has not proven is confirmed anew.
+
+        400: the new owner may not have it. 409: this person owns it already, or has fifty in the project.
+        """
+        values = self.validate_body()
+        row = subscriptions.hand_over(self.get_object().pk, values["owner"], values.get("reason", ""), self.caller)
+        return Response(self.get_serializer(row).data)
 
     def rotate(self, request: Request, **kwargs: str) -> Response:
         """Replace the webhook's secret. The new one is used from the next attempt on and is shown only this once. 409:
@@ -382,9 +417,9 @@ class InboxView(CollectionView):
 
 
 def filter_visible(view: CollectionView, rows: QuerySet[Subscription]) -> QuerySet[Subscription]:
-    """Return those of these subscriptions that the view's caller may see: all for administrators; otherwise those of
-    the caller's project that belong to the project or to the caller, without the scope cloud unless the rule
-    `cyborg:subscription:elevated` allows it.
+    """Return those of these subscriptions that the view's caller may see: all for administrators; otherwise those that
+    `subscriptions.filter_for_caller` finds, without the scope cloud unless the rule `cyborg:subscription:elevated`
+    allows it.
     """
     if view.can_see_all_projects():
         return rows

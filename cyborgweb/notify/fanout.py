@@ -16,6 +16,7 @@ from accelerators.runtime import jobs
 from accelerators.runtime.after_commit import call_after_commit
 from cyborgweb.models.event_types import JOB_BY_WAY
 from cyborgweb.models.notify import Reader
+from cyborgweb.notify import owners
 
 JOB_NAME = "messages"
 MAX_EVENTS = 1000
@@ -127,7 +128,10 @@ Plain SQL, because every part must see the same snapshot of transactions, and th
 
 
 def run() -> None:
-    """Run the job `messages`: call `fan_out_batch` until no event is left. Each batch has its own transaction."""
+    """Run the job `messages`: call `fan_out_batch` until no event is left. Each batch has its own transaction. Before,
+    it ends the subscriptions whose owner may not have them any more.
+    """
+    owners.end_lost_by_users()
     jobs.run_steps(JOB_NAME, fan_out_batch)
 
 

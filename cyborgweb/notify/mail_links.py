@@ -1,7 +1,7 @@
 """Make and read the links in mails: one confirms the address of a subscription, the other ends the mails.
 
 A link needs no login: it is signed with Django's secret key, for one action, one subscription and one address. Links
-begin with CYBORG_PUBLIC_URL, never with the host that a request names.
+begin with CYBORG_PUBLIC_URL, never with the host that a request names. Their age is measured by the database's clock.
 """
 
 from __future__ import annotations
@@ -9,7 +9,9 @@ from __future__ import annotations
 from enum import StrEnum
 
 from django.conf import settings
-from django.core import signing
+from django.core.signing import BadSignature
+
+from accelerators.runtime import database_signing
 
 CONFIRM_MAX_AGE_S = 3 * 86_400
 """Seconds for which the link that confirms an address is valid. The link that ends the mails is always valid."""
@@ -26,7 +28,7 @@ def build_link(action: LinkAction, subscription: str, address: str) -> str:
     """Return the URL of the link for the subscription with this uuid, '' if CYBORG_PUBLIC_URL is not set."""
     if not settings.KEYS.public_url:
         return ""
-    token = signing.dumps([subscription, address], salt=f"cyborgweb.notify.mail_links.{action}")
+    token = database_signing.sign_object([subscription, address], f"cyborgweb.notify.mail_links.{action}")
     return f"{settings.KEYS.public_url}/mail/{action}/{token}/"
 
 
@@ -36,7 +38,7 @@ def read_token(action: LinkAction, token: str) -> tuple[str, str] | None:
     """
     max_age = CONFIRM_MAX_AGE_S if action == LinkAction.CONFIRM else None
     try:
-        subscription, address = signing.loads(token, salt=f"cyborgweb.notify.mail_links.{action}", max_age=max_age)
-    except (signing.BadSignature, ValueError):
+        subscription, address = database_signing.read_object(token, f"cyborgweb.notify.mail_links.{action}", max_age)
+    except (BadSignature, ValueError):
         return None
     return subscription, address

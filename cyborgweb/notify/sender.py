@@ -10,7 +10,8 @@ fails, a circuit breaker (`MailServer`) puts off all mail, and none of it counts
 Webhooks are posted on threads that do not use the database. Projects take turns, and each has a limit of simultaneous
 attempts, as have each destination host and all together. No attempt waits for the end of another one. A subscription
 whose last attempt failed gets one message at a time, with a growing back-off; one whose receiver is slow pauses for as
-long as the attempt took.
+long as the attempt took. A project with a slow receiver gets only a share of the places for a time that doubles each
+time it is slow again (`SlowProject`, `places`).
 """
 
 from __future__ import annotations
@@ -43,24 +44,28 @@ from cyborgweb.models.event_types import (
     DeliveryWay,
     SubscriptionStanding,
 )
-from cyborgweb.models.notify import ConfirmationRequest, Delivery, MailServer, Subscription
-from cyborgweb.notify import keyring, mail, subscriptions, webhook
+from cyborgweb.models.notify import ConfirmationRequest, Delivery, MailServer, SlowProject, Subscription
+from cyborgweb.notify import keyring, mail, owners, places, subscriptions, webhook
 from cyborgweb.notify.webhook import AttemptOutcome
 from cyborgweb.settings.mail_address import MailAddressError
 
 log = logging.getLogger(__name__)
 
 MAX_RUN_S = 10.0
-"""Seconds after which no new round of mails begins, and projects whose webhooks are in flight begin no more. With the
-last mail, or the last webhooks, a job ends well below the cluster's time limit of 60 s.
+"""Seconds after which no new round of mails begins, and webhooks begin only while a slow one ends. With the last mail,
+or the last webhooks, a job ends well below the cluster's time limit of 60 s.
 """
-MAX_WEBHOOKS, MAX_WEBHOOKS_PER_PROJECT, MAX_WEBHOOKS_PER_HOST = 64, 8, 4
-"""Simultaneous attempts in all, of the subscriptions of one project, and to one destination host."""
+MAX_EXTENSION_S = 25.0
+"""Seconds after `MAX_RUN_S` during which webhooks of other projects may begin while a slow attempt ends."""
 MAX_MAILS_PER_ROUND, MAX_MESSAGES_PER_MAIL = 20, 100
 ROUND_S = 0.2
 """Seconds that a round waits for the attempts in flight. Longer attempts continue during the next rounds."""
 SLOW_ATTEMPT_S = 2.0
-"""Seconds from which on an attempt counts as slow, so that its subscription pauses for as long as it took."""
+"""Seconds from which on an attempt counts as slow: its subscription pauses for as long as it took, and its project is
+slow for SLOW_S seconds, twice as long each further time, and MAX_SLOW_S at most. After MAX_SLOW_S seconds in which it
+was not slow again, it begins with SLOW_S.
+"""
+SLOW_S, MAX_SLOW_S = 60, 3600
 RETRY_DELAYS_S = (5, 30, 120, 600, 1800, 7200, 21_600, 43_200, 86_400)
 """Seconds to wait after the first failed attempt of a message, the second, and so on. The message is given up when the
 attempt after the last pause fails.
@@ -91,35 +96,57 @@ WITH in_flight AS (
     AS f(delivery, subscription, project_id, host)
 ), due AS (
   SELECT d.id, d.message::text, d.kind, d.at, d.data::text, d.attempts, s.id AS subscription, s.target, s.secret,
-    s.uuid::text AS subscription_uuid, s.project_id, d.next_at, lower(split_part(s.target, '/', 3)) AS host
+    s.uuid::text AS subscription_uuid, s.project_id, d.next_at, lower(split_part(s.target, '/', 3)) AS host, p.is_slow
   FROM cyborgweb_subscription s CROSS JOIN LATERAL (
+    SELECT s.project_id = ANY(%(slow_projects)s::text[]) OR EXISTS (SELECT FROM cyborgweb_slowproject o
+      WHERE o.project_id = s.project_id AND o.slow_until > statement_timestamp()) AS is_slow) p CROSS JOIN LATERAL (
     SELECT * FROM cyborgweb_delivery d WHERE d.subscription_id = s.id AND d.progress = 'waiting'
       AND d.next_at <= statement_timestamp() AND NOT EXISTS (SELECT FROM in_flight f WHERE f.delivery = d.id)
-    ORDER BY d.next_at, d.id LIMIT greatest(0, CASE WHEN s.failures > 0 THEN 1 ELSE %(per_host)s END
+    ORDER BY d.next_at, d.id LIMIT greatest(0, CASE WHEN s.failures > 0 OR p.is_slow THEN 1 ELSE %(per_host)s END
       - (SELECT count(*) FROM in_flight f WHERE f.subscription = s.id))) d
   WHERE s.standing = 'active' AND s.way = 'webhook' AND s.retry_at <= statement_timestamp()
     AND NOT EXISTS (SELECT FROM auth_user u WHERE u.id = s.user_id AND NOT u.is_active)
-    AND NOT (%(only_idle_projects)s AND EXISTS (SELECT FROM in_flight f WHERE f.project_id = s.project_id))
+    AND NOT (%(only_idle_projects)s
+      AND (p.is_slow OR EXISTS (SELECT FROM in_flight f WHERE f.project_id = s.project_id)))
 ), in_turn AS (
   SELECT *, row_number() OVER (PARTITION BY project_id, host ORDER BY next_at, id)
     + (SELECT count(*) FROM in_flight f WHERE f.project_id = due.project_id AND f.host = due.host) AS turn FROM due
 ), at_host AS (
-  SELECT *, row_number() OVER (PARTITION BY host ORDER BY turn, next_at, id)
-    + (SELECT count(*) FROM in_flight f WHERE f.host = in_turn.host) AS host_place FROM in_turn
+  SELECT *, row_number() OVER (PARTITION BY host, is_slow ORDER BY turn, next_at, id) AS host_place FROM in_turn
 ), in_project AS (
   SELECT *, row_number() OVER (PARTITION BY project_id ORDER BY turn, next_at, id)
     + (SELECT count(*) FROM in_flight f WHERE f.project_id = at_host.project_id) AS project_place
   FROM at_host WHERE host_place <= %(per_host)s
+), in_class AS (
+  SELECT *, row_number() OVER (PARTITION BY is_slow ORDER BY project_place, next_at, id) AS class_place
+  FROM in_project WHERE project_place <= %(per_project)s
 )
-SELECT id, message, kind, at, data, attempts, subscription, target, secret, subscription_uuid, project_id, host
-FROM in_project WHERE project_place <= %(per_project)s ORDER BY project_place, next_at, id LIMIT %(count)s
+SELECT id, message, kind, at, data, attempts, subscription, target, secret, subscription_uuid, project_id, host, is_slow
+FROM in_class WHERE class_place <= %(count)s ORDER BY project_place, next_at, id
 """
-"""Plain SQL, for the same reasons as SELECT_DUE_MAILS. Deliveries in flight count as the first ones of their project
-and host: they take places, so a project with many of them comes later.
+"""The attempts among which `places.choose_webhooks` chooses, the same number for slow projects and for all others.
+
+Plain SQL, for the same reasons as SELECT_DUE_MAILS. What is in flight counts as the first of its project: who has much
+in flight comes later.
+"""
+UPSERT_SLOW_PROJECTS = """
+INSERT INTO cyborgweb_slowproject AS p (project_id, times, slow_until)
+SELECT u.id, 1, statement_timestamp() + make_interval(secs => %(slow_s)s) FROM unnest(%(projects)s::text[]) AS u(id)
+ON CONFLICT (project_id) DO UPDATE SET
+  times = CASE WHEN p.slow_until > statement_timestamp() THEN p.times
+    WHEN p.slow_until > statement_timestamp() - make_interval(secs => %(max_slow_s)s) THEN p.times + 1 ELSE 1 END,
+  slow_until = CASE WHEN p.slow_until > statement_timestamp()
+    THEN greatest(p.slow_until, statement_timestamp() + make_interval(secs => %(slow_s)s))
+    WHEN p.slow_until > statement_timestamp() - make_interval(secs => %(max_slow_s)s)
+    THEN statement_timestamp() + make_interval(secs => least(%(max_slow_s)s, %(slow_s)s * 2 ^ least(p.times, 16)))
+    ELSE statement_timestamp() + make_interval(secs => %(slow_s)s) END
+"""
+"""Plain SQL, because the ORM's upsert cannot compute from the stored row. Attempts that end while the project is slow
+already make it slow for SLOW_S seconds more, and do not double the time.
 """
 SELECT_DUE_MAILS = """
 SELECT d.id, d.message::text, d.kind, d.at, d.data::text, d.attempts, s.id, s.target, s.secret, s.uuid::text,
-  s.project_id, ''
+  s.project_id, '', false
 FROM (
   SELECT s.*, f.next_at, row_number() OVER (PARTITION BY s.project_id ORDER BY f.next_at, s.id) AS turn
   FROM cyborgweb_subscription s CROSS JOIN LATERAL (
@@ -169,7 +196,8 @@ class DueDelivery:
 
     `message` is the message's id, `at` the time of the event, and `attempts` the number of attempts before this one.
     `subscription` is the subscription's primary key; `secret` is its secret as it is stored, encrypted ('' for mail).
-    `host` is the webhook's destination, with its port if the URL names one ('' for mail).
+    `host` is the webhook's destination, with its port if the URL names one ('' for mail); `is_slow` says whether a
+    webhook of the project was slow lately.
     """
 
     id: int
@@ -184,6 +212,7 @@ class DueDelivery:
     subscription_uuid: str
     project_id: str
     host: str
+    is_slow: bool
 
     def build_body(self) -> bytes:
         """Return the JSON body of the webhook's request: the same bytes at every attempt."""
@@ -207,19 +236,23 @@ def send_webhooks() -> bool:
     may be more. No rows are locked while it posts.
 
     Each round begins the attempts that `fetch_due_webhooks` allows, and stores the outcomes of those that have ended.
-    After `MAX_RUN_S` seconds, projects with attempts in flight begin no more; `webhook.ATTEMPT_TIMEOUT_S` seconds later
-    nobody does. It returns when nothing is due and in flight, or when the last attempt has ended.
+    After `MAX_RUN_S` seconds attempts begin only while it has to wait for a slow one, for `MAX_EXTENSION_S` seconds at
+    most, and only of projects that are neither slow nor have another one in flight. It returns when nothing is due and
+    in flight, or when the last attempt has ended.
     """
     give_up_and_delete_old()
     end = time.monotonic() + MAX_RUN_S
     allowed = subscriptions.allowed_destinations()
     in_flight: dict[futures.Future[AttemptOutcome], DueDelivery] = {}
-    with futures.ThreadPoolExecutor(MAX_WEBHOOKS, thread_name_prefix="webhook") as threads:
+    begun_at: dict[int, float] = {}
+    with futures.ThreadPoolExecutor(places.MAX_WEBHOOKS, thread_name_prefix="webhook") as threads:
         while True:
             now = time.monotonic()
-            if now <= end + webhook.ATTEMPT_TIMEOUT_S:
-                for delivery in fetch_due_webhooks(in_flight.values(), only_idle_projects=now > end):
+            slow_projects = {one.project_id for one in in_flight.values() if now - begun_at[one.id] >= SLOW_ATTEMPT_S}
+            if now <= end or (slow_projects and now <= end + MAX_EXTENSION_S):
+                for delivery in fetch_due_webhooks(in_flight.values(), slow_projects, only_idle_projects=now > end):
                     secret = _decrypt_secret(delivery.secret)
+                    begun_at[delivery.id] = time.monotonic()
                     in_flight[threads.submit(_post_delivery, delivery, secret, allowed)] = delivery
             if not in_flight:
                 return now > end
@@ -274,12 +307,14 @@ def _count_mail_server_failure(error: str, threshold: int) -> bool:
 
 
 def _run_rounds(job: str, step: Callable[[], bool]) -> None:
-    """Call `step` until it returns False or `MAX_RUN_S` has passed; then wake the job again if there is more.
+    """Call `step` until it returns False or `MAX_RUN_S` has passed; then wake the job again if there is more. Before,
+    end the subscriptions whose owner may not have them any more.
 
     Unlike `jobs.run_steps` it opens no transaction. If another process holds the job's lock, it returns at once without
     waiting, so that this worker is free for other jobs; the work is done by that process, or at the next periodic run.
     """
     jobs.clear_tick(job)
+    owners.end_lost_by_users()
     end = time.monotonic() + MAX_RUN_S
     with jobs.try_connection_lock(job) as has_lock:
         while more := has_lock and step():
@@ -289,25 +324,29 @@ def _run_rounds(job: str, step: Callable[[], bool]) -> None:
         jobs.enqueue_job(job)
 
 
-def fetch_due_webhooks(in_flight: Collection[DueDelivery] = (), only_idle_projects: bool = False) -> list[DueDelivery]:
+def fetch_due_webhooks(
+    in_flight: Collection[DueDelivery] = (), slow_projects: Collection[str] = (), only_idle_projects: bool = False
+) -> list[DueDelivery]:
     """Read the due deliveries to active webhooks that may begin now, besides those `in_flight`. Locks no rows.
 
-    Projects take turns. At most MAX_WEBHOOKS_PER_HOST go to one destination host, MAX_WEBHOOKS_PER_PROJECT belong to
-    one project, and one to a failing subscription, those in flight included. With `only_idle_projects`, projects with
-    deliveries in flight are left out. The caller must hold the lock of the job, otherwise two processes may send the
-    same message.
+    Projects take turns, and `places.choose_webhooks` limits how many begin. A failing subscription, and each one of a
+    slow project, has at most one in flight. `slow_projects` are slow besides those that the database knows. With
+    `only_idle_projects`, slow projects and those with deliveries in flight are left out. The caller must hold the lock
+    of the job, otherwise two processes may send the same message.
     """
     parameters: dict[str, Any] = {
+        "slow_projects": list(slow_projects),
         "deliveries": [one.id for one in in_flight],
         "subscriptions": [one.subscription for one in in_flight],
         "projects": [one.project_id for one in in_flight],
         "hosts": [one.host for one in in_flight],
         "only_idle_projects": only_idle_projects,
-        "per_host": MAX_WEBHOOKS_PER_HOST,
-        "per_project": MAX_WEBHOOKS_PER_PROJECT,
-        "count": MAX_WEBHOOKS - len(in_flight),
+        "per_host": places.MAX_WEBHOOKS_PER_HOST,
+        "per_project": places.MAX_WEBHOOKS_PER_PROJECT,
+        "count": places.MAX_WEBHOOKS,
     }
-    return _fetch(SELECT_DUE_WEBHOOKS, parameters)
+    taken = [replace(one, is_slow=one.is_slow or one.project_id in slow_projects) for one in in_flight]
+    return places.choose_webhooks(_fetch(SELECT_DUE_WEBHOOKS, parameters), taken)
 
 
 def fetch_due_mails(count: int) -> list[list[DueDelivery]]:
@@ -336,8 +375,10 @@ def store_outcomes(tried: Sequence[DueDelivery], outcomes: Sequence[AttemptOutco
 
     `outcomes` are in the order of `tried`. A subscription counts as working if one of its attempts succeeded; it may
     get its next message after `pause_s` seconds, or after as many seconds as a slow attempt took. If all failed, its
-    next attempt waits for its back-off. It is stopped if its destination answered 410, if it has failed for
-    `PAUSE_AFTER_S` seconds, or if the last of MAX_REFUSED_MAILS failed attempts was refused permanently.
+    next attempt waits for its back-off. The project of a slow attempt is slow for a time.
+
+    A subscription is stopped if its destination answered 410, if it has failed for `PAUSE_AFTER_S` seconds, or if the
+    last of MAX_REFUSED_MAILS failed attempts was refused permanently.
     """
     if not tried:
         return
@@ -359,6 +400,11 @@ def store_outcomes(tried: Sequence[DueDelivery], outcomes: Sequence[AttemptOutco
     ]
     with transaction.atomic(), connection.cursor() as cursor:
         # Subscriptions before deliveries: deleting a subscription locks the rows in the same order.
+        if slow_projects := {
+            one.project_id for one, r in zip(tried, outcomes, strict=True) if r.seconds >= SLOW_ATTEMPT_S
+        }:
+            times: dict[str, Any] = {"slow_s": SLOW_S, "max_slow_s": MAX_SLOW_S, "projects": sorted(slow_projects)}
+            cursor.execute(UPSERT_SLOW_PROJECTS, times)
         cursor.execute(UPDATE_SUBSCRIPTIONS, [MAX_BACKOFF_S, orjson.dumps(subscription_rows).decode(), PAUSE_AFTER_S])
         standings = cursor.fetchall()
         cursor.execute(UPDATE_DELIVERIES, [orjson.dumps(rows).decode()])
@@ -386,6 +432,7 @@ def give_up_and_delete_old() -> None:
     old = Delivery.objects.filter(created_at__lt=Now() - timedelta(seconds=RETENTION_S)).order_by("created_at")
     Delivery.objects.filter(pk__in=old.values("pk")[:1000]).delete()
     ConfirmationRequest.objects.filter(asked_at__lt=Now() - timedelta(seconds=RETENTION_S)).delete()
+    SlowProject.objects.filter(slow_until__lt=Now() - timedelta(seconds=MAX_SLOW_S)).delete()
 
 
 def _give_up(deliveries: QuerySet[Delivery], reason: str) -> None:

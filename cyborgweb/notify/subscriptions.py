@@ -1,4 +1,4 @@
-"""Create, change, test and delete subscriptions, replay deliveries, and mark inbox messages as read.
+"""Create, change, hand over, test and delete subscriptions, replay deliveries, and mark inbox messages as read.
 
 Every change of a subscription and every replay records an event. The functions do not check permissions: the calling
 code must do that first.
@@ -22,6 +22,7 @@ from accelerators.domain.errors import RefusalReason, RefusedError
 from accelerators.domain.states import EventSource
 from accelerators.runtime import database_clock, jobs
 from accelerators.runtime.after_commit import call_after_commit
+from cyborgweb.auth import policy
 from cyborgweb.models.event_types import (
     CONFIRMATION_KIND,
     JOB_BY_WAY,
@@ -33,7 +34,8 @@ from cyborgweb.models.event_types import (
     SubscriptionStanding,
 )
 from cyborgweb.models.notify import ConfirmationRequest, Delivery, Subscription
-from cyborgweb.notify import keyring, mail, webhook
+from cyborgweb.notify import keyring, mail, owners, webhook
+from cyborgweb.settings.keys import get_keys
 from cyborgweb.settings.mail_address import MailAddressError, find_plain_form
 
 MAX_SUBSCRIPTIONS = 50
@@ -62,8 +64,13 @@ def allowed_destinations() -> webhook.AllowedDestinations:
 
 
 def filter_for_caller(caller: Caller) -> Q:
-    """Return a filter for the subscriptions in the caller's project that belong to the project or to the caller."""
-    return Q(project_id=caller.project_id) & (Q(person="") | Q(person=caller.user_id))
+    """Return a filter for the subscriptions in the caller's project that belong to the project or to the caller, and
+    for the ended ones of its members, if the rule `cyborg:subscription:hand_over` allows the caller.
+    """
+    of_project_or_caller = Q(person="") | Q(person=caller.user_id)
+    if policy.is_allowed(caller, "cyborg:subscription:hand_over"):
+        of_project_or_caller |= Q(standing=SubscriptionStanding.ENDED)
+    return Q(project_id=caller.project_id) & of_project_or_caller
 
 
 def create(
@@ -78,19 +85,15 @@ def create(
     were sent.
     """
     person = caller.user_id if personal or values["way"] == DeliveryWay.INBOX else ""
-    subscription = Subscription(**values, project_id=caller.project_id, person=person, user=_owning_user(caller))
+    owner = {"person": person, "owner": caller.user_id, "user": _owning_user(caller)}
+    subscription = Subscription(**values, project_id=caller.project_id, **owner)
     validate_subscription(subscription)
     secret = webhook.generate_secret() if subscription.way == DeliveryWay.WEBHOOK else ""
     subscription.secret = keyring.encrypt_secret(secret) if secret else ""
     subscription.confirmed_at = database_clock.now()
     with conductor.writing():
-        with connection.cursor() as cursor:  # the lock serializes creations, so that the limit holds
-            cursor.execute("SELECT pg_advisory_xact_lock(%s)", [_CREATE_LOCK_ID])
-        if Subscription.objects.filter(project_id=subscription.project_id, person=person).count() >= MAX_SUBSCRIPTIONS:
-            raise RefusedError(
-                RefusalReason.CONFLICT,
-                f"There are already {MAX_SUBSCRIPTIONS} subscriptions, the largest number allowed: delete one first.",
-            )
+        _lock_creation()
+        _check_count(subscription.project_id, person)
         subscription.save()
         _record_event(
             "created",
@@ -109,8 +112,10 @@ def edit(pk: int, values: Mapping[str, Any], caller: Caller, source: EventSource
 
     The row is locked meanwhile. A change also resets the failures and the back-off, so a paused subscription that is
     made active starts afresh. Without any change no event is recorded and nothing is reset; a `target` in `values`
-    always counts as a change. Raises RefusedError NOT_FOUND if the subscription does not exist, CONFLICT if `way` would
-    change or too many requests to confirm an address were sent, INVALID if the values do not fit together.
+    always counts as a change. A subscription whose owner is not known gets the caller as its owner. Raises RefusedError
+    NOT_FOUND if the subscription does not exist, CONFLICT if `way` would change or too many requests to confirm an
+    address were sent, INVALID if the values do not fit together, WRONG_STATE if it has ended and the caller is not its
+    owner, or may not have it, and would change its standing.
 
     A new mail address that the same owner has not proven yet gets a request to confirm it.
     """
@@ -120,6 +125,13 @@ def edit(pk: int, values: Mapping[str, Any], caller: Caller, source: EventSource
             raise RefusedError(
                 RefusalReason.CONFLICT,
                 "A subscription cannot change how it delivers messages: create another subscription.",
+            )
+        new_standing = values.get("standing", row.standing)
+        if row.standing == SubscriptionStanding.ENDED != new_standing and not _is_rightful_owner(row, caller):
+            raise RefusedError(
+                RefusalReason.WRONG_STATE,
+                "This subscription has ended: it can be handed over, deleted, or made active by its owner, if its owner"
+                " may have it again.",
             )
         before, target_before = _recorded_values(row), row.target
         for name, value in values.items():
@@ -131,6 +143,10 @@ def edit(pk: int, values: Mapping[str, Any], caller: Caller, source: EventSource
         if changes or before != _recorded_values(row) or "target" in values:
             row.failures, row.failing_since, row.last_error, row.retry_at = 0, None, "", database_clock.now()
             row.updated_at = database_clock.now()
+            if not row.owner:
+                row.owner, row.user = caller.user_id, _owning_user(caller)
+            if row.owner == caller.user_id:
+                row.owner_confirmed_at = row.updated_at
             row.save()
             _record_event("changed", row, changes, caller, source)
             if row.way == DeliveryWay.EMAIL and find_plain_form(row.target) != find_plain_form(target_before):
@@ -153,6 +169,55 @@ def delete(pk: int, caller: Caller, source: EventSource = EventSource.API) -> No
             source,
         )
         row.delete()
+
+
+def hand_over(
+    pk: int, new_owner: str, reason: str, caller: Caller, source: EventSource = EventSource.API
+) -> Subscription:
+    """Give the subscription another owner, record an event, and return it. One that has ended is active again.
+
+    `new_owner` names a person as `owners.find_owner` expects. Call it outside transactions: it may ask Keystone. A
+    personal subscription then belongs to the new owner; messages in the inbox of the former owner stay there. A mail
+    address that the new owner has not proven gets a request to confirm it.
+
+    Raises RefusedError NOT_FOUND if the subscription does not exist, INVALID if the new owner may not have it,
+    UNAVAILABLE if the rights of the new owner cannot be checked, CONFLICT if the person is its owner already, or has
+    `MAX_SUBSCRIPTIONS`, or if too many requests to confirm an address were sent.
+    """
+    row = Subscription.objects.filter(pk=pk).first()
+    if row is None:
+        raise RefusedError(RefusalReason.NOT_FOUND, "The subscription does not exist any more.")
+    checked_scope = row.scope
+    person = owners.find_owner(new_owner, row.project_id, checked_scope, caller)
+    with conductor.writing():
+        _lock_creation()
+        row = _lock_subscription(pk)
+        has_ended = row.standing == SubscriptionStanding.ENDED
+        if row.scope != checked_scope:
+            raise RefusedError(RefusalReason.CONFLICT, "The subscription was changed in this moment: try again.")
+        if person.user_id == row.owner and not has_ended:
+            raise RefusedError(RefusalReason.CONFLICT, "This person is the owner of this subscription already.")
+        if row.personal and person.user_id != row.person:
+            _check_count(row.project_id, person.user_id)
+        changes = {"owner": [row.owner, person.user_id]}
+        row.owner, row.user = person.user_id, _owning_user(person)
+        row.person = person.user_id if row.personal else ""
+        row.owner_confirmed_at = row.owner_check_at = row.updated_at = row.retry_at = database_clock.now()
+        row.owner_doubt = ""
+        if has_ended:
+            changes["standing"] = [row.standing, SubscriptionStanding.ACTIVE.value]
+            row.standing, row.failures, row.failing_since, row.last_error = SubscriptionStanding.ACTIVE, 0, None, ""
+        row.save()
+        _record_event("handed_over", row, changes, caller, source, reason)
+        if row.way == DeliveryWay.EMAIL:
+            _require_confirmation(row, caller, source)
+    _enqueue_delivery_jobs(row.way)
+    return row
+
+
+def _is_rightful_owner(row: Subscription, caller: Caller) -> bool:
+    """Return whether the caller is the subscription's owner, and may have it now."""
+    return caller.user_id == row.owner and owners.may_own(caller, row.project_id, row.scope)
 
 
 def rotate_secret(pk: int, caller: Caller, source: EventSource = EventSource.API) -> tuple[Subscription, str]:
@@ -284,7 +349,11 @@ def end_mails(uuid: str, address: str) -> str:
             "standing": [row.standing, SubscriptionStanding.OFF.value],
             "confirmed": [not row.is_unconfirmed, False],
         }
-        row.standing, row.confirmed_at, row.last_error = SubscriptionStanding.OFF, None, ENDED
+        row.confirmed_at = None
+        if row.standing == SubscriptionStanding.ENDED:
+            del changes["standing"]  # it stays ended, for the reason that it has
+        else:
+            row.standing, row.last_error = SubscriptionStanding.OFF, ENDED
         row.updated_at = database_clock.now()
         row.save(update_fields=["standing", "confirmed_at", "last_error", "updated_at"])
         _give_up_waiting(row.deliveries.all(), ENDED)
@@ -311,6 +380,7 @@ def _require_confirmation(row: Subscription, caller: Caller, source: EventSource
     subscription of the same owner. Call it inside `conductor.writing()`. Raises RefusedError as `_ask_recipient` does.
     """
     owned = Subscription.objects.filter(way=DeliveryWay.EMAIL, project_id=row.project_id, person=row.person)
+    owned = owned.exclude(standing=SubscriptionStanding.ENDED)
     proven = owned.filter(confirmed_at__isnull=False).exclude(pk=row.pk).values_list("target", flat=True)
     if row.target not in map(find_plain_form, proven):
         _ask_recipient(row, caller, source)
@@ -461,6 +531,21 @@ def _check_mail_target(address: str) -> str:
         raise RefusedError(RefusalReason.INVALID, str(error)) from None
 
 
+def _lock_creation() -> None:
+    """Serialize this transaction with others that create or hand over subscriptions, so that the limit holds."""
+    with connection.cursor() as cursor:
+        cursor.execute("SELECT pg_advisory_xact_lock(%s)", [_CREATE_LOCK_ID])
+
+
+def _check_count(project_id: str, person: str) -> None:
+    """Raise RefusedError CONFLICT if the person, or the project if it is '', has `MAX_SUBSCRIPTIONS` in the project."""
+    if Subscription.objects.filter(project_id=project_id, person=person).count() >= MAX_SUBSCRIPTIONS:
+        raise RefusedError(
+            RefusalReason.CONFLICT,
+            f"There are already {MAX_SUBSCRIPTIONS} subscriptions, the largest number allowed: delete one first.",
+        )
+
+
 def _recorded_values(row: Subscription) -> dict[str, Any]:
     """Return the fields of RECORDED_FIELDS as events record them. A webhook's URL may hold a token, so it is shortened
     to `Subscription.destination`.
@@ -478,18 +563,22 @@ def _lock_subscription(pk: int) -> Subscription:
 
 
 def _owning_user(caller: Caller) -> User | None:
-    """Return the caller's Django user, whose deletion deletes the subscription too; None if there is none, for example
-    for a caller that is known to Keystone alone.
+    """Return the caller's Django user, whose deletion ends the subscription; None if there is none, for example for a
+    caller that is known to Keystone alone.
     """
-    if settings.WITH_KEYSTONE:
+    if get_keys().auth == "keystone":
         return User.objects.filter(keystone__keystone_id=caller.user_id).first()
     return User.objects.filter(pk=int(caller.user_id)).first() if caller.user_id.isdecimal() else None
 
 
-def _record_event(action: str, row: Subscription, changes: dict[str, Any], caller: Caller, source: EventSource) -> None:
+def _record_event(
+    action: str, row: Subscription, changes: dict[str, Any], caller: Caller, source: EventSource, reason: str = ""
+) -> None:
     """Record the event `subscription.<action>` of the caller. Call it inside `conductor.writing()`."""
     subject = (row.uuid, row.name)
-    conductor.record_event(f"subscription.{action}", source, caller.name, subject=subject, changes=changes)
+    conductor.record_event(
+        f"subscription.{action}", source, caller.name, subject=subject, changes=changes, reason=reason
+    )
 
 
 def _enqueue_delivery_jobs(*ways: str) -> None:

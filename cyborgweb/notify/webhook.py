@@ -26,6 +26,7 @@ from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network, ip_add
 from urllib.parse import urlsplit
 
 from cyborgweb.errors import CyborgwebError
+from cyborgweb.notify.places import may_take_place
 from drivers.errors import Failed
 from drivers.isolation.threads import start_in_thread
 
@@ -98,7 +99,8 @@ class AttemptOutcome:
 
 
 class LookupPlaces:
-    """Limits the names that are looked up at the same time: `total` in all, and `per_project` for each project.
+    """Limits the names that are looked up at the same time: `total` in all, and `per_project` for each project, fewer
+    while half of all are taken (`places.may_take_place`).
 
     A lookup cannot be cancelled, so it keeps its place until it ends, also after its attempt has timed out.
     """
@@ -113,7 +115,7 @@ class LookupPlaces:
 
         def is_free() -> bool:
             """Return whether this project may begin a lookup."""
-            return self._taken.total() < self._total and self._taken[project] < self._per_project
+            return may_take_place(self._taken.total(), self._taken[project], self._total, self._per_project)
 
         with self._changed:
             if not self._changed.wait_for(is_free, timeout_s):

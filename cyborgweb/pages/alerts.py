@@ -16,7 +16,7 @@ from accelerators import slow_neighbours
 from accelerators.domain.choices import Tone
 from accelerators.runtime import jobs
 from accelerators.ui.badges import format_duration
-from cyborgweb.monitoring.backlog import NEAR_DEADLINE_S, Backlog
+from cyborgweb.monitoring.backlog import NEAR_DEADLINE_S, REFUSED_CLIENTS_ACTION, Backlog
 from cyborgweb.pages.capacity import RenderableCapacity
 
 MAX_CLOUD_DELAY = timedelta(seconds=60)
@@ -64,6 +64,7 @@ def list_alerts(system_state: SystemState) -> list[Alert]:
         *_cloud_alerts(system_state),
         *_worker_alerts(system_state),
         *_neighbour_alerts(system_state),
+        *_audit_alerts(system_state),
         *_capacity_alerts(system_state),
     ]
     return sorted(alerts, key=lambda need: ("bad", "warn", "calm").index(need.tone))
@@ -158,7 +159,7 @@ def _cloud_alerts(system_state: SystemState) -> Iterator[Alert]:
 
 def _worker_alerts(system_state: SystemState) -> Iterator[Alert]:
     """Yield alerts about binds near or past their deadline, about reports and jobs that have waited for more than
-    `MAX_WORKER_DELAY`, and about a mail server that sends nothing.
+    `MAX_WORKER_DELAY`, about clients that were refused, and about a mail server that sends nothing.
     """
     work, binding_url = system_state.backlog, list_url("acceleratorrequest", state__exact="BindStarted")
     if n := work.overdue:
@@ -176,6 +177,12 @@ def _worker_alerts(system_state: SystemState) -> Iterator[Alert]:
             f"have started no job for {format_duration(work.tick_oldest, system_state.now)}: start the clusters again."
         )
         yield Alert("bad", "asleep", "The workers", asleep, list_url("intent"))
+    if work.refused_clients:
+        refused = _append_error(
+            "were refused, because they sent more than their share to a busy process", work.refused_clients
+        )
+        url = list_url("event", q=f"action:{REFUSED_CLIENTS_ACTION}")
+        yield Alert("warn", "busy", "Clients", refused, url)
     if work.mail_error:
         unsent = _append_error("sends no mail now, so mails wait: check the CYBORG_MAIL_… keys", work.mail_error)
         url = reverse("admin:cyborgweb_delivery_changelist") + "?progress__exact=waiting"
@@ -187,6 +194,17 @@ def _neighbour_alerts(system_state: SystemState) -> Iterator[Alert]:
     url = list_url("event", q=f"action:{slow_neighbours.ACTION}")
     for name, what in system_state.backlog.slow_neighbours:
         yield Alert("warn", "slow", name, what, url)
+
+
+def _audit_alerts(system_state: SystemState) -> Iterator[Alert]:
+    """Yield alerts about events that do not match their seals, and about a refusal to seal events."""
+    audit = system_state.backlog.audit
+    if audit and audit.findings:
+        differs = _append_error("between events and their seals: run manage.py verify_events", audit.finding)
+        yield Alert("bad", "audit", count_noun(audit.findings, "difference"), differs, list_url("event"))
+    if audit and audit.refusal:
+        since = f" for {format_duration(audit.refused_since, system_state.now)}" if audit.refused_since else ""
+        yield Alert("bad", "audit", "Events", _append_error(f"are not sealed{since}", audit.refusal), list_url("event"))
 
 
 def _capacity_alerts(system_state: SystemState) -> Iterator[Alert]:

@@ -10,6 +10,8 @@ from django.core.management import call_command
 from django.db import connection
 
 from accelerators import conductor
+from accelerators.audit import sealing
+from accelerators.audit.signing import AuditKeyError
 from accelerators.domain.caller import Caller
 from accelerators.domain.diff import RESTORED_BOOT
 from accelerators.domain.states import EventSource
@@ -49,14 +51,15 @@ UPDATE accelerators_releasedhandle SET ask_until = now() + interval '{EXTENSION}
 asked."""
 
 
-def prepare_restored_database(caller: Caller, reason: str) -> None:
+def prepare_restored_database(caller: Caller, reason: str) -> str:
     """Make the restored database safe to start on: migrate it, then change it in one transaction.
 
     Sequences and generations skip far beyond all values that were given out after the backup. Unfinished binds, attach
     and detach commands get a day to end. The bitstreams that devices were programmed with are forgotten at the next
-    report. All login sessions are deleted. The event `database.restored` is recorded with `caller` and `reason`. Then
-    everything is made read only, until a person has checked it, and the product may be started. It may be run twice
-    without harm. Raises RefusedError INVALID for an unusable reason, when the other changes are already committed.
+    report. All login sessions are deleted. The event `database.restored` is recorded with `caller` and `reason`, and a
+    signed seal says the same. Then everything is made read only, until a person has checked it, and the product may be
+    started. It may be run twice without harm. Returns why the seal could not be made, '' if it was made or no event is
+    sealed yet. Raises RefusedError INVALID for an unusable reason, when the other changes are already committed.
     """
     call_command("migrate", verbosity=0, interactive=False, skip_checks=True)
     with conductor.writing():
@@ -71,5 +74,11 @@ def prepare_restored_database(caller: Caller, reason: str) -> None:
         Session.objects.all().delete()
         changes = {"binds waiting for their agents": [None, extended_binds]} if extended_binds else {}
         conductor.record_event("database.restored", EventSource.SYSTEM, caller.name, changes=changes, reason=reason)
+    try:
+        sealing.record_restore(caller.name, reason)
+        unsealed_because = ""
+    except AuditKeyError as error:
+        unsealed_because = str(error)
     read_only.switch_read_only(True, caller, reason, EventSource.SYSTEM)
     backup.forget_unfinished_restore()
+    return unsealed_because

@@ -8,7 +8,6 @@ With CYBORG_AGENT_LISTEN a second socket speaks TLS to agents, in the same proce
 from __future__ import annotations
 
 import argparse
-import asyncio
 import gc
 import logging
 import os
@@ -21,10 +20,10 @@ from urllib.parse import urlsplit
 
 import uvicorn
 
+from cyborgweb.server.garbage import pause_while_loading
 from cyborgweb.settings.keys import Keys, get_keys
 from drivers.isolation.process import die_with_parent
 
-HANDSHAKE_S = 10.0
 RESERVED_FILES = 500
 """Open files that are reserved for everything but connections of agents and HTTP clients: the database, code."""
 
@@ -42,6 +41,7 @@ def main() -> None:
     parser.add_argument("--after", type=int, help="file descriptor of a pipe: serve when its other end is closed")
     arguments = parser.parse_args()
     die_with_parent()
+    pause_while_loading()
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
     logging.getLogger("uvicorn.error").setLevel(logging.WARNING)  # INFO logs every agent's connect and disconnect
     _raise_file_limit(get_keys().agent_connections, get_keys().http_connections)
@@ -164,25 +164,26 @@ class TwoListenerServer(uvicorn.Server):
         await super().shutdown(sockets)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Open both listeners. A TLS handshake may take HANDSHAKE_S seconds."""
+        """Open both listeners. A TLS handshake may take as long as the headers of a request (CYBORG_HEADER_TIMEOUT_S),
+        and both together not longer.
+        """
+        from cyborgweb.http.protocol import HttpProtocol
+        from cyborgweb.server.tls_listener import TlsListener
+
         await super().startup(sockets)
         if self._second_listener is None:
             return
         listener, config, context = self._second_listener
         config.load()
 
-        def make_protocol() -> asyncio.Protocol:
+        def make_protocol() -> HttpProtocol:
             """Return the protocol for one connection to the TLS listener."""
-            made: asyncio.Protocol = config.http_protocol_class(  # type: ignore[call-arg]
+            made: HttpProtocol = config.http_protocol_class(  # type: ignore[assignment,call-arg]
                 config=config, server_state=self.server_state, app_state=self.lifespan.state
             )
             return made
 
-        loop = asyncio.get_running_loop()
-        server = await loop.create_server(
-            make_protocol, sock=listener, ssl=context, backlog=config.backlog, ssl_handshake_timeout=HANDSHAKE_S
-        )
-        self.servers.append(server)
+        self.servers.append(TlsListener(listener, make_protocol, context))  # type: ignore[arg-type]
 
 
 def _raise_file_limit(agents: int, http_clients: int) -> None:

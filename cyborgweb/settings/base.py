@@ -115,6 +115,7 @@ DEFAULT_AUTO_FIELD = "django.db.models.BigAutoField"
 
 INSTALLED_APPS = [
     "unfold",
+    "cyborgweb.auth.commands",  # before django.contrib.auth, whose commands it replaces
     "django.contrib.admin",
     "django.contrib.auth",
     "django.contrib.contenttypes",
@@ -129,6 +130,7 @@ INSTALLED_APPS = [
     "placement_sync",
     "cyborgweb",
 ]
+SESSION_ENGINE = "cyborgweb.auth.sessions"
 MIDDLEWARE = [
     "cyborgweb.monitoring.served.RequestMetricsMiddleware",
     "cyborgweb.middleware.headers.HeadersMiddleware",

@@ -113,11 +113,18 @@ class Keys:
         "The size of all request bodies in one web process, without the first 16 KiB of each; beyond it, requests get"
         " 503 with Retry-After.",
     )
+    answer_buffer_bytes: int = declare_key(
+        "CYBORG_ANSWER_BUFFER_BYTES",
+        134_217_728,
+        "The size of all answers in one web process that wait for their clients, without those of at most 64 KiB;"
+        " beyond it, the client whose answers are the largest together loses its oldest one, or gets 503 with"
+        " Retry-After.",
+    )
     http_connections: int = declare_key(
         "CYBORG_HTTP_CONNECTIONS",
         5_000,
-        "How many HTTP connections one web process keeps; a further one ends the oldest that waits for its client."
-        " WebSockets are not counted.",
+        "How many HTTP connections one web process keeps, TLS handshakes included; a further one ends the oldest that"
+        " waits for its client, of the address with the most connections. WebSockets are not counted.",
     )
     flush_interval_ms: float = declare_key(
         "CYBORG_FLUSH_INTERVAL_MS", 5.0, "How long a gateway collects reports before one commit."
@@ -146,7 +153,7 @@ class Keys:
         "CYBORG_HOST_REPORTS_PER_S",
         10.0,
         "How many reports of one host each web process stores a second; the reports of two minutes may come at once,"
-        " further ones wait.",
+        " further ones wait. The same number may wait to be merged; further reports are refused.",
     )
     host_report_bytes_per_s: int = declare_key(
         "CYBORG_HOST_REPORT_BYTES_PER_S", 524_288, "The same for the size of its reports, in bytes."
@@ -155,8 +162,8 @@ class Keys:
         "CYBORG_MAX_DEVICES_PER_HOST",
         4096,
         "How many devices of one host are stored, missing ones included, and 16 times as many deployables and attach"
-        " handles; one driver gets at most fifteen sixteenths of them. A fault of the host says how many devices exceed"
-        " it.",
+        " handles. A sixteenth is kept for each of its drivers that has fewer, and for one to come. A fault of each"
+        " driver says how many devices exceed it.",
     )
     pending_report_bytes: int = declare_key(
         "CYBORG_PENDING_REPORT_BYTES",
@@ -228,6 +235,19 @@ class Keys:
         "The file with the private key that signs the seals over events; `off`: this process seals nothing.",
         "*(`audit-key.pem` in the state directory; the cluster `work` creates it)*",
     )
+    audit_anchor_file: str = declare_key(
+        "CYBORG_AUDIT_ANCHOR_FILE",
+        "",
+        "A file with lines of `manage.py verify_events --anchor`; the job `verification` compares the seals with it.",
+        "*(absent)*",
+    )
+    audit_trusted_keys: tuple[str, ...] = declare_key(
+        "CYBORG_AUDIT_TRUSTED_KEYS",
+        (),
+        "Public keys of seals that the job `verification` trusts although no earlier key signed them, separated by"
+        " commas.",
+        "*(none)*",
+    )
     join_token_hours: int = declare_key("CYBORG_JOIN_TOKEN_HOURS", 24, "How long a join token is valid.")
     auth: str = declare_key(
         "CYBORG_AUTH",
@@ -280,6 +300,12 @@ class Keys:
         (),
         "With Keystone: roles that may see their own project's requests in the console, and nothing else.",
         "*(none)*",
+    )
+    subscription_owner_days: int = declare_key(
+        "CYBORG_SUBSCRIPTION_OWNER_DAYS",
+        90,
+        "With Keystone: days after which a subscription ends if Keystone does not tell the service user whether its"
+        " owner still has the roles that it needs, and no login of the owner has confirmed them.",
     )
     environment: str = declare_key(
         "CYBORG_ENVIRONMENT",
@@ -388,6 +414,11 @@ class Keys:
         return Path(self.audit_key_file).absolute() if self.audit_key_file else self.state_path / AUDIT_KEY_FILE
 
     @property
+    def audit_anchor_path(self) -> Path | None:
+        """The path of the file with kept anchors, None if there is none."""
+        return Path(self.audit_anchor_file).absolute() if self.audit_anchor_file else None
+
+    @property
     def policy_path(self) -> Path:
         """The path of the file with overrides of policy rules. The file does not have to exist."""
         return Path(self.policy_file).absolute() if self.policy_file else self.state_path / "policy.yaml"
@@ -405,6 +436,10 @@ def get_keys() -> Keys:
     if loaded.console_session_h <= 0:
         raise ConfigurationError(
             f"CYBORG_CONSOLE_SESSION_H={loaded.console_session_h} is not usable: write a number of hours above 0"
+        )
+    if loaded.subscription_owner_days < 1:
+        raise ConfigurationError(
+            f"CYBORG_SUBSCRIPTION_OWNER_DAYS={loaded.subscription_owner_days} is not usable: write a number above 0"
         )
     _check_client_limits(loaded)
     _check_agent_settings(loaded)
@@ -426,11 +461,11 @@ def _check_client_limits(loaded: Keys) -> None:
     ):
         if not 0 < value < float("inf"):
             raise ConfigurationError(f"CYBORG_{name}={value} is not usable: write a number above 0")
-    if loaded.body_buffer_bytes < MAX_BODY_BYTES:
-        raise ConfigurationError(
-            f"CYBORG_BODY_BUFFER_BYTES={loaded.body_buffer_bytes} is not usable: write at least {MAX_BODY_BYTES}, so"
-            " that every body fits"
-        )
+    for name, size in (("BODY", loaded.body_buffer_bytes), ("ANSWER", loaded.answer_buffer_bytes)):
+        if size < MAX_BODY_BYTES:
+            raise ConfigurationError(
+                f"CYBORG_{name}_BUFFER_BYTES={size} is not usable: write at least {MAX_BODY_BYTES}"
+            )
 
 
 def _check_agent_settings(loaded: Keys) -> None:

@@ -10,12 +10,14 @@ import asyncio
 import concurrent.futures
 import threading
 import time
-from collections.abc import Callable
-from typing import Generic, TypeVar
+from collections import deque
+from collections.abc import Callable, Collection, Hashable
+from typing import Any, Generic, TypeVar
 
 from drivers.errors import Failed, Timeout
 
 T = TypeVar("T")
+ItemT = TypeVar("ItemT", bound=Hashable)
 READ_TIMEOUT_S = 10.0
 """Seconds for reading a few files of the host: even a read may wait for a lock in the kernel."""
 
@@ -42,6 +44,46 @@ def start_in_thread(work: Callable[[], T]) -> concurrent.futures.Future[T]:
     except RuntimeError as error:
         raise Failed(f"no thread can be started: {error}") from None
     return future
+
+
+def call_in_parallel(
+    call: Callable[[ItemT], T], items: Collection[ItemT], deadline_s: float, max_threads: int
+) -> dict[ItemT, concurrent.futures.Future[T]]:
+    """Make one call for each item, in their order, on at most `max_threads` daemon threads; return the futures by item.
+
+    Returns when all have ended, or after `deadline_s`: then no other call is begun, and those under way go on alone.
+    `is_ended` tells whether a future has a result or an exception. Raises Failed if no thread can be started.
+    """
+    futures: dict[ItemT, concurrent.futures.Future[T]] = {item: concurrent.futures.Future() for item in items}
+    waiting = deque(futures.items())
+
+    def make_calls() -> None:
+        """Make the calls that wait, one after the other."""
+        while waiting:
+            try:
+                item, future = waiting.popleft()
+            except IndexError:  # another thread took the last one
+                return
+            if not future.set_running_or_notify_cancel():
+                continue
+            try:
+                result = call(item)
+            except BaseException as error:  # noqa: BLE001 - raised again where the result is read
+                future.set_exception(error)
+            else:
+                future.set_result(result)
+
+    for _ in range(min(max_threads, len(futures))):
+        start_in_thread(make_calls)
+    concurrent.futures.wait(futures.values(), max(0.0, deadline_s))
+    for future in futures.values():
+        future.cancel()
+    return futures
+
+
+def is_ended(future: concurrent.futures.Future[Any]) -> bool:
+    """Return True if the call has ended, with a result or an exception."""
+    return future.done() and not future.cancelled()
 
 
 async def wait_for_result(future: concurrent.futures.Future[T], timeout_s: float) -> T:

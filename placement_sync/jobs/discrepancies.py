@@ -27,6 +27,7 @@ from accelerators import conductor
 from accelerators.domain.states import DeviceState, EventSource, Health, RequestState
 from accelerators.models import AcceleratorRequest, AttachHandle, Deployable, Device, Host
 from accelerators.runtime import jobs
+from drivers.isolation.threads import call_in_parallel, is_ended
 from placement_sync.client import (
     PlacementClient,
     PlacementConflictError,
@@ -474,8 +475,8 @@ def _read_allocations(cloud: Any, providers: Sequence[str]) -> dict[str, dict[st
             return None
         return None
 
-    futures = client.call_in_parallel(read_provider, providers, READ_DEADLINE_S)
-    answers = {uuid: future.result() for uuid, future in futures.items() if client.is_ended(future)}
+    futures = call_in_parallel(read_provider, providers, READ_DEADLINE_S, client.MAX_PARALLEL_CALLS)
+    answers = {uuid: future.result() for uuid, future in futures.items() if is_ended(future)}
     return {uuid: found for uuid, found in answers.items() if found is not None}
 
 

@@ -20,6 +20,7 @@ from django.db.models.functions import Cast, Now
 
 from accelerators.models import AttachHandle, Attachment, Deployable, Device, Event
 from accelerators.safety import HolderCheck, HolderCheckResult
+from drivers.isolation.threads import call_in_parallel, is_ended
 from placement_sync.client import (
     PlacementClient,
     PlacementConflictError,
@@ -28,7 +29,7 @@ from placement_sync.client import (
 )
 from placement_sync.cloud import get_cloud_session
 from placement_sync.nova import client, endpoints
-from placement_sync.nova.client import call_in_parallel, is_ended
+from placement_sync.nova.client import MAX_PARALLEL_CALLS
 
 CALL_TIMEOUT_S = 2.0
 """Seconds that Placement or Nova may take to answer one call."""
@@ -98,7 +99,7 @@ def ask_placement(questions: Mapping[int, ProviderQuestion], seconds: float) -> 
             raise
 
     providers = dict.fromkeys(provider for of_device in questions.values() for provider in of_device)
-    futures = call_in_parallel(read_consumers, providers, seconds)
+    futures = call_in_parallel(read_consumers, providers, seconds, MAX_PARALLEL_CALLS)
     results = {}
     for device, of_device in questions.items():
         consumers, unknown = set[str](), ""

@@ -25,7 +25,7 @@ from typing import Any, TypeVar
 from accelerators.api.own.instances import InstanceKey, InstanceState
 from drivers.configuration import ConfigurationError
 from drivers.errors import Failed
-from drivers.isolation.threads import start_in_thread
+from drivers.isolation.threads import call_in_parallel, is_ended, start_in_thread
 from placement_sync.errors import PlacementSyncError
 
 DEADLINE_S = 2.0
@@ -193,28 +193,8 @@ def collect_servers(
     read: Callable[[str], NovaServer | None], uuids: Collection[str], deadline_s: float
 ) -> dict[str, NovaServer | NovaUnavailableError | None]:
     """Do the same as `get_servers`, where `read` reads one instance as `get_server` does."""
-    futures = call_in_parallel(read, uuids, deadline_s)
+    futures = call_in_parallel(read, uuids, deadline_s, MAX_PARALLEL_CALLS)
     return {uuid: _collect_server(future) for uuid, future in futures.items()}
-
-
-def call_in_parallel(
-    call: Callable[[str], ResultT], items: Collection[str], deadline_s: float
-) -> dict[str, Future[ResultT]]:
-    """Make one call for each item, in their order, on MAX_PARALLEL_CALLS threads; return the futures by item.
-
-    Returns when all have ended, or after `deadline_s`: then no other call is begun, and those under way go on alone.
-    `is_ended` tells whether a future has a result or an exception.
-    """
-    executor = ThreadPoolExecutor(MAX_PARALLEL_CALLS, thread_name_prefix="calls")
-    futures = {item: executor.submit(call, item) for item in items}
-    wait(futures.values(), deadline_s)
-    executor.shutdown(wait=False, cancel_futures=True)
-    return futures
-
-
-def is_ended(future: Future[Any]) -> bool:
-    """Return True if the call has ended, with a result or an exception."""
-    return future.done() and not future.cancelled()
 
 
 def _collect_server(future: Future[NovaServer | None]) -> NovaServer | NovaUnavailableError | None:

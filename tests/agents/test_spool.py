@@ -21,7 +21,7 @@ from agents import jobs, spool, wire
 from agents.gateway.throttling import TokenBuckets
 from agents.jobs import BATCH_BYTES, BATCH_HOSTS, FIRST_SHARE, MergePace
 from agents.models import Spooled
-from drivers.inventory import Backend, DriverReport
+from drivers.inventory import Attribute, Backend, DriverReport
 from tests.support.reports import get_or_create_host, make_card, make_driver_report, make_report, name_providers
 
 pytestmark = pytest.mark.django_db
@@ -202,19 +202,93 @@ def test_X5_a_report_that_takes_too_long_alone_is_put_aside_and_the_other_hosts_
 
 
 @pytest.mark.django_db(transaction=True)
-@pytest.mark.parametrize("table", ["accelerators_host WHERE name", "accelerators_device WHERE vendor"])
+def test_X5_of_a_host_that_is_put_aside_only_the_reports_that_matter_stay_in_the_spool(
+    slow_cards: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(jobs, "BATCH_HOSTS", 1)
+    monkeypatch.setattr(jobs, "STATEMENT_TIMEOUT_S", 0.6)
+    monkeypatch.setattr(spool, "TURN_BYTES", 4000)
+    host = get_or_create_host()
+    slow = make_driver_report(make_card(1, vendor="slow"), driver="slow_driver")
+    failed = make_driver_report(driver="flaky", error="it crashed")
+    answered = make_driver_report(make_card(2), driver="flaky")
+    spool_reports(host, *[(slow, answered)] * 8, *[(slow, failed)] * 12)
+    jobs.merge()
+    assert Event.objects.get(action="report.delayed").host == "cmp1"
+    assert list(Spooled.objects.order_by("seq").values_list("seq", flat=True)) == [8, 20]
+    monkeypatch.setattr(jobs, "_pace", MergePace())  # The time is over.
+    with connection.cursor() as cursor:
+        cursor.execute("DROP TRIGGER be_slow ON accelerators_device")
+    jobs.merge()
+    assert {device.driver for device in Device.objects.all()} == {"slow_driver", "flaky"}, "no answer is lost"
+    assert Host.objects.get().drivers["flaky"]["error"] == "it crashed" and Host.objects.get().applied_seq == 20
+
+
+@pytest.mark.django_db(transaction=True)
+def test_X5_a_report_whose_many_statements_together_take_too_long_is_put_aside(
+    slow_cards: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(jobs, "BATCH_HOSTS", 4)
+    monkeypatch.setattr(jobs, "BATCH_TIMEOUT_S", 1.0)
+    with connection.cursor() as cursor:
+        cursor.execute(
+            "CREATE OR REPLACE FUNCTION be_slow() RETURNS trigger LANGUAGE plpgsql AS"
+            " 'BEGIN PERFORM pg_sleep(0.4); RETURN NEW; END'"
+        )
+        for table, column in (("deployable", "driver_name"), ("attribute", "value")):
+            cursor.execute(
+                f"CREATE TRIGGER be_slow BEFORE INSERT ON accelerators_{table} FOR EACH ROW"
+                f" WHEN (NEW.{column} = 'slow') EXECUTE FUNCTION be_slow()"
+            )
+    slow_part = replace(
+        make_card(1).deployables[0], driver_name="slow", attributes=(Attribute("a", "slow"), Attribute("b", "slow"))
+    )
+    slow, *others = (get_or_create_host(f"cmp{n}") for n in (1, 2, 3))
+    spool_reports(slow, (make_driver_report(make_card(1, vendor="slow", deployables=(slow_part,))),))
+    for host in others:
+        spool_reports(host, (make_driver_report(make_card(1)),))
+    began = time.monotonic()
+    jobs.merge()
+    assert time.monotonic() - began < 10, "no attempt took much longer than its second"
+    assert set(Device.objects.values_list("host__name", flat=True)) == {"cmp2", "cmp3"}
+    assert Spooled.objects.get().host == slow
+    assert Event.objects.get(action="report.delayed").host == "cmp1"
+    monkeypatch.setattr(jobs, "_pace", MergePace())
+    monkeypatch.setattr(jobs, "BATCH_TIMEOUT_S", 20.0)
+    jobs.merge()
+    assert Device.objects.count() == 3, "each of its statements is quick enough"
+
+
+@pytest.mark.django_db(transaction=True)
+@pytest.mark.parametrize(
+    "locked_rows",
+    [
+        "accelerators_host WHERE name = 'cmp1'",
+        "accelerators_device WHERE vendor = 'cmp1'",
+        "accelerators_deployable WHERE name LIKE 'cmp1%'",
+        "accelerators_attribute WHERE deployable_id = (SELECT id FROM accelerators_deployable)",
+        "accelerators_attachhandle WHERE deployable_id = (SELECT id FROM accelerators_deployable)",
+    ],
+)
 def test_a_locked_row_of_one_host_does_not_stop_the_merge_of_the_others(
-    table: str, monkeypatch: pytest.MonkeyPatch
+    locked_rows: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(jobs, "STATEMENT_TIMEOUT_S", 0.6)
     monkeypatch.setattr("accelerators.runtime.jobs.TIME_SLICE_S", 3.0)
     locked, other = get_or_create_host("cmp1"), get_or_create_host("cmp2")
     spool_reports(locked, (make_driver_report(make_card(1, vendor="cmp1")),))
     jobs.merge()
-    spool_reports(locked, (make_driver_report(make_card(1, vendor="cmp1", model="later")),), first_seq=2)
+    (part,) = (later := make_card(1, vendor="cmp1", model="later")).deployables
+    changed = replace(
+        part,
+        num_accelerators=2,
+        attributes=(replace(part.attributes[0], value="PGPU"),),
+        handles=(replace(part.handles[0], in_use="guest"),),
+    )
+    spool_reports(locked, (make_driver_report(replace(later, deployables=(changed,))),), first_seq=2)
     spool_reports(other, (make_driver_report(make_card(1)),))
     with psycopg.connect(**connection.get_connection_params()) as outside:
-        assert outside.execute(f"SELECT FROM {table} = 'cmp1' FOR UPDATE").rowcount == 1
+        assert outside.execute(f"SELECT FROM {locked_rows} FOR UPDATE").rowcount > 0
         jobs.merge()
         assert Spooled.objects.get().host == locked
         assert Device.objects.filter(host=other).exists()
@@ -271,6 +345,20 @@ def test_X5_an_event_names_a_host_that_uses_more_than_its_share_and_its_report_i
     monkeypatch.setattr(jobs, "_pace", MergePace())  # The time is over.
     jobs.merge()
     assert Device.objects.get(host=busy).model == "m3"
+
+
+@pytest.mark.django_db(transaction=True)
+def test_a_locked_table_postpones_no_single_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jobs, "STATEMENT_TIMEOUT_S", 0.6)
+    monkeypatch.setattr("accelerators.runtime.jobs.TIME_SLICE_S", 1.0)
+    for host in (get_or_create_host("cmp1"), get_or_create_host("cmp2")):
+        spool_reports(host, (make_driver_report(make_card(1)),))
+    with psycopg.connect(**connection.get_connection_params()) as outside:
+        outside.execute("LOCK TABLE accelerators_attribute IN SHARE MODE")
+        jobs.merge()
+        assert Spooled.objects.count() == 2 and jobs._pace.list_delayed_hosts() == set()
+    jobs.merge()
+    assert Device.objects.count() == 2 and not Spooled.objects.exists()
 
 
 def test_a_host_is_left_out_longer_each_time_that_its_row_is_locked() -> None:

@@ -6,6 +6,7 @@ Each line is one command with its arguments, and each answer is one line. `tests
 from __future__ import annotations
 
 import asyncio
+import functools
 import random
 import time
 from collections.abc import Callable
@@ -129,9 +130,14 @@ class LoadGenerator:
     def _create_message_factory(self, message: str, devices: int) -> MessageFactory:
         if message == "beat":
             return lambda peer: BEAT.format(self._next_seq())
-        parts = messages.report_parts(messages.devices(devices))
         content = "" if message == "report" else message
-        return lambda peer: messages.report(parts, self._next_seq(), content)
+
+        @functools.cache
+        def get_parts(number: int) -> tuple[str, str, str]:
+            """Return the text of a report of bench host `number`; the names of its deployables begin with its node."""
+            return messages.report_parts(messages.devices(devices, messages.host_name(number)))
+
+        return lambda peer: messages.report(get_parts(peer.number), self._next_seq(), content)
 
     def _next_seq(self) -> int:
         self.sequence += 1

@@ -6,10 +6,10 @@ from collections.abc import Callable
 
 from django.contrib.auth import BACKEND_SESSION_KEY, HASH_SESSION_KEY, SESSION_KEY
 from django.contrib.auth.models import User
-from django.contrib.sessions.backends.db import SessionStore
 from django.db import connection
 
 from accelerators import conductor
+from cyborgweb.auth.sessions import SessionStore
 from tests.bench import fixtures
 from tests.bench.figures import Row, cpu_s
 from tests.bench.granian_server import run_granian

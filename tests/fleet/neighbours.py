@@ -375,7 +375,7 @@ UNPROVEN_REFUSAL = "the newest event about clients that have proven nothing"
 SUBSCRIPTIONS = "/admin/cyborgweb/subscription/"
 WANTED_NAMES: dict[str, list[tuple[str, str]]] = {
     "the host with too many devices": [(OVERVIEW, REPORTING_HOST), (OVERVIEW, "CYBORG_MAX_DEVICES_PER_HOST")],
-    "the host that claims another's provider": [(OVERVIEW, "stealing_driver"), (OVERVIEW, "belongs to host")],
+    "the host that claims another's provider": [(OVERVIEW, "stealing_driver")],
     "the host with oversized frames": [(REFUSALS, OVERSIZED_HOST), (REFUSALS, "too-large")],
     "the host above its share": [(REFUSALS, REPORTING_HOST), (REFUSALS, "throttled")],
     "the address of forged handshakes": [(UNPROVEN_REFUSAL, AGENT_ADDRESS)],

@@ -26,7 +26,7 @@ from tests.support.reports import apply_report, get_or_create_host, make_card, m
 pytestmark = pytest.mark.django_db
 ADMIN = Caller("ops", "u", frozenset({"admin"}), "p")
 NODE_PART = Part(
-    "node_0000:01:00.0", 1, (), (Handle("DEV", '{"path": "/dev/accel/accel0", "permissions": "rw"}'),), "1DA3"
+    "cmp1_0000:01:00.0", 1, (), (Handle("DEV", '{"path": "/dev/accel/accel0", "permissions": "rw"}'),), "1DA3"
 )
 
 
@@ -41,7 +41,7 @@ def node() -> AttachHandle:
 
 def test_a_deployable_with_device_nodes_is_not_written_to_placement(node: AttachHandle) -> None:
     (part,) = repository.load_deployables(get_or_create_host())
-    assert part.name == "node_0000:02:00.0" and part.total == 1
+    assert part.name == "cmp1_0000:02:00.0" and part.total == 1
 
 
 def test_a_bind_to_a_device_node_is_refused(node: AttachHandle) -> None:
@@ -83,4 +83,4 @@ def test_a_card_that_becomes_a_device_node_is_removed_from_placement(node: Attac
 
 def device_node_part(bus: str, attributes: tuple[Attribute, ...]) -> Part:
     """Return the deployable at this bus number as a device node."""
-    return Part(f"node_0000:{bus}:00.0", 1, attributes, (Handle("DEV", '{"path": "/dev/accel/accel1"}'),), "test")
+    return Part(f"cmp1_0000:{bus}:00.0", 1, attributes, (Handle("DEV", '{"path": "/dev/accel/accel1"}'),), "test")

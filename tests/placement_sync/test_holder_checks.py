@@ -56,7 +56,7 @@ def device() -> Device:
     lifecycle.enable_device(device.uuid, ADMIN)
     lifecycle.disable_device(device.uuid, ADMIN)
     provider = str(Deployable.objects.get().rp_uuid)
-    placement_session.model.providers[provider] = ObservedProvider(provider, "node_0000:01:00.0", "", 0)
+    placement_session.model.providers[provider] = ObservedProvider(provider, "cmp1_0000:01:00.0", "", 0)
     return device
 
 

@@ -18,7 +18,6 @@ from accelerators import conductor, outbox
 from accelerators.devices import lifecycle
 from accelerators.domain.caller import Caller
 from accelerators.domain.provider_ids import compute_provider_uuid
-from accelerators.inventory import merge
 from accelerators.models import AcceleratorRequest, Attribute, Device, DeviceProfile, Event, Host, Intent
 from accelerators.requests import binding
 from accelerators.requests.binding import BindSpec
@@ -33,7 +32,7 @@ from tests.placement_sync.model import PlacementModel
 from tests.placement_sync.session import PlacementModelSession
 from tests.support.callguard import open_transaction_of_test
 from tests.support.nova import FakeNova, running_nova
-from tests.support.reports import apply_report, get_or_create_host, make_card, make_driver_report, make_report
+from tests.support.reports import apply_report, get_or_create_host, make_card, make_driver_report
 
 pytestmark = pytest.mark.django_db
 NOVA_CALLER = Caller("nova", "u", frozenset({"admin"}), "p1", service=True)
@@ -103,21 +102,25 @@ def placement_content() -> dict[str, Any]:
 
 def make_ready_cards(host: str, *cards: int) -> None:
     """Create a host with ready cards of these numbers."""
-    report = make_report(make_driver_report(*(make_card(n, handles=2) for n in cards)))
-    merge.merge_reports({get_or_create_host(host).id: [report]})
+    apply_report(get_or_create_host(host), make_driver_report(*(make_card(n, handles=2) for n in cards)))
     for device in Device.objects.filter(state="inactive"):
         lifecycle.enable_device(device.uuid, NOVA_CALLER)
 
 
+def name_of(n: int) -> str:
+    """Return the name of the provider of card `n`; the cards 4 and 5 are on the host cmp2."""
+    return f"{'cmp2' if n in (4, 5) else 'cmp1'}_0000:{n:02x}:00.0"
+
+
 def uuid_of(n: int) -> str:
-    return str(compute_provider_uuid(f"node_0000:{n:02x}:00.0"))
+    return str(compute_provider_uuid(name_of(n)))
 
 
 def change_attributes(n: int, **attributes: str) -> None:
     """Change attributes of card `n`, as if its driver now reported it so."""
     with conductor.writing():
         for key, value in attributes.items():
-            Attribute.objects.filter(deployable__name=f"node_0000:{n:02x}:00.0", key=key).update(value=value)
+            Attribute.objects.filter(deployable__name=name_of(n), key=key).update(value=value)
 
 
 def make_pending_changes() -> None:
@@ -138,7 +141,7 @@ def make_pending_changes() -> None:
     assert not retention_sweep.remove_missing_devices(datetime.now(UTC) + timedelta(days=2))
     change_attributes(0, trait0="CUSTOM_OTHER")
     change_attributes(3, rc="PGPU")
-    placement_model().providers[uuid_of(5)] = ObservedProvider(uuid_of(5), "node_0000:05:00.0", ROOTS["cmp1"], 4)
+    placement_model().providers[uuid_of(5)] = ObservedProvider(uuid_of(5), name_of(5), ROOTS["cmp1"], 4)
     make_ready_cards("cmp2", 4, 5)
     raise_all_intents()
 

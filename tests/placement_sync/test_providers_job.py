@@ -47,7 +47,7 @@ def make_intents_due() -> None:
 
 
 def observed_provider(n: int = 0) -> ObservedProvider:
-    return placement_session.model.providers[str(compute_provider_uuid(f"node_0000:{n:02x}:00.0"))]
+    return placement_session.model.providers[str(compute_provider_uuid(f"cmp1_0000:{n:02x}:00.0"))]
 
 
 def test_an_enabled_device_becomes_a_provider_whose_reserve_follows_its_state() -> None:
@@ -219,9 +219,9 @@ def test_the_placement_sync_command_prints_the_differences_and_writes_them() -> 
     call_command("placement_sync", dry_run=True, stdout=out)
     assert out.getvalue().splitlines() == [
         "cmp1",
-        "  + node_0000:00:00.0: a new provider",
-        "  + node_0000:00:00.0: FPGA 4",
-        "  + node_0000:00:00.0: trait CUSTOM_TEST",
+        "  + cmp1_0000:00:00.0: a new provider",
+        "  + cmp1_0000:00:00.0: FPGA 4",
+        "  + cmp1_0000:00:00.0: trait CUSTOM_TEST",
         "1 host, 3 to be written",
     ]
     assert list(placement_session.model.providers) == [COMPUTE_PROVIDER]

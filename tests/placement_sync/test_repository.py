@@ -33,9 +33,9 @@ def test_missing_deployables_come_last_without_units_and_are_not_offered() -> No
     with conductor.writing():
         Deployable.objects.filter(device=missing).update(missing_since=datetime.now(UTC))
     first, last = repository.load_deployables(host)
-    assert (first.name, first.total, first.is_offered) == ("node_0000:02:00.0", 4, True)
+    assert (first.name, first.total, first.is_offered) == ("cmp1_0000:02:00.0", 4, True)
     assert first.attributes == {"rc": "FPGA", "trait0": "CUSTOM_TEST"}
-    assert (last.name, last.total, last.is_offered) == ("node_0000:01:00.0", 0, False)
+    assert (last.name, last.total, last.is_offered) == ("cmp1_0000:01:00.0", 0, False)
 
 
 def test_a_card_that_replaced_another_one_in_its_slot_is_offered_instead_of_it() -> None:

@@ -144,7 +144,7 @@ def make_discrepancy(host: Host) -> Discrepancy:
         host=host,
         device=Device.objects.first(),
         provider=uuid.uuid4(),
-        provider_name="node_0000:00:00.0",
+        provider_name="cmp1_0000:00:00.0",
         instance=instance,
         since=now,
         seen_at=now,

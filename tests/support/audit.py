@@ -29,6 +29,8 @@ COLUMN = re.compile(r'(?:^|,)\s*"?(\w+)"?\s*=')
 EXEMPT = {
     ("INSERT", "accelerators_seal"): "the chain over events is no change of what they tell about",
     ("UPDATE", "accelerators_seal"): "the same",
+    ("INSERT", "accelerators_auditstatus"): "what the jobs that seal and verify events found, for the console",
+    ("UPDATE", "accelerators_auditstatus"): "the same",
     ("INSERT", "accelerators_intent"): "an outbox: what raised it has its event",
     ("UPDATE", "accelerators_intent"): "the same: attempts are bookkeeping",
     ("DELETE", "accelerators_intent"): "the same: it is done",
@@ -43,12 +45,13 @@ COLUMNS = {
     "accelerators_image": "used_at",
     "accelerators_attachment": "claim release fault",
     "accelerators_releasedhandle": "answer ask_at ask_until",
+    "accelerators_rolloutstep": "attempts next_at text",
 }
 """Columns that an UPDATE may set without an event, by table.
 
 They store which report was applied last and its data about unchanged drivers; when an image was last used; what an
 attachment will write to Placement, and what prevents the write; when a host is asked about a released handle again, and
-what it answered.
+what it answered; when a rollout tries a host again, and why.
 """
 
 

@@ -9,6 +9,7 @@ import hashlib
 import json
 import re
 import threading
+import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -25,7 +26,8 @@ class FakeGlance:
 
     If `fails_with` is set, every request is answered with that status. `cut` ends a transfer after that many bytes.
     Without `ranges` every transfer begins at byte 0. With `ignores_filters` a list shows all images. `held` delays
-    downloads until the event is set, at most 20 s.
+    downloads until the event is set, at most 20 s. If `drips` is "list", "show" or "file", such an answer comes byte by
+    byte, ten bytes a second, until `drips` is set to "".
     """
 
     port: int = 0
@@ -37,6 +39,7 @@ class FakeGlance:
     ranges: bool = True
     ignores_filters: bool = False
     held: threading.Event | None = None
+    drips: str = ""
 
     @property
     def url(self) -> str:
@@ -72,6 +75,7 @@ def glance() -> Iterator[FakeGlance]:
     finally:
         if known.held:
             known.held.set()
+        known.drips = ""
         server.shutdown()
         server.server_close()
 
@@ -114,7 +118,13 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_header("Content-Type", "application/json")
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
-        self.wfile.write(body[:cut])
+        sent_bytes = 0
+        while self.glance.drips == what.split(maxsplit=1)[0] and sent_bytes < len(body):
+            self.wfile.write(body[sent_bytes : sent_bytes + 1])
+            self.wfile.flush()
+            sent_bytes += 1
+            time.sleep(0.1)
+        self.wfile.write(body[sent_bytes:cut])
 
     def log_message(self, format: str, *args: object) -> None:
         """Log nothing."""

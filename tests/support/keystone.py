@@ -35,6 +35,8 @@ class User:
     roles: dict[str, list[str]]
     domain: str = "Default"
     project_domain: str = "Default"
+    enabled: bool = True
+    federated: bool = False
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
 
 
@@ -43,7 +45,8 @@ class Keystone:
     """Users, tokens and switches of the fake Keystone.
 
     If `fails_with` is set, every request is answered with that status. `held` delays answers until the event is set, at
-    most 20 s. `calls` counts the requests by kind: `log in`, `validate`.
+    most 20 s. `calls` counts the requests by kind: `log in`, `validate`, `list` (a user, or role assignments). Without
+    `may_list` the service user is refused the last kind.
     """
 
     port: int = 0
@@ -53,6 +56,10 @@ class Keystone:
     seen: list[str] = field(default_factory=list)
     """The query strings of all token validations."""
     fails_with: int = 0
+    may_list: bool = True
+    deleted_projects: set[str] = field(default_factory=set)
+    failing_users: set[str] = field(default_factory=set)
+    """Users about whom it answers 500, as if the directory that has them were broken."""
     held: threading.Event | None = None
 
     @property
@@ -100,6 +107,27 @@ class Keystone:
                     return None
                 return self.token(*user.roles[project], project=project, user=user)
         return None
+
+    def list(self, path: str, query: dict[str, list[str]]) -> tuple[int, dict[str, Any]]:
+        """Return the status and the body of an answer about a user, or about role assignments."""
+        by_id = {user.id: user for user in self.users}
+        user_id = path.removeprefix("/v3/users/")
+        if not self.may_list and user_id != self.users[0].id:  # everybody may read their own user
+            return 403, {"error": {"code": 403, "message": "You are not authorized to perform the requested action."}}
+        if path == "/v3/role_assignments":
+            user, (project,) = by_id.get(query["user.id"][0]), query["scope.project.id"]
+            if user is None or project in self.deleted_projects:
+                return 404, {"error": {"code": 404, "message": "Could not find user or project."}}
+            scope = {"project": {"id": project}}
+            names = [] if user.federated else user.roles.get(project, [])
+            return 200, {"role_assignments": [{"role": {"id": f"id-{n}", "name": n}, "scope": scope} for n in names]}
+        if user_id in self.failing_users:
+            return 500, {"error": {"code": 500, "message": "An unexpected error prevented the server."}}
+        if user_id not in by_id:
+            return 404, {"error": {"code": 404, "message": f"Could not find user: {user_id}."}}
+        found = by_id[user_id]
+        body: dict[str, Any] = {"id": found.id, "name": found.name, "enabled": found.enabled}
+        return 200, {"user": body | ({"federated": [{"idp_id": "idp", "protocols": []}]} if found.federated else {})}
 
     def valid(self, secret: str, query: dict[str, list[str]]) -> bool:
         """Return True if the token is known and has not expired; allow_expired in `query` accepts an expired one."""
@@ -155,10 +183,13 @@ class _Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         url = urlsplit(self.path)
         query = parse_qs(url.query)
-        self.keystone.seen.append(url.query)
         secret = self.headers["X-Subject-Token"]
+        if secret is not None:
+            self.keystone.seen.append(url.query)
         if not self.keystone.valid(self.headers["X-Auth-Token"], {}):
             self._answer("validate", 401, {"error": {"code": 401, "message": "who are you?"}})
+        elif secret is None:
+            self._answer("list", *self.keystone.list(url.path, query))
         elif self.keystone.valid(secret, query):
             self._answer("validate", 200, {"token": self.keystone.tokens[secret]})
         else:

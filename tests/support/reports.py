@@ -21,7 +21,7 @@ def make_card(n: int = 0, handles: int = 1, **changes: object) -> Device:
     info = '{"bus": "%02x", "device": "00", "domain": "0000", "function": "%x"}'
     units = tuple(AttachHandle("PCI", info % (n, f)) for f in range(handles))
     attributes = (Attribute("rc", "FPGA"), Attribute("trait0", "CUSTOM_TEST"))
-    deployable = Deployable(f"node_{address}", handles, attributes, units, "test")
+    deployable = Deployable(f"cmp1_{address}", handles, attributes, units, "test")
     values: dict[str, object] = {"key": f"pci:{address}", "type": "FPGA", "vendor": "1af4", "model": "1044"}
     values |= {"address": address, "deployables": (deployable,)} | changes
     return Device(**values)  # type: ignore[arg-type]
@@ -65,7 +65,7 @@ def apply_report(host: Host, *drivers: DriverReport, seq: int = 1) -> int:
 
 
 def name_providers(host: Host, *drivers: DriverReport) -> tuple[DriverReport, ...]:
-    """Return the reports with deployables named after the host's node, where `make_card` named them `node_…`.
+    """Return the reports with deployables named after the host's node, where `make_card` named them `cmp1_…`.
 
     A provider belongs to one host. The cards of the host cmp1, which most tests use, keep the names of `make_card`.
     """
@@ -78,6 +78,6 @@ def name_providers(host: Host, *drivers: DriverReport) -> tuple[DriverReport, ..
 
 
 def name_providers_of_device(node: str, device: Device) -> Device:
-    """Return the device with deployables named after the node, where `make_card` named them `node_…`."""
-    parts = (replace(part, name=re.sub("^node_", f"{node}_", part.name)) for part in device.deployables)
+    """Return the device with deployables named after the node, where `make_card` named them `cmp1_…`."""
+    parts = (replace(part, name=re.sub("^cmp1_", f"{node}_", part.name)) for part in device.deployables)
     return replace(device, deployables=tuple(parts))

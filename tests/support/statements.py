@@ -3,10 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from django.db import connection
+from django.db.backends.postgresql.operations import DatabaseOperations
 from django.test import Client
 from django.test.utils import CaptureQueriesContext
+
+
+def show_texts_of_prepared_statements() -> None:
+    """Make CaptureQueriesContext show the text of every statement.
+
+    A cursor of `conductor.open_cursor` prepares a statement that it repeats, and then does not tell its text.
+    """
+    told_by_cursor = DatabaseOperations.last_executed_query
+
+    def last_executed_query(self: Any, cursor: Any, sql: Any, params: Any) -> str | None:
+        text = told_by_cursor(self, cursor, sql, params)
+        return self.compose_sql(sql, params) if text is None else text
+
+    DatabaseOperations.last_executed_query = last_executed_query
 
 
 def count_call_statements(function: Callable[[], object]) -> int:

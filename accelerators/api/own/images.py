@@ -102,9 +102,10 @@ class ImageView(CollectionView):
     def create(self, request: Request) -> Response:
         """Store the body as an image, whose name and properties are in the query; 201 with the image.
 
-        The bytes are written to the file while they arrive. 400 for a wrong query or number of bytes; 415, 411 or 413
-        for a wrong type or length; 409 if MAX_UPLOADS uploaded images exist; 503 if MAX_PARALLEL_UPLOADS uploads run in
-        this process, or if the file cannot be written.
+        The bytes are written to the file while they arrive. Their number is in Content-Length, or they come in chunks.
+        400 for a wrong query or number of bytes; 415, 411 or 413 for a wrong type or length; 409 if MAX_UPLOADS
+        uploaded images exist; 503 if MAX_PARALLEL_UPLOADS uploads run in this process, or if the file cannot be
+        written.
         """
         name, properties = _read_name_and_properties(request)
         size = _read_size(request)
@@ -113,8 +114,8 @@ class ImageView(CollectionView):
                 503, f"{MAX_PARALLEL_UPLOADS} images are being uploaded already: try again in a moment."
             )
         try:
-            chunks, source = _iterate_body(request), self.caller.event_source
-            image = store.store_upload(chunks, size, name, properties, self.caller, source)
+            chunks = _iterate_body(request) if size is not None else _iterate_chunked_body(request)
+            image = store.store_upload(chunks, size, name, properties, self.caller, self.caller.event_source)
         finally:
             _upload_slots.release()
         return self.respond_with_stored_row(image.uuid)
@@ -139,22 +140,31 @@ def _read_name_and_properties(request: Request) -> tuple[str, dict[str, str]]:
     return request.query_params.get("name", ""), store.check_properties((key, value) for key, _, value in pairs)
 
 
-def _read_size(request: Request) -> int:
-    """Return the number of bytes that an upload announces.
+def _read_size(request: Request) -> int | None:
+    """Return the number of bytes that an upload announces, None if its body comes in chunks.
 
-    Raises ApiError: 415 for another media type, 411 without a valid Content-Length, 413 for more bytes than an image
-    may have.
+    Raises ApiError: 415 for another media type, 411 if there is neither a valid Content-Length nor a body in chunks,
+    413 for more bytes than an image may have.
     """
     if request.content_type.partition(";")[0].strip().lower() != IMAGE_MEDIA_TYPE:
         raise errors.ApiError(415, f"Send the image's bytes as {IMAGE_MEDIA_TYPE}.")
     length = request.META.get("CONTENT_LENGTH") or ""
+    if not length and "HTTP_TRANSFER_ENCODING" in request.META:
+        return None
     if not length.isdecimal():
-        raise errors.ApiError(411, "Send the number of bytes of the image in the Content-Length header.")
-    if int(length) > store.get_max_image_bytes():
+        raise errors.ApiError(
+            411, "Send the number of bytes of the image in the Content-Length header, or send the image in chunks."
+        )
+    _check_size(int(length))
+    return int(length)
+
+
+def _check_size(size: int) -> None:
+    """Raise ApiError 413 if an image may not have so many bytes."""
+    if size > store.get_max_image_bytes():
         raise errors.ApiError(
             413, f"An image may have at most {store.get_max_image_bytes()} bytes (CYBORG_IMAGE_MAX_BYTES)."
         )
-    return int(length)
 
 
 def _iterate_body(request: Request) -> Iterator[bytes]:
@@ -164,3 +174,19 @@ def _iterate_body(request: Request) -> Iterator[bytes]:
             yield chunk
     except OSError:
         return  # the client disconnected: the store then sees too few bytes and refuses the image
+
+
+def _iterate_chunked_body(request: Request) -> Iterator[bytes]:
+    """Yield a body that comes in chunks, in parts of at most CHUNK_BYTES.
+
+    It is read from the server's input, because Django reads no body whose length it does not know. Raises ApiError: 413
+    as soon as more bytes have come than an image may have, 400 if the body ends before its last chunk.
+    """
+    size = 0
+    try:
+        while chunk := request.META["wsgi.input"].read(store.CHUNK_BYTES):
+            size += len(chunk)
+            _check_size(size)
+            yield chunk
+    except OSError:
+        raise errors.ApiError(400, "The image is not complete: send it again.") from None

@@ -95,7 +95,7 @@ class ProfileSerializer(RowSerializer):
 class ProfileView(CollectionView):
     """Device profiles, oldest first."""
 
-    policy = "device_profile"
+    policy, read_policy = "device_profile", "profile"
     sort_fields = {"created": "id", "name": "name"}
     etag_collections = ("profiles", "requests")
     serializer_class = ProfileSerializer

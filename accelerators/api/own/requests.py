@@ -96,7 +96,7 @@ class ProjectOwnedView(CollectionView):
 class RequestView(ProjectOwnedView):
     """Accelerator requests, oldest first. Nova creates and binds them through `/v2/accelerator_requests`."""
 
-    policy = "arq"
+    policy, read_policy = "arq", "request"
     etag_collections = ("requests", "events")
     filterset_class = RequestFilter
     queryset = AcceleratorRequest.objects.select_related("profile", "attach_handle")

@@ -103,6 +103,8 @@ class CollectionView(GenericViewSet[Any]):
     filterset_class: ClassVar[Any] = None
     policy: ClassVar[str]
     """Prefix of its policy rules: `cyborg:<policy>:get_all`, `get_one`, `create`, `update`, `delete`."""
+    read_policy: ClassVar[str] = ""
+    """Prefix of the rules `get_all` and `get_one`, if it is another one than `policy`."""
     elevated_rule: ClassVar[str] = ""
     """The policy rule that allows callers who are no administrators to see the rows of all projects."""
     elevated_write_rule: ClassVar[str] = ""
@@ -132,13 +134,14 @@ class CollectionView(GenericViewSet[Any]):
     @property
     def policy_rules(self) -> dict[str, str]:
         """Map each HTTP method to the policy rule that it needs, for the permission classes."""
-        read_rule = "get_one" if self.detail else "get_all"
-        rule_by_method = {"GET": read_rule, "HEAD": read_rule, "POST": "create", "PATCH": "update", "DELETE": "delete"}
+        rule_by_method = {"POST": "create", "PATCH": "update", "DELETE": "delete"}
         if self.detail:
             rule_by_method["POST"] = "update"
         if self.collection_action_name:
             rule_by_method["POST"] = self.collection_action_name
-        return {method: f"cyborg:{self.policy}:{rule}" for method, rule in rule_by_method.items()}
+        read_rule = f"cyborg:{self.read_policy or self.policy}:{'get_one' if self.detail else 'get_all'}"
+        rules = {method: f"cyborg:{self.policy}:{rule}" for method, rule in rule_by_method.items()}
+        return {"GET": read_rule, "HEAD": read_rule} | rules
 
     @property
     def collection_action_name(self) -> str:

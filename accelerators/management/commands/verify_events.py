@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -13,7 +12,7 @@ from typing import Any
 
 from django.core.management.base import CommandError
 
-from accelerators.audit import sealing, verification
+from accelerators.audit import anchors, sealing, verification
 from accelerators.management import shell
 
 EPILOG = """\
@@ -34,7 +33,6 @@ must then be named, too.
 
 Exit code 1: something does not match. docs/audit.md describes how to verify events without this program.
 """
-ANCHOR_LINE = re.compile(r"(\d{1,18}) ([0-9a-f]{64})(?: ([0-9a-f]{64}))?")
 BAR_WIDTH = 40
 
 
@@ -69,9 +67,12 @@ class Command(shell.OperatorCommand):
             return
         if options["first"] < 1 or (options["last"] or options["first"]) < options["first"]:
             raise CommandError("--from and --to: seals are numbered from 1 on")
-        anchors = _read_anchors(options["seal_file"]) if options["seal_file"] else {}
+        try:
+            known = anchors.read_anchors(options["seal_file"]) if options["seal_file"] else {}
+        except anchors.AnchorFileError as error:
+            raise CommandError(str(error)) from None
         proof = verification.verify_seals(
-            options["first"], options["last"], anchors, self._show_progress, options["trust_key"]
+            options["first"], options["last"], known, self._show_progress, options["trust_key"]
         )
         if options["json"]:
             self.stdout.write(json.dumps(asdict(proof) | {"ok": not proof.findings}))
@@ -105,26 +106,3 @@ class Command(shell.OperatorCommand):
             end = "\n" if done >= total else ""
             sys.stderr.write(f"\r[{'█' * filled}{' ' * (BAR_WIDTH - filled)}] {done}/{total} events{end}")
             sys.stderr.flush()
-
-
-def _read_anchors(path: Path) -> dict[int, verification.Anchor]:
-    """Read stored seals from a file; return them by their number. Empty lines are skipped.
-
-    Raises CommandError if the file cannot be read or has no seals, if a line is not a number, a hash and, unless an
-    earlier release printed it, a key, or if two lines have different hashes or keys for the same seal.
-    """
-    try:
-        lines = path.read_text().split("\n")
-    except (OSError, UnicodeDecodeError) as error:
-        raise CommandError(f"{path} cannot be read: {error}") from None
-    anchors: dict[int, verification.Anchor] = {}
-    for line in filter(None, map(str.strip, lines)):
-        match = ANCHOR_LINE.fullmatch(line)
-        if match is None:
-            raise CommandError(f"{path}: {line[:80]!r} is not a line of `verify_events --anchor`")
-        number, anchor = int(match[1]), verification.Anchor(match[2], match[3] or "")
-        if anchors.setdefault(number, anchor) != anchor:
-            raise CommandError(f"{path}: there are two different lines for seal {number}")
-    if not anchors:
-        raise CommandError(f"{path} is empty: there is nothing to compare with")
-    return anchors

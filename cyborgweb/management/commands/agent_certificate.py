@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import time
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ from typing import Any
 from django.core.management.base import BaseCommand, CommandError
 
 from accelerators.management import shell
+from accelerators.runtime import database_clock
 from agents.certificates import AnnouncementError, PinnedCertificates
 from agents.gateway.announcements import read_announcements
 from agents.models import Agent
@@ -110,7 +110,7 @@ def _find_problem(present: PinnedCertificates, newest: str) -> str:
             "the announcements do not lead from the present certificate to that of the last one: agents will not follow"
             " them. Add the missing lines, or sign an announcement that replaces the present certificate"
         )
-    if present.first not in present.list_accepted(time.time()):
+    if present.first not in present.list_accepted(database_clock.timestamp()):
         return "the time of the present certificate is over: agents refuse it. Install the announced one now"
     return ""
 

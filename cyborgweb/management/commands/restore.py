@@ -66,7 +66,12 @@ class Command(shell.OperatorCommand):
                     reason = f"restored from the backup of {description.taken_at:%Y-%m-%d %H:%M:%S} UTC"
                 else:
                     reason = "restored by other means than manage.py restore"
-                after_restore.prepare_restored_database(shell.current_operator(), reason)
+                unsealed_because = after_restore.prepare_restored_database(shell.current_operator(), reason)
         except (backup.BackupError, PostgresError) as error:
             raise CommandError(str(error)) from None
         self.stdout.write(f"{reason}.\n{NEXT_STEPS}")
+        if unsealed_because:
+            self.stdout.write(
+                f"No seal records the restore, because {unsealed_because}. Run this where the key is, before the"
+                f' product is started: manage.py seal_events --restored --reason "{reason}"'
+            )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import time
 from collections.abc import Callable, Iterator
@@ -26,7 +27,7 @@ from accelerators.audit.sealing import SealChain
 from accelerators.audit.signing import AuditKeyError
 from accelerators.domain import hash_chain
 from accelerators.domain.hash_chain import SealKind
-from accelerators.models import Event, Seal, Tick
+from accelerators.models import AuditStatus, Event, Seal, Tick
 from accelerators.runtime import database_clock, jobs
 from tests.support.seals import create_seals, record_events
 
@@ -322,6 +323,86 @@ def test_X6_nothing_is_sealed_after_a_seal_with_which_a_strange_key_introduces_o
     with pytest.raises(AuditKeyError, match="№2, is forged"):
         sealing.seal_oldest_events()
     assert Seal.objects.count() == 2
+
+
+@pytest.mark.parametrize("seals_between", [0, 1])
+def test_X6_nothing_is_sealed_after_strange_keys_of_which_the_last_introduces_ours(seals_between: int) -> None:
+    """The last of these seals is valid by itself: the key that is in force by the seal before it has signed it."""
+    record_events("a")
+    create_seals()
+    record_events("b")
+    ours, theirs = run("seal_events", "--show-key").strip(), signing.get_public_key(FORGER_KEY)
+    append_forged(SealKind.KEY, True, json.dumps({"new_key": theirs, "reason": "lost", "by": "me"}))
+    for _ in range(seals_between):
+        append_forged(SealKind.EVENTS, signed=True)
+    append_forged(SealKind.KEY, True, json.dumps({"new_key": ours, "reason": "found again", "by": "me"}))
+    retention.run()
+    assert Seal.objects.count() == 3 + seals_between, "nothing was sealed"
+    status = AuditStatus.objects.get()
+    assert status.refusal.startswith(f"seal №2 brings the key {theirs}") and status.refused_since
+    with pytest.raises(CommandError, match="somebody has written seals with keys that are not yours"):
+        run("seal_events")
+    run("seal_events", "--begin-again", "--reason", "the intruder is gone")
+    retention.run()
+    assert Seal.objects.latest("number").kind == SealKind.EVENTS
+    assert (AuditStatus.objects.get().refusal, AuditStatus.objects.get().refused_since) == ("", None)
+    assert f"! trust begins again at seal №2 with the key {theirs}" in run("verify_events", fails=True)
+    with pytest.raises(CommandError, match="nothing was lost"):
+        run("seal_events", "--begin-again", "--reason", "again")
+
+
+def test_a_key_that_was_replaced_regularly_may_sign_again(key_file: Path, tmp_path: Path) -> None:
+    record_events("a")
+    create_seals()
+    first, second = tmp_path / "first.pem", tmp_path / "second.pem"
+    shutil.copy(key_file, first)
+    run("seal_events", "--new-key", str(second), "--reason", "tried another one")
+    shutil.copy(second, key_file)
+    run("seal_events", "--new-key", str(first), "--reason", "back to the first one")
+    shutil.copy(first, key_file)
+    record_events("b")
+    create_seals()
+    assert Seal.objects.latest("number").kind == SealKind.EVENTS
+
+
+def test_a_restore_is_reported_and_explains_the_anchors_of_the_lost_seals_and_nothing_else(tmp_path: Path) -> None:
+    record_events("e1")
+    create_seals()
+    record_events("e8", "e9")
+    create_seals()
+    lost_anchor = run("verify_events", "--anchor").strip()
+    execute(
+        "DELETE FROM accelerators_event WHERE subject_name IN ('e8', 'e9');"
+        "DELETE FROM accelerators_seal WHERE number = 2"
+    )()
+    reason = "restored from the backup of noon"
+    run("seal_events", "--restored", "--reason", reason)
+    record_events("e10")
+    create_seals()
+    number = sealing.SKIPPED_BY_RESTORE + 2
+    assert [*Seal.objects.order_by("number").values_list("number", flat=True)] == [1, number, number + 1]
+    file = tmp_path / "anchors"
+    file.write_text(f"{lost_anchor}\n{run('verify_events', '--anchor')}")
+    shown = run("verify_events", "--seal-file", str(file))
+    assert "they match" in shown
+    text = rf"the database was restored at 20\d\d-.* UTC by \S+ \('{reason}'\): what was sealed after seal №1 was lost"
+    assert re.search(rf"NOTICE: {text}", shown) and re.search(
+        rf"NOTICE: seal №2 \(.*kept elsewhere and is gone: {text}", shown
+    )
+    later_anchor = run("verify_events", "--anchor").split()
+    file.write_text(f"{number + 1} {'0' * 64} {later_anchor[2]}\n")
+    assert f"seal №{number + 1} differs from the one that was kept" in run(
+        "verify_events", "--seal-file", str(file), fails=True
+    )
+
+
+def test_X6_a_forged_record_of_a_restore_is_found() -> None:
+    record_events("a")
+    create_seals()
+    append_forged(SealKind.RESTORED, True, json.dumps({"after": 1, "reason": "noon", "by": "me"}))
+    assert "! seal №2 does not prove a restore: it is forged" in run("verify_events", fails=True)
+    with pytest.raises(AuditKeyError):
+        sealing.record_restore("me", "noon")
 
 
 def test_the_job_logs_why_it_seals_nothing_and_does_nothing_if_it_is_switched_off(

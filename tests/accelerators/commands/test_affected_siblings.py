@@ -5,18 +5,19 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from uuid import uuid4
 
 import msgspec
 import pytest
 from pytest_django import DjangoAssertNumQueries
 
-from accelerators import safety
+from accelerators import conductor, safety
 from accelerators.commands import command_queue
 from accelerators.commands.command_queue import CommandAnswer
 from accelerators.domain import driver_status
 from accelerators.domain.caller import Caller
 from accelerators.domain.errors import RefusalReason, RefusedError
-from accelerators.models import Command, Device, Host
+from accelerators.models import AcceleratorRequest, AttachHandle, Command, Deployable, Device, DeviceProfile, Host
 from accelerators.workflows import bulk_commands, command_endings
 from drivers.inventory import DriverDeclaration, DriverReport
 from drivers.plan import get_affected_prefix
@@ -173,3 +174,32 @@ def test_S1_the_resets_of_a_bulk_action_share_one_time_for_the_holder_checks(mon
     assert device.uuid in chosen and asked == [FIRST]
     assert [(result.outcome, result.reason) for result in results] == [("refused", RefusalReason.UNAVAILABLE)] * 2
     assert all("there was no time left to ask: try again" in result.text for result in results)
+
+
+@pytest.mark.parametrize("is_bulk", [False, True])
+def test_S1_a_held_sibling_that_the_database_knows_is_named_without_asking_other_services(is_bulk: bool) -> None:
+    """Placement and Nova may need seconds, and cannot change this refusal."""
+    device = report_cards({"reset": "host"})
+    with conductor.writing():
+        part = Deployable.objects.create(device=Device.objects.get(address=OTHER_BUS), name="part", num_accelerators=1)
+        handle = AttachHandle.objects.create(deployable=part, attach_type="PCI", attach_info="{}")
+        profile = DeviceProfile.objects.create(name="one", groups=[])
+        holding = {"state": "Bound", "project_id": "p1", "group": {}, "profile": profile, "instance_uuid": uuid4()}
+        request = AcceleratorRequest.objects.create(deployable=part, attach_handle=handle, **holding)
+    asked: list[int] = []
+
+    def check(one: Device) -> safety.HolderCheckResult:
+        asked.append(one.pk)
+        return safety.HolderCheckResult()
+
+    with safety.HOLDER_CHECKS.replaced("placement", answer_each(check)):
+        if is_bulk:
+            chosen = {device.uuid: device.lifecycle_text}
+            answers = bulk_commands.ask_holders_for_each("reset", chosen)
+            (result,) = bulk_commands.place_command_for_each("reset", chosen, OLGA, "", answers)
+            reason, text = result.reason, result.text
+        else:
+            with pytest.raises(RefusedError) as refused:
+                command_queue.order_device_command("reset", device.uuid, OLGA)
+            reason, text = refused.value.reason, refused.value.text
+    assert (reason, f"request {request.uuid}" in text, asked) == (RefusalReason.IN_USE, True, [])

@@ -394,7 +394,7 @@ def test_S1_destructive_commands_are_refused_while_held_or_while_holders_are_unk
 def test_an_image_is_fetched_before_its_host_hears_of_the_command(device: Device) -> None:
     command = command_queue.order_device_command("program", device.uuid, OLGA, image=IMAGE, source=EventSource.PERSON)
     assert (command.state, command.arguments["wanted"]) == ("preparing", {"bitstream_id": str(IMAGE)})
-    assert command.arguments["deployable"] == "node_0000:01:00.0"
+    assert command.arguments["deployable"] == "cmp1_0000:01:00.0"
     command_queue.store_progress([CommandProgress(command.host_id, command.id, 50)])
     assert answer_and_settle(command), "its host has never heard of it"
     image = {"id": str(IMAGE), "size": 3, "sha256": "a" * 64, "name": "adder"}

@@ -87,9 +87,9 @@ def assert_next_bind_programs() -> None:
     assert count_programmed() == (0, 0)
     assert Intent.objects.filter(kind="provider").exists()
     changes = Event.objects.filter(action__in=("device.unclear", "device.missing")).latest("id").changes
-    assert changes["node_0000:01:00.0" + BITSTREAM_SUFFIX] == [IMAGE, None]
-    trait = Event.objects.filter(action="device.programmed").latest("id").changes["node_0000:01:00.0 function"][1]
-    assert trait and changes["node_0000:01:00.0 function"] == [trait, None]
+    assert changes["cmp1_0000:01:00.0" + BITSTREAM_SUFFIX] == [IMAGE, None]
+    trait = Event.objects.filter(action="device.programmed").latest("id").changes["cmp1_0000:01:00.0 function"][1]
+    assert trait and changes["cmp1_0000:01:00.0 function"] == [trait, None]
     (request,) = create_and_bind("bits")
     assert get_state_and_fault(request) == ("BindStarted", "")
     assert get_open_command("attach").arguments["wanted"] == {"bitstream_id": IMAGE}

@@ -44,7 +44,7 @@ def build_report(seq: int, first_answer: object, second_answer: object) -> HostR
 def build_stored_host(
     devices: tuple[StoredDevice, ...] = (), drivers: dict[str, dict[str, object]] | None = None
 ) -> StoredHost:
-    return StoredHost(1, "u", "cmp1", 0, 0, drivers or {}, devices)
+    return StoredHost(1, "u", "cmp1", 0, 0, drivers or {}, devices, node="cmp1")
 
 
 def compare_reports(host: StoredHost, reports: list[HostReport], now: str = "now") -> InventoryChanges:

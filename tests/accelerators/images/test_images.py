@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from uuid import UUID, uuid4
@@ -303,6 +304,35 @@ def test_a_download_is_done_in_slices_and_the_next_slice_continues_it(
     monkeypatch.setattr(download, "SLICE_S", 25.0)
     download.run()
     assert get_state_and_image_or_text(command) == ("queued", uuid)
+
+
+@pytest.mark.parametrize("slow_answer", ["show", "list", "file"])
+def test_a_run_ends_in_time_although_glance_answers_byte_by_byte(
+    wait: OrderCommand, cloud: FakeGlance, monkeypatch: pytest.MonkeyPatch, slow_answer: str
+) -> None:
+    """The time-out of the session limits the time between two bytes; ten bytes a second never reach it."""
+    monkeypatch.setattr(download, "SLICE_S", 1.0)
+    monkeypatch.setattr(download, "ABANDON_AFTER_S", 0.5)
+    uuid = cloud.add_image(IMAGE_CONTENT, **{"accel:function_id": "AFU-1"})
+    command = wait(function_id="AFU-1") if slow_answer == "list" else wait(bitstream_id=uuid)
+    cloud.drips = slow_answer
+    began_at = time.monotonic()
+    download.run()
+    assert time.monotonic() - began_at < 4
+    assert get_state_and_image_or_text(command)[0] == "preparing"
+    assert get_state_and_image_or_text(command)[1].endswith("it did not answer in time")
+    if slow_answer == "file":
+        download.run()
+        assert get_state_and_image_or_text(command)[1].endswith(
+            f"An earlier transfer of image {uuid} has not ended yet."
+        )
+    cloud.drips = ""
+    monkeypatch.setattr(download, "SLICE_S", 25.0)
+    give_up_at = time.monotonic() + 10
+    while get_state_and_image_or_text(command) != ("queued", uuid):
+        assert time.monotonic() < give_up_at, get_state_and_image_or_text(command)
+        download.run()
+    assert store.get_image_path(uuid).read_bytes() == IMAGE_CONTENT
 
 
 def test_the_longest_unused_copies_are_dropped_first_and_uploads_never(

@@ -35,11 +35,12 @@ def test_X5_devices_above_the_limit_are_not_stored_and_one_fault_names_their_num
     second = make_driver_report(*(make_card(n) for n in range(3, 9)), driver="second")
     apply_report(host, first, second)
     apply_report(other, *name_providers(other, make_driver_report(make_card(1))))
-    assert list_addresses() == ["cmp1 00", "cmp1 01", "cmp1 02", "cmp1 03", "cmp2 01"]
+    assert list_addresses() == ["cmp1 00", "cmp1 01", "cmp1 03", "cmp1 04", "cmp2 01"], "each driver gets two"
     host.refresh_from_db()
     ((subject, reason),) = host.drivers["second"]["faults"]
-    assert subject == "cmp1" and "parts: 5. CYBORG_MAX_DEVICES_PER_HOST allows 4 devices" in reason
-    assert (host.drivers["first"]["devices"], host.drivers["second"]["devices"]) == (3, 1)
+    assert subject == "cmp1" and "parts: 4. CYBORG_MAX_DEVICES_PER_HOST allows 4 devices" in reason
+    assert "parts: 1. CYBORG_MAX_DEVICES_PER_HOST" in host.drivers["first"]["faults"][0][1]
+    assert (host.drivers["first"]["devices"], host.drivers["second"]["devices"]) == (2, 2)
     assert host.applied_hash == INCOMPLETE_HASH, "the agent sends it again with its next connection"
 
 
@@ -65,11 +66,46 @@ def test_X5_a_driver_that_invents_devices_leaves_places_for_another_driver(setti
     for seq in range(1, 8):
         invented = make_driver_report(*(make_card(seq * 10 + n) for n in range(10)))
         apply_report(host, invented, make_driver_report(driver="second"), seq=seq)
-    assert Device.objects.count() == 30
+    assert Device.objects.count() == 28, "two places are kept for the other driver, and two for one to come"
     apply_report(host, invented, new_card, seq=8)
     assert [device.driver for device in Device.objects.filter(state="inactive")] == ["second"]
     ((_, reason),) = Host.objects.get().drivers["test_driver"]["faults"]
-    assert "32 devices of one host, 30 of one driver" in reason
+    assert "32 devices of one host, " in reason and "; 2 devices are kept for each driver that has fewer" in reason
+
+
+def test_X5_two_drivers_that_invent_devices_leave_places_for_a_third_one_that_answers_later(settings: Any) -> None:
+    settings.KEYS = replace(settings.KEYS, max_devices_per_host=64)
+    host = get_or_create_host()
+    silent, answering = make_driver_report(driver="good", error="it hung"), [make_card(n) for n in range(240, 244)]
+    for seq in range(1, 5):
+        invented = [
+            make_driver_report(*(make_card(place + seq * 20 + n) for n in range(20)), driver=driver)
+            for driver, place in (("bad", 0), ("worse", 110))
+        ]
+        apply_report(host, *invented, silent, seq=seq)
+    recorded = set(Device.objects.values_list("uuid", flat=True))
+    assert len(recorded) == 64 - 4 - 4, "four places for the silent driver, and four for one that is not known yet"
+    apply_report(host, *invented, make_driver_report(*answering, driver="good"), seq=5)
+    assert Device.objects.filter(driver="good", state="inactive").count() == 4
+    assert Host.objects.get().drivers["good"]["faults"] == []
+    assert recorded < set(Device.objects.values_list("uuid", flat=True)), "no recorded device is taken away"
+    newcomer = make_driver_report(*(make_card(n) for n in range(250, 253)), driver="new")
+    apply_report(host, *invented, newcomer, seq=6)
+    assert Device.objects.filter(driver="new").count() == 3
+
+
+def test_X5_in_one_report_the_driver_with_the_fewest_devices_is_served_first(settings: Any) -> None:
+    settings.KEYS = replace(settings.KEYS, max_devices_per_host=64)
+    host = get_or_create_host()
+    greedy = [
+        make_driver_report(*(make_card(place + n) for n in range(80)), driver=driver)
+        for driver, place in (("bad", 0), ("worse", 100))
+    ]
+    good = make_driver_report(*(make_card(200 + n) for n in range(16)), driver="good")
+    apply_report(host, *greedy, good)
+    numbers = {driver: entry["devices"] for driver, entry in Host.objects.get().drivers.items()}
+    assert numbers == {"bad": 22, "worse": 22, "good": 16}, "four places are left for a driver that is not known yet"
+    assert Host.objects.get().drivers["good"]["faults"] == []
 
 
 def test_an_incomplete_report_is_asked_for_again_when_the_sweep_has_removed_devices() -> None:

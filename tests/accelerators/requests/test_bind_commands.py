@@ -127,7 +127,7 @@ def test_bind_orders_an_attach_and_unbind_orders_the_matching_detach(handle: Att
     assert attach.arguments == {
         "driver": "test_driver",
         "key": "pci:0000:01:00.0",
-        "deployable": "node_0000:01:00.0",
+        "deployable": "cmp1_0000:01:00.0",
         "handle": {"attach_type": "MDEV", "info": handle.attach_info},
         "uuid": str(handle.uuid),
         "consumer": str(request.instance_uuid),

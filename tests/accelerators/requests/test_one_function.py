@@ -41,6 +41,7 @@ from accelerators.models import (
 from accelerators.requests import binding, profiles
 from accelerators.requests.binding import BindSpec
 from accelerators.runtime import generations
+from drivers.inventory import Deployable as Part
 from drivers.inventory import Device as Card
 from tests.support.locks import wait_for_a_waiting_lock
 from tests.support.reports import apply_report, get_or_create_host, make_card, make_driver_report, make_report
@@ -49,7 +50,7 @@ pytestmark = pytest.mark.django_db
 
 NOVA = Caller("nova", "u", frozenset({"admin"}), "p1", service=True)
 SERIAL, OTHER_SERIAL, ADDRESS = "serial:1af4:00a0:0", "serial:1af4:00b0:0", "pci:0000:01:00.0"
-PROVIDER = str(compute_provider_uuid("node_0000:01:00.0"))
+PROVIDER = str(compute_provider_uuid("cmp1_0000:01:00.0"))
 
 
 @pytest.fixture
@@ -87,6 +88,11 @@ def bind_request(provider: str = PROVIDER, host: str = "cmp1") -> AcceleratorReq
     except RefusedError as refused:
         assert refused.reason in (RefusalReason.NONE_FREE, RefusalReason.NOT_FOUND)
     return AcceleratorRequest.objects.get(uuid=uuid)
+
+
+def make_part(name: str) -> Part:
+    """Return a deployable with this name, without handles."""
+    return Part(name, 0, (), (), "test")
 
 
 def make_held_card(host: Host, key: str = SERIAL) -> Device:
@@ -229,6 +235,7 @@ def test_a_quarantine_that_each_report_repeats_says_until_when(host: Host) -> No
 
 def test_S1_a_held_device_whose_deployable_gets_another_name_is_quarantined(host: Host) -> None:
     make_held_card(host)
+    host = conductor.ensure_host("cmp1", "renamed", "test")
     card = make_card(1, key=SERIAL)
     renamed = replace(card, deployables=(replace(card.deployables[0], name="renamed_0000:01:00.0"),))
     report_cards(host, renamed)
@@ -245,9 +252,13 @@ def test_S1_a_held_device_whose_deployable_gets_another_name_is_quarantined(host
 def test_a_free_device_whose_deployable_gets_another_name_stays_offered(host: Host) -> None:
     report_cards(host, make_card(1, key=SERIAL))
     offer_all()
+    host = conductor.ensure_host("cmp1", "renamed", "test")
     card = make_card(1, key=SERIAL)
     report_cards(host, replace(card, deployables=(replace(card.deployables[0], name="renamed_0000:01:00.0"),)))
     assert Device.objects.get().state == "ready"
+    assert Deployable.objects.get(missing_since=None).name == "renamed_0000:01:00.0"
+    report_cards(host, card)
+    assert Deployable.objects.get(missing_since=None).name == "cmp1_0000:01:00.0", "a recorded name stays accepted"
 
 
 def test_S1_two_drivers_that_claim_one_address_do_not_both_get_it(host: Host) -> None:
@@ -275,8 +286,8 @@ def test_S1_a_virtual_function_that_is_a_device_of_its_own_is_not_given_beside_i
     report_drivers(host, test_driver=(card,), second_driver=(part,))
     offer_all()
     assert bind_request().state == "Bound"
-    assert bind_request(str(compute_provider_uuid("node_0000:02:00.0"))).state == "BindFailed"
-    assert bind_request(str(compute_provider_uuid("node_0000:02:00.0"))).state == "BindFailed"
+    assert bind_request(str(compute_provider_uuid("cmp1_0000:02:00.0"))).state == "BindFailed"
+    assert bind_request(str(compute_provider_uuid("cmp1_0000:02:00.0"))).state == "BindFailed"
     with pytest.raises(RefusedError, match="held by request"):
         device = Device.objects.get(address="0000:01:00.0")
         safety.find_holders([device], safety.NO_ANSWERS).refuse_unless_free(device, "reset")
@@ -411,11 +422,11 @@ def test_L6_a_report_that_names_another_hosts_provider_costs_only_that_drivers_p
         ("0000:03:00.0", "inactive"),
     }
     entry = intruder.drivers["second_driver"]
-    assert "node_0000:01:00.0 belongs to host cmp1" in entry["error"]
+    assert "cmp1_0000:01:00.0 belongs to host cmp1" in entry["error"]
     assert entry["state"] == "failed"
-    assert [subject for subject, _ in entry["faults"]] == ["node_0000:01:00.0"]
+    assert [subject for subject, _ in entry["faults"]] == ["cmp1_0000:01:00.0"]
     assert intruder.drivers["test_driver"]["error"] == ""
-    assert Deployable.objects.get(name="node_0000:01:00.0").device.host == host
+    assert Deployable.objects.get(name="cmp1_0000:01:00.0").device.host == host
 
 
 def test_two_hosts_that_name_the_same_new_provider_in_one_batch_do_not_both_get_it(host: Host) -> None:
@@ -426,11 +437,49 @@ def test_two_hosts_that_name_the_same_new_provider_in_one_batch_do_not_both_get_
     assert "belongs to host cmp1" in other.drivers["test_driver"]["error"]
 
 
+@pytest.mark.parametrize("name", ["cmp2_0000:02:00.0", "cmp1_2_0000:02:00.0", "cmp10_0000:02:00.0", "0000:02:00.0"])
+def test_X1_a_new_provider_name_that_does_not_belong_to_the_hosts_node_is_a_fault(host: Host, name: str) -> None:
+    own, wrong = make_card(1), make_card(2)
+    wrong = replace(wrong, deployables=(replace(wrong.deployables[0], name=name), make_part("cmp1_0000:02:00.0")))
+    for other in ("cmp2", "cmp1_2"):
+        get_or_create_host(other)
+    report_cards(host, own, wrong)
+    assert set(Device.objects.values_list("address", flat=True)) == {own.address, wrong.address}
+    assert set(Deployable.objects.values_list("name", flat=True)) == {"cmp1_0000:01:00.0", "cmp1_0000:02:00.0"}
+    entry = Host.objects.get(name="cmp1").drivers["test_driver"]
+    ((subject, reason),) = entry["faults"]
+    assert (subject, entry["error"]) == ("0000:02:00.0", "")
+    assert f"its deployable {name} is not stored, because of its name: " in reason and "CYBORG_HOST_NODE" in reason
+    expected = (
+        "belong to the host with the node name cmp1_2" if "_2_" in name else "the node name of its host, cmp1, and"
+    )
+    assert expected in reason
+    assert not ProviderOwner.objects.filter(provider=compute_provider_uuid(name)).exists()
+    report_cards(true_owner := get_or_create_host("cmp1_2"), make_card(2))
+    assert Deployable.objects.get(name="cmp1_2_0000:02:00.0").device.host == true_owner
+
+
+def test_a_device_that_the_fake_driver_names_after_a_node_with_a_dot_is_stored(db: None) -> None:
+    host = conductor.ensure_host("dotted", "rack.cmp1", "test")
+    card = make_card(1)
+    named = [
+        replace(card, deployables=(make_part(name),)) for name in ("rack_cmp1_FakeDevice", "rack_cmp1_FakeDevice_1")
+    ]
+    report_cards(host, named[0])
+    assert Deployable.objects.get().name == "rack_cmp1_FakeDevice"
+    get_or_create_host("rack_cmp1")
+    report_cards(host, named[1])
+    ((_, reason),) = Host.objects.get(name="dotted").drivers["test_driver"]["faults"]
+    assert "rack_cmp1_FakeDevice_1 is not stored" in reason, "a host with exactly this node has come"
+    report_cards(host, named[0])
+    assert Host.objects.get(name="dotted").drivers["test_driver"]["faults"] == [], "the recorded name stays accepted"
+
+
 def test_the_database_refuses_a_second_owner_of_a_provider_and_of_a_node(host: Host) -> None:
     report_cards(host, make_card(1))
     report_cards(other := get_or_create_host("cmp2"), make_card(2))
     part = Deployable.objects.get(device__host=other)
-    for values in ({"rp_uuid": UUID(PROVIDER)}, {"name": "node_0000:01:00.0"}):
+    for values in ({"rp_uuid": UUID(PROVIDER)}, {"name": "cmp1_0000:01:00.0"}):
         with pytest.raises(IntegrityError, match="another host"), conductor.writing():
             Deployable.objects.filter(pk=part.pk).update(**values)
     with pytest.raises(IntegrityError, match="host_one_per_node"), conductor.writing():
@@ -440,7 +489,7 @@ def test_the_database_refuses_a_second_owner_of_a_provider_and_of_a_node(host: H
     assert not Host.objects.filter(name="cmp3").exists()
 
 
-@pytest.mark.parametrize("name", ["node_0000:01:00.0", "nöde_…", ""])
+@pytest.mark.parametrize("name", ["cmp1_0000:01:00.0", "nöde_…", ""])
 def test_the_database_computes_the_same_provider_ids_as_the_product(name: str) -> None:
     with connection.cursor() as cursor:
         cursor.execute("SELECT accelerators_provider_of(%s)", [name])
@@ -484,7 +533,7 @@ def test_a_device_with_the_name_of_another_hosts_provider_can_be_released_and_ge
     with conductor.writing():  # as rows from before the migration
         owned.update(host=other)
         missing_since = datetime.now(UTC) if is_missing else None
-        Deployable.objects.filter(device=intruder).update(name="node_0000:01:00.0", missing_since=missing_since)
+        Deployable.objects.filter(device=intruder).update(name="cmp1_0000:01:00.0", missing_since=missing_since)
         owned.update(host=host)
         Device.objects.filter(pk=intruder.pk).update(state="quarantined")
     lifecycle.apply_action_to_device(Action.RELEASE, intruder.uuid, NOVA)

@@ -6,14 +6,16 @@ The holder check of these tests refuses to be asked while a transaction is open 
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from datetime import UTC, datetime, timedelta
 from uuid import uuid4
 
 import pytest
+from django.db import connection
 from django.db.models import F
 
-from accelerators import conductor, safety
+from accelerators import conductor, outbox, safety
 from accelerators.commands import command_queue
 from accelerators.devices import lifecycle, partitioning
 from accelerators.devices.partitioning import PartitionChange, PartitionTarget
@@ -21,7 +23,8 @@ from accelerators.domain.caller import Caller
 from accelerators.domain.device_actions import Action
 from accelerators.domain.errors import RefusalReason, RefusedError
 from accelerators.domain.states import DrainTarget, EventSource, RolloutOp
-from accelerators.models import Command, Device, Host
+from accelerators.models import BulkItem, Command, Device, Host, RolloutStep
+from accelerators.runtime import database_clock
 from accelerators.safety import HolderCheckResult
 from accelerators.workflows import bulk_actions, driver_rollouts, retention_sweep
 from accelerators.workflows.driver_config import DriverChange
@@ -67,8 +70,6 @@ def run_bulk_by_job(action: Action | str) -> Callable[[Device], object]:
             patch.setattr(bulk_actions, "BULK_SLICE_SIZE", 0)  # the set counts as too large to be finished at once
             bulk_actions.confirm_draft(bulk, "", held_too=True)
         bulk_actions.run()
-        bulk.refresh_from_db()
-        assert bulk.state == "done" and bulk.finished_count == 1
 
     return act
 
@@ -130,6 +131,12 @@ def device(act: str) -> Device:
     return Device.objects.select_related("host").get()
 
 
+def note(asked: list[int], device: Device, result: HolderCheckResult = FREE) -> HolderCheckResult:
+    """Add the device to those that were asked about, and return the answer."""
+    asked.append(device.pk)
+    return result
+
+
 def is_done() -> bool:
     """Return True if the act was carried out: a command was placed, or the device is retired or gone."""
     is_ordered = Command.objects.exclude(host__name__startswith="other").exists()
@@ -143,7 +150,7 @@ def try_act(act: str, device: Device) -> None:
 
 def test_S1_holders_are_asked_outside_transactions_and_a_free_device_is_acted_on(act: str, device: Device) -> None:
     asked: list[int] = []
-    with safety.HOLDER_CHECKS.replaced("nova", answer_each(lambda device: asked.append(device.pk) or FREE)):
+    with safety.HOLDER_CHECKS.replaced("nova", answer_each(lambda device: note(asked, device))):
         try_act(act, device)
     assert asked == [device.pk] and is_done()
 
@@ -172,7 +179,11 @@ def test_S1_no_act_on_a_device_that_is_held_or_may_be_held(act: str, device: Dev
     ["uninstall its driver on several hosts", "retire in bulk by the job", "reset in bulk by the job"],
     indirect=True,
 )
-def test_a_job_asks_again_if_the_device_changed_while_it_asked(act: str, device: Device) -> None:
+def test_a_job_asks_again_after_a_pause_if_the_device_changed_while_it_asked(
+    act: str, device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (bulk_actions, driver_rollouts):
+        monkeypatch.setattr(module, "HOLDER_CHECK_PAUSE", outbox.build_retry_pause(0.0, 0.0))
     asked: list[int] = []
 
     def answer(device: Device) -> HolderCheckResult:
@@ -189,6 +200,38 @@ def test_a_job_asks_again_if_the_device_changed_while_it_asked(act: str, device:
 
 
 @pytest.mark.parametrize(
+    ("act", "model", "run"),
+    [
+        ("uninstall its driver on several hosts", RolloutStep, driver_rollouts.run),
+        ("retire in bulk by the job", BulkItem, bulk_actions.run),
+        ("reset in bulk by the job", BulkItem, bulk_actions.run),
+    ],
+    indirect=["act"],
+)
+def test_a_job_waits_longer_after_each_attempt_and_gives_up_after_the_third(
+    act: str, device: Device, model: type[RolloutStep | BulkItem], run: Callable[[], None]
+) -> None:
+    asked: list[int] = []
+    unknown = HolderCheckResult(unknown="no answer")
+    with safety.HOLDER_CHECKS.replaced("nova", answer_each(lambda device: note(asked, device, unknown))):
+        ACTS[act](device)
+        pauses = []
+        for attempts in (1, 2):
+            run()
+            row = model.objects.exclude(next_at=None).get()
+            assert (len(asked), row.attempts) == (attempts, attempts)
+            assert row.next_at
+            pauses.append(round((row.next_at - database_clock.now()).total_seconds()))
+            with conductor.writing():
+                model.objects.filter(pk=row.pk).update(next_at=database_clock.now())
+            run()
+    row.refresh_from_db()
+    assert (len(asked), pauses) == (3, [12, 24])
+    assert "no answer" in row.text and not is_done()
+    assert row.state == "failed" if isinstance(row, RolloutStep) else row.why == "unavailable"
+
+
+@pytest.mark.parametrize(
     "act", ["uninstall", "reset", "program", "partition", "change the layout", "uninstall its driver"], indirect=True
 )
 def test_no_service_is_asked_if_the_command_is_refused_anyway(act: str, device: Device) -> None:
@@ -197,8 +240,115 @@ def test_no_service_is_asked_if_the_command_is_refused_anyway(act: str, device: 
         Host.objects.update(stale_since=datetime.now(UTC))
         Device.objects.update(busy_with=uuid4())
     asked: list[int] = []
-    with safety.HOLDER_CHECKS.replaced("nova", answer_each(lambda device: asked.append(device.pk) or FREE)):
+    with safety.HOLDER_CHECKS.replaced("nova", answer_each(lambda device: note(asked, device))):
         with pytest.raises(RefusedError) as refused:
             ACTS[act](device)
         assert refused.value.reason is RefusalReason.CONFLICT
     assert not asked
+
+
+REFUSALS = {
+    "its driver cannot do it": lambda: Device.objects.update(acts="health"),
+    "a command works on the device": lambda: Device.objects.update(busy_with=uuid4()),
+    "the state does not allow it": lambda: Device.objects.update(state="ready"),
+}
+
+
+@pytest.mark.parametrize(
+    ("act", "condition"),
+    [
+        ("retire", "the state does not allow it"),
+        ("retire in bulk", "the state does not allow it"),
+        ("retire in bulk by the job", "the state does not allow it"),
+        ("add units", "its driver cannot do it"),
+        ("add units", "a command works on the device"),
+        ("reset in bulk", "its driver cannot do it"),
+        ("reset in bulk", "a command works on the device"),
+        ("reset in bulk by the job", "its driver cannot do it"),
+    ],
+    indirect=["act"],
+)
+def test_no_service_is_asked_about_a_device_that_our_own_database_refuses(
+    act: str, device: Device, condition: str
+) -> None:
+    with conductor.writing():
+        REFUSALS[condition]()
+    asked: list[int] = []
+    with safety.HOLDER_CHECKS.replaced("nova", answer_each(lambda device: note(asked, device))):
+        try_act(act, device)
+        assert not asked and not is_done()
+
+
+@pytest.mark.parametrize("act", ["retire in bulk", "drain to retire in bulk", "reset in bulk"], indirect=True)
+def test_no_service_is_asked_about_a_device_that_has_changed_since_it_was_chosen(act: str, device: Device) -> None:
+    action = {"retire in bulk": Action.RETIRE, "drain to retire in bulk": Action.DRAIN, "reset in bulk": "reset"}[act]
+    bulk = bulk_actions.create_draft(action, DrainTarget.RETIRED, Device.objects.filter(pk=device.pk), OLGA)
+    with conductor.writing():
+        Device.objects.update(state="failed")
+    asked: list[int] = []
+    with safety.HOLDER_CHECKS.replaced("nova", answer_each(lambda device: note(asked, device))):
+        bulk_actions.confirm_draft(bulk, "", held_too=True)
+    bulk.refresh_from_db()
+    assert (asked, bulk.refused) == ([], 1)
+
+
+@pytest.mark.parametrize("act", ["partition"], indirect=True)
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [(PartitionChange(-1), "cannot be changed to -1"), (PartitionChange(3, {"wings": "2"}), "has no word wings")],
+)
+def test_no_service_is_asked_about_units_that_a_device_cannot_have(
+    act: str, device: Device, change: PartitionChange, text: str
+) -> None:
+    asked: list[int] = []
+    with safety.HOLDER_CHECKS.replaced("nova", answer_each(lambda device: note(asked, device))):
+        (result,) = partitioning.partition_devices([PartitionTarget(device.uuid)], change, OLGA)
+        assert text in result.refused
+        with pytest.raises(RefusedError, match="A reason is at most"):
+            partitioning.update_layout(device.uuid, {"vfs": "4"}, OLGA, reason="x" * 5000)
+        with pytest.raises(RefusedError, match="its value at most"):
+            partitioning.update_layout(device.uuid, {"vfs": "4" * 5000}, OLGA)
+    assert not asked
+
+
+@pytest.mark.parametrize("act", ["uninstall its driver"], indirect=True)
+def test_no_service_is_asked_if_another_change_of_the_driver_is_under_way(act: str, device: Device) -> None:
+    with safety.HOLDER_CHECKS.replaced("nova", None):
+        ACTS["disable its driver"](device)
+        with conductor.writing():
+            Device.objects.update(busy_with=None)
+    asked: list[int] = []
+    with (
+        safety.HOLDER_CHECKS.replaced("nova", answer_each(lambda device: note(asked, device))),
+        pytest.raises(RefusedError, match="is being changed"),
+    ):
+        ACTS[act](device)
+    assert not asked
+
+
+def run_once_and_disconnect() -> bool:
+    """Run one step of the job `bulks` on a connection of its own; return whether there was anything to do."""
+    try:
+        return bulk_actions.process_next_slice()
+    finally:
+        connection.close()
+
+
+@pytest.mark.django_db(transaction=True)
+@pytest.mark.parametrize("act", ["retire in bulk"], indirect=True)
+def test_a_small_bulk_action_is_finished_by_the_caller_alone(act: str, device: Device) -> None:
+    """The job runs while the caller asks the services; it must not ask about the same devices."""
+    asked: list[int] = []
+    with ThreadPoolExecutor(1) as other_process:
+
+        def answer(device: Device) -> HolderCheckResult:
+            asked.append(device.pk)
+            if len(asked) == 1:
+                assert other_process.submit(run_once_and_disconnect).result(30) is False
+            return FREE
+
+        with safety.HOLDER_CHECKS.replaced("nova", answer_each(answer)):
+            bulk = bulk_actions.create_draft(Action.RETIRE, DrainTarget.MAINTENANCE, Device.objects.all(), OLGA)
+            bulk_actions.confirm_draft(bulk, "", held_too=True)
+    bulk.refresh_from_db()
+    assert (bulk.state, asked) == ("done", [device.pk])

@@ -101,15 +101,15 @@ def test_gateways_accept_each_others_questions_for_samples(shift: float) -> None
     with shifted_clock(shift):
         database_clock.refresh()
         signed = signer.sign("digest")
-    assert signer.unsign_fresh(signed) == "digest"
+    assert signer.unsign(signed, sample_rpc.MAX_SIGNATURE_AGE_S) == "digest"
     signed = signer.sign("digest")
     with shifted_clock(shift):
         database_clock.refresh()
-        assert signer.unsign_fresh(signed) == "digest"
+        assert signer.unsign(signed, sample_rpc.MAX_SIGNATURE_AGE_S) == "digest"
     with patch.object(database_clock, "estimate_timestamp", lambda: time.time() - 60):
         old = signer.sign("digest")
     with pytest.raises(BadSignature):
-        signer.unsign_fresh(old)
+        signer.unsign(old, sample_rpc.MAX_SIGNATURE_AGE_S)
 
 
 def test_a_token_of_keystone_ends_when_keystone_says(shift: float) -> None:

@@ -84,7 +84,7 @@ def traits_in_placement() -> set[str]:
     while placement_tasks.step():
         pass
     assert not Intent.objects.filter(kind="provider").exists()
-    return set(placement_session.model.providers[str(compute_provider_uuid("node_0000:01:00.0"))].traits)
+    return set(placement_session.model.providers[str(compute_provider_uuid("cmp1_0000:01:00.0"))].traits)
 
 
 def test_an_operators_attribute_survives_reports_and_reaches_placement(
@@ -140,7 +140,7 @@ def test_a_removed_resource_class_comes_back_without_a_new_connection(
 ) -> None:
     monkeypatch.setattr("agents.gateway.asgi_app.REPORT_REQUEST_INTERVAL_S", 0.0)
     monkeypatch.setattr("agents.gateway.writer.CHANGES_POLL_S", 1000.0)
-    provider = str(compute_provider_uuid("node_0000:01:00.0"))
+    provider = str(compute_provider_uuid("cmp1_0000:01:00.0"))
     with agent.connect() as socket:
         report_and_merge(socket, 1)
         lifecycle.enable_device(Device.objects.get().uuid, ADMIN)

@@ -9,16 +9,17 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import pytest
-from django.db import IntegrityError, connection
+from django.db import IntegrityError, OperationalError, connection
 from django.test.utils import CaptureQueriesContext
 
 from accelerators import conductor
-from accelerators.models import Host
-from agents import authentication, credentials
+from accelerators.models import Event, Host
+from agents import authentication, credentials, key_revocation
 from agents.authentication import ConnectionRejectedError
 from agents.gateway.asgi_app import AgentGateway
 from agents.gateway.sessions import SessionClosedError
-from agents.gateway.writer import SELECT_HOSTS_WITHOUT_APPLIED_REPORT, AdmitJob, SpoolJob, WriterJob
+from agents.gateway.writer import SELECT_HOSTS_WITHOUT_APPLIED_REPORT, AdmitJob, SpoolJob, TrustJob, WriterJob
+from agents.key_revocation import ConnectionIdentity
 from agents.models import Agent, Spooled
 from cyborgweb.settings.keys import Keys
 from tests.support.reports import get_or_create_host
@@ -40,9 +41,10 @@ class WriterByHand:
         self.gateway._writer._jobs.put(job)
         return job.future
 
-    def enqueue_report(self, host: Host, seq: int, content: str, *, urgent: bool = False) -> asyncio.Future[Any]:
-        """Put a report into the writer's queue; return its future."""
-        return self.enqueue(SpoolJob(self.loop.create_future(), host.id, (1, seq), content, "{}", urgent))
+    def enqueue_report(self, host: Host, seq: int, content: str, *, is_faulty: bool = False) -> asyncio.Future[Any]:
+        """Put a report into the writer's queue, with a faulty device if wanted; return its future."""
+        faulty = (("key", "failed"),) if is_faulty else ()
+        return self.enqueue(SpoolJob(self.loop.create_future(), host.id, (1, seq), content, "{}", faulty))
 
     def admit_and_get_applied_hash(self, agent: WireAgent) -> str:
         """Admit the agent in the next batch; return the hash that its Welcome would name as applied."""
@@ -77,16 +79,16 @@ def agent() -> WireAgent:
     return made
 
 
-@pytest.mark.parametrize("urgent", [False, True])
+@pytest.mark.parametrize("is_faulty", [False, True])
 def test_an_admission_names_no_applied_hash_while_a_report_of_the_host_waits(
-    writer: WriterByHand, agent: WireAgent, urgent: bool
+    writer: WriterByHand, agent: WireAgent, is_faulty: bool
 ) -> None:
     host, other = Host.objects.get(), get_or_create_host("cmp2")
     assert writer.admit_and_get_applied_hash(agent) == R0
     writer.enqueue_report(other, 1, R1)
     before = writer.enqueue_report(host, 1, R1)
     assert writer.admit_and_get_applied_hash(agent) == "", "it waits behind the other's"
-    after = writer.enqueue_report(host, 2, R0, urgent=urgent)
+    after = writer.enqueue_report(host, 2, R0, is_faulty=is_faulty)
     for _ in range(2):
         writer.process_batch()
     assert (before.result(), after.result()) == (True, True), "both are stored, and seq says which is the later"
@@ -123,7 +125,7 @@ def test_a_report_whose_connection_has_ended_is_not_stored(writer: WriterByHand,
 def test_a_report_that_the_database_rejects_ends_only_its_own_connection(writer: WriterByHand) -> None:
     bad, good = get_or_create_host("bad"), get_or_create_host("good")
     writer.gateway._writer._max_rows = 2
-    rejected = writer.enqueue(SpoolJob(writer.loop.create_future(), bad.id, (1, 1), R0, "\0", urgent=False))
+    rejected = writer.enqueue(SpoolJob(writer.loop.create_future(), bad.id, (1, 1), R0, "\0"))
     stored = writer.enqueue_report(good, 1, R0)
     writer.process_batch()
     with pytest.raises(SessionClosedError, match="the database cannot store this message") as refused:
@@ -150,3 +152,38 @@ def test_the_search_for_hosts_without_applied_report_can_use_its_index() -> None
         cursor.execute("SET LOCAL enable_seqscan = off")
         cursor.execute(f"EXPLAIN {SELECT_HOSTS_WITHOUT_APPLIED_REPORT}")
         assert "host_without_applied_report" in str(cursor.fetchall())
+
+
+@pytest.mark.django_db(transaction=True)
+def test_a_change_of_trust_is_applied_once_although_the_database_goes_away_in_its_batch(
+    writer: WriterByHand, agent: WireAgent
+) -> None:
+    """While the batch is repeated, a person has undone the first change."""
+    host, done = Host.objects.get(), list[str]()
+    first, second = (ConnectionIdentity(address, "", 1) for address in ("10.0.0.1", "10.0.0.2"))
+
+    def bar_key() -> None:
+        done.append("barred")
+        key_revocation.bar_cloned_key(host.id, agent.public_key, first, second)
+
+    def fail_once() -> None:
+        done.append("tried")
+        if done.count("tried") == 1:
+            key_revocation.lift_clone_bar(key_revocation.find_agent("cmp1"), "olga")
+            raise OperationalError("the connection is lost")
+
+    writer.gateway._writer._max_rows = 2
+    futures = [writer.enqueue(TrustJob(writer.loop.create_future(), change)) for change in (bar_key, fail_once)]
+    writer.process_batch()
+    assert [future.result() for future in futures] == [None, None]
+    assert (done, Agent.objects.get().barred) == (["barred", "tried", "tried"], "")
+    assert Event.objects.filter(action="agent.clone").count() == 1
+
+
+def test_a_second_request_for_a_new_key_changes_nothing(agent: WireAgent) -> None:
+    row = key_revocation.find_agent("cmp1")
+    assert key_revocation.request_key_rotation(row, "olga")
+    asked_at = Agent.objects.get().rotate_asked_at
+    assert not key_revocation.request_key_rotation(row, "olga")
+    assert Agent.objects.get().rotate_asked_at == asked_at
+    assert Event.objects.filter(action="agent.rotation").count() == 1

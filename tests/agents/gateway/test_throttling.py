@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import random
 import threading
@@ -12,24 +13,33 @@ import urllib.request
 from collections.abc import Iterator
 from typing import Any
 
+import psycopg
 import pytest
+from django.db import connection
+from django.test.utils import CaptureQueriesContext
 from msgspec import structs
 from websockets.exceptions import InvalidStatus
+from websockets.sync.client import ClientConnection
 
-from accelerators.models import Device, Event, Host
+from accelerators.models import Deployable, Device, Event, Host
 from agents import jobs, wire
 from agents.gateway import metrics
 from agents.gateway.asgi_app import AgentGateway
 from agents.gateway.throttling import MAX_JITTER_S, MAX_RETRY_AFTER_S, HandshakeThrottle, ReportJitter, TokenBuckets
-from agents.gateway.writer import SpoolJob
+from agents.gateway.urgency import MAX_CHECKED_DEVICES, DeviceHealth, list_health_to_check
+from agents.gateway.writer import SpoolJob, SpoolUse
 from agents.models import Spooled
 from cyborgweb.settings.keys import Keys
+from drivers.inventory import Device as Card
 from drivers.inventory import DriverReport
 from tests.agents.conftest import GatewaySlot
 from tests.agents.gateway.test_gateway import make_report
-from tests.support.reports import make_card, make_driver_report
+from tests.support.reports import make_card, make_driver_report, name_providers_of_device
+from tests.support.requests import bind_new_requests, create_profiles, offer_devices
 from tests.support.webserver import until
 from tests.support.wireagent import WireAgent, ask, make_join_secret
+
+FAULTY = (("key", "failed"),)
 
 
 class FakeClock:
@@ -279,19 +289,140 @@ def test_X5_a_throttled_host_waits_for_one_heartbeat_at_most_and_takes_no_place_
 
 
 @pytest.mark.django_db(transaction=True)
-def test_X5_an_agent_that_calls_every_report_urgent_is_served_first_only_a_few_times(
+@pytest.mark.parametrize("share", [SpoolUse(2, 10**9), SpoolUse(10**9, 1000)])
+def test_X5_reports_of_a_host_that_uses_up_its_share_of_the_spool_are_refused_until_they_are_merged(
+    gateway_slot: GatewaySlot, gateway: AgentGateway, share: SpoolUse
+) -> None:
+    gateway._writer._spool_share = share
+    gateway.throttle.max_handshakes = gateway.throttle.max_connections = 10
+    flood = WireAgent(gateway_slot.port, token=make_join_secret())
+    other = WireAgent(gateway_slot.port, host="cmp2", token=make_join_secret("cmp2"))
+    with flood.connect() as one, other.connect() as two:
+        for seq in (1, 2):
+            assert ask(one, make_report(make_card(seq), seq=seq)) == wire.Ack(seq, "Report")
+        refusal = ask(one, make_report(make_card(3), seq=3))
+        assert isinstance(refusal, wire.Refuse) and refusal.code == "busy"
+        assert "too many reports of this host wait to be merged" in refusal.reason
+        assert ask(two, make_report(make_card(1))) == wire.Ack(1, "Report")
+    with flood.connect() as one:
+        assert isinstance(ask(one, make_report(make_card(3), seq=3)), wire.Refuse), "it gains nothing by reconnecting"
+    assert Spooled.objects.filter(host__name="cmp1").count() == 2
+    jobs.merge()
+    with flood.connect() as one:
+        assert ask(one, make_report(make_card(3), seq=3)) == wire.Ack(3, "Report")
+    assert Spooled.objects.get().seq == 3
+
+
+def hold_card(socket: ClientConnection, host: str = "cmp1") -> None:
+    """Let a host without reports report two cards, and bind a request to the first one."""
+    assert isinstance(ask(socket, make_report(*name_cards(host, make_card(1), make_card(2)))), wire.Ack)
+    jobs.merge()
+    create_profiles(p={})
+    offer_devices()
+    part = Deployable.objects.get(device__host__name=host, device__address="0000:01:00.0")
+    bind_new_requests("p", str(part.rp_uuid), host=host)
+
+
+def name_cards(host: str, *cards: Card) -> list[Card]:
+    return [name_providers_of_device(host, card) for card in cards]
+
+
+def list_urgency() -> list[tuple[int, bool]]:
+    return list(Spooled.objects.order_by("seq").values_list("seq", "urgent"))
+
+
+@pytest.mark.django_db(transaction=True)
+@pytest.mark.parametrize("later_health", ["failed", "ok"])
+def test_X5_a_report_is_urgent_if_it_changes_the_health_of_a_held_device_whatever_the_agent_claims(
+    gateway_slot: GatewaySlot, gateway: AgentGateway, later_health: str
+) -> None:
+    agent = WireAgent(gateway_slot.port, token=make_join_secret())
+    held, free = make_card(1), make_card(2)
+    ill, later = (structs.replace(held, status=status) for status in ("degraded", later_health))
+    with agent.connect() as socket:
+        hold_card(socket)
+        contents = (
+            (held, structs.replace(free, model="new")),
+            (held, structs.replace(free, status="failed")),
+            (structs.replace(held, status="unknown"), free),
+            (ill, free),
+        )
+        for seq, (cards, is_claimed) in enumerate(itertools.product(contents, (True, False)), 2):
+            report = make_report(*cards, make_card(10 + seq), seq=seq)  # none is equal to another one
+            assert ask(socket, structs.replace(report, urgent=is_claimed)) == wire.Ack(seq)
+        assert [seq for seq, is_urgent in list_urgency() if is_urgent] == [8, 9]
+        jobs.merge()
+        ask(socket, make_report(ill, free, make_card(3), seq=20))
+        ask(socket, make_report(later, free, seq=21))
+    assert list_urgency() == [(20, False), (21, True)], "the first health is recorded already, the second one is not"
+
+
+@pytest.mark.django_db(transaction=True)
+def test_X5_a_host_whose_held_device_fails_again_and_again_is_served_first_only_a_few_times(
+    gateway_slot: GatewaySlot, gateway: AgentGateway
+) -> None:
+    agent, card = WireAgent(gateway_slot.port, token=make_join_secret()), make_card(1, status="failed")
+    with agent.connect() as socket:
+        hold_card(socket)
+    for start in (2, 4, 6):  # It gains nothing by connecting again.
+        with agent.connect() as socket:
+            for seq in (start, start + 1):
+                assert ask(socket, make_report(card, make_card(10 + seq), seq=seq)) == wire.Ack(seq)
+    assert [is_urgent for _, is_urgent in list_urgency()] == [True] * 3 + [False] * 3
+
+
+@pytest.mark.django_db(transaction=True)
+def test_a_report_with_a_faulty_device_costs_one_statement_more_and_waits_for_no_lock(
     gateway_slot: GatewaySlot, gateway: AgentGateway
 ) -> None:
     agent = WireAgent(gateway_slot.port, token=make_join_secret())
-    for start in (1, 3, 5):  # It gains nothing by connecting again.
-        with agent.connect() as socket:
-            for seq in (start, start + 1):
-                report = structs.replace(make_report(make_card(seq), seq=seq), urgent=True)
-                assert ask(socket, report) == wire.Ack(seq, "Report")
-    assert list(Spooled.objects.order_by("seq").values_list("urgent", flat=True)) == [True] * 3 + [False] * 3
+    with agent.connect() as socket:
+        hold_card(socket)
+    host = Host.objects.get()
+    made, loop = AgentGateway(Keys()), asyncio.new_event_loop()
+
+    def store(*faulty: DeviceHealth) -> int:
+        job = SpoolJob(loop.create_future(), host.id, (2, 1), "h" * 32, "{}", faulty)
+        with CaptureQueriesContext(connection) as statements:
+            assert [stored for _, stored in made._writer._store_reports([job])] == [True]
+        return len([one for one in statements if "accelerators_" in str(one["sql"])])
+
+    with psycopg.connect(**connection.get_connection_params()) as outside:
+        outside.execute("SELECT FROM accelerators_host, accelerators_device FOR UPDATE")
+        assert store(("pci:0000:01:00.0", "failed")) == store() + 1
+    loop.close()
+    assert list(Spooled.objects.order_by("id").values_list("urgent", flat=True)) == [True, False]
 
 
-def test_a_report_with_a_failed_device_or_driver_is_urgent() -> None:
+def test_of_many_health_to_check_the_failed_ones_are_looked_up_first() -> None:
+    cards = [make_card(n % 250, key=f"k{n}", status="degraded" if n else "failed") for n in range(400, -1, -1)]
+    found = list_health_to_check([make_driver_report(*cards, make_card(1), make_card(2, status="unknown"))])
+    assert len(found) == MAX_CHECKED_DEVICES and found[0] == ("k0", "failed")
+
+
+@pytest.mark.django_db(transaction=True)
+def test_all_waiting_reports_of_a_host_with_a_new_fault_are_merged_first(
+    gateway_slot: GatewaySlot, gateway: AgentGateway, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gateway.throttle.max_handshakes = gateway.throttle.max_connections = 10
+    calm = WireAgent(gateway_slot.port, host="calm", token=make_join_secret("calm"))
+    ill = WireAgent(gateway_slot.port, host="ill", token=make_join_secret("ill"))
+    with calm.connect() as one, ill.connect() as two:
+        hold_card(two, "ill")
+        ask(one, make_report(make_card(3)))
+        ask(two, make_report(*name_cards("ill", make_card(1), make_card(4)), seq=2))
+        ask(two, make_report(*name_cards("ill", make_card(1, status="failed"), make_card(5)), seq=3))
+    assert list(Spooled.objects.order_by("id").values_list("urgent", flat=True)) == [False, False, True]
+    monkeypatch.setattr(jobs, "_batches", iter([1, 2, 3]))
+    jobs.merge_batch()
+    assert Host.objects.get(name="ill").applied_seq == 3
+    assert Device.objects.get(host__name="ill", address="0000:01:00.0").status == "failed"
+    assert not Device.objects.filter(host__name="calm").exists()
+    jobs.merge_batch()
+    assert Device.objects.filter(host__name="calm").exists()
+
+
+def test_a_report_with_a_failed_device_or_driver_is_called_urgent_for_conductors_of_older_releases() -> None:
     well, ill = make_driver_report(make_card(1)), make_driver_report(make_card(1), make_card(2, status="failed"))
     assert not wire.Report.from_driver_reports(1, 1, "x" * 40, (well,)).urgent
     assert wire.Report.from_driver_reports(1, 1, "x" * 40, (well, ill)).urgent
@@ -301,37 +432,11 @@ def test_a_report_with_a_failed_device_or_driver_is_urgent() -> None:
     ).urgent
 
 
-@pytest.mark.django_db(transaction=True)
-def test_all_waiting_reports_of_a_host_with_faults_are_merged_first(
-    gateway_slot: GatewaySlot, gateway: AgentGateway, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    gateway.throttle.max_handshakes = gateway.throttle.max_connections = 10
-    calm = WireAgent(gateway_slot.port, host="calm", token=make_join_secret("calm"))
-    ill = WireAgent(gateway_slot.port, host="ill", token=make_join_secret("ill"))
-    with calm.connect() as one, ill.connect() as two:
-        ask(one, make_report(make_card(3)))
-        ask(two, make_report(make_card(1), make_card(2)))
-        ask(
-            two,
-            wire.Report.from_driver_reports(
-                1, 2, "e" * 40, (DriverReport(make_driver_report().driver, "its bus is gone"),)
-            ),
-        )
-    assert list(Spooled.objects.order_by("id").values_list("urgent", flat=True)) == [False, False, True]
-    monkeypatch.setattr(jobs, "_batches", iter([1, 2, 3]))
-    jobs.merge_batch()
-    assert Device.objects.filter(host__name="ill").count() == 2, "the answer before the error is not lost"
-    assert Host.objects.get(name="ill").applied_seq == 2
-    assert not Device.objects.filter(host__name="calm").exists()
-    jobs.merge_batch()
-    assert Device.objects.filter(host__name="calm").exists()
-
-
-def test_a_batch_takes_urgent_reports_first_and_keeps_places_for_others() -> None:
+def test_a_batch_takes_reports_with_a_faulty_device_first_and_keeps_places_for_others() -> None:
     made = AgentGateway(Keys(flush_max_rows=8, flush_interval_ms=0.0))
     loop = asyncio.new_event_loop()
     for n in range(40):
-        made._writer._jobs.put(SpoolJob(loop.create_future(), n, (1, 1), "", "", urgent=n >= 20))
+        made._writer._jobs.put(SpoolJob(loop.create_future(), n, (1, 1), "", "", FAULTY if n >= 20 else ()))
     batches = [[job.host_id for job in made._writer._collect_batch() if isinstance(job, SpoolJob)] for _ in range(5)]
     loop.close()
     taken = [host for batch in batches for host in batch]

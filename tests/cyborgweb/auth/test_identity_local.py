@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import getpass
 import json
+from io import StringIO
 
 import pytest
 from django.contrib.auth.models import User
 from django.core.handlers.wsgi import WSGIHandler
+from django.core.management import CommandError, call_command
 from django.test import Client, RequestFactory
 from pytest_django import DjangoAssertNumQueries
 from rest_framework.exceptions import AuthenticationFailed, PermissionDenied
 from rest_framework.request import Request
 
 from accelerators.domain.caller import Caller
+from accelerators.models import Event
 from cyborgweb.auth.authentication import CallerAuthentication, LocalRequest
 from cyborgweb.models import ApiToken
 
@@ -109,3 +113,30 @@ def test_no_caller_over_http_is_the_local_operator(client: Client, owner: User) 
     assert not issubclass(WSGIHandler.request_class, LocalRequest)
     with pytest.raises(TypeError):
         Caller("ci", "", frozenset(), "", False, "", "", True, True)  # type: ignore[call-arg, misc]
+
+
+def test_a_password_changed_with_manage_py_records_an_event(owner: User, monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = iter(["one", "another", "12345678", "12345678", "correct horse", "correct horse"])
+    monkeypatch.setattr("getpass.getpass", lambda prompt="": next(answers))
+    out, error = StringIO(), StringIO()
+    call_command("changepassword", "owner", stdout=out, stderr=error)
+    owner.refresh_from_db()
+    assert owner.check_password("correct horse") and "Password changed successfully" in out.getvalue()
+    assert "do not match" in error.getvalue() and "too common" in error.getvalue()
+    event = Event.objects.get(action="user.changed")
+    assert (event.actor, event.subject_name, event.source) == (getpass.getuser(), "owner", "person")
+    assert event.changes == {"password": [None, "another one"]} and "horse" not in str(event.__dict__)
+
+
+@pytest.mark.parametrize(
+    ("name", "answers", "error"),
+    [("nobody", [], "does not exist"), ("owner", ["", ""], "aborted"), ("owner", ["a", "b"] * 3, "after 3 attempts")],
+)
+def test_a_password_that_was_not_changed_with_manage_py_records_nothing(
+    name: str, answers: list[str], error: str, owner: User, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = iter(answers)
+    monkeypatch.setattr("getpass.getpass", lambda prompt="": next(given))
+    with pytest.raises(CommandError, match=error):
+        call_command("changepassword", name, stdout=StringIO(), stderr=StringIO())
+    assert not Event.objects.exists() and User.objects.get().password == owner.password

@@ -45,7 +45,9 @@ UPSTREAM_MATRIX = [
 OWN_MATRIX = [
     (["host:get_all", "agent:get_one", "attach_handle:get_all", "inventory:get_one"], "+++----", "+++----"),
     (["accelerator:elevated"], "+++----", "+++----"),
-    (["accelerator:get_all", "event:get_one"], "+++++++", "+++++--"),
+    (["accelerator:get_all", "event:get_one"], "+++++--", "+++++--"),
+    (["request:get_one", "profile:get_all", "subscription:get_all", "inbox:get_one"], "+++++--", "+++++--"),
+    (["subscription:hand_over"], "+++----", "+++----"),
     (["accelerator:update"], "++++---", "++++---"),
     (["accelerator:update_elevated", "arq:by_session"], "++-----", "++-----"),
     (["device:update", "device_profile:update"], "++-----", "++-----"),

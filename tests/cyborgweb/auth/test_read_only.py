@@ -5,15 +5,18 @@ from __future__ import annotations
 import threading
 
 import pytest
+from django.contrib.auth.models import User
 from django.db import IntegrityError, connection
+from django.test import Client
 
 from accelerators import conductor
 from accelerators.domain.caller import Caller
 from accelerators.domain.states import EventSource
-from accelerators.models import Event
+from accelerators.models import Device, Event
 from cyborgweb.auth import read_only
 from cyborgweb.models import Maintenance
 from tests.support.locks import wait_for_a_waiting_lock
+from tests.support.reports import apply_report, get_or_create_host, make_card, make_driver_report
 
 
 def switch(on: bool, name: str) -> Maintenance | None:
@@ -63,3 +66,69 @@ def test_a_switch_while_a_write_reads_the_mode_is_not_hidden_by_the_older_answer
     assert read_only.get_maintenance() is None
     assert read_only.get_maintenance() is not None
     read_only._drop_cached(None)
+
+
+def enable_device(device: Device, results: list[object]) -> None:
+    """Enable the device through the API as an administrator of the console, and note the status of the answer."""
+    client = Client()
+    client.force_login(User.objects.get(username="rita"))
+    try:
+        results.append(client.post(f"/api/devices/{device.uuid}/enable/", {}, "application/json").status_code)
+    finally:
+        connection.close()
+
+
+def switch_and_disconnect(results: list[object]) -> None:
+    """Switch read-only mode on, on a connection of its own, and note that it is on."""
+    try:
+        results.append(switch(True, "ada") is not None)
+    finally:
+        connection.close()
+
+
+@pytest.fixture
+def device() -> Device:
+    """Return an inactive device; the administrator rita exists."""
+    User.objects.create_superuser("rita", password="secret")
+    apply_report(get_or_create_host(), make_driver_report(make_card(1)))
+    return Device.objects.get()
+
+
+@pytest.mark.django_db(transaction=True)
+def test_the_switch_waits_for_a_write_that_began_before_it(device: Device) -> None:
+    results: list[object] = []
+    threads = [
+        threading.Thread(target=enable_device, args=(device, results), daemon=True),
+        threading.Thread(target=switch_and_disconnect, args=(results,), daemon=True),
+    ]
+    with conductor.writing():
+        conductor.lock_devices(Device.objects.all())
+        for number, thread in enumerate(threads, 1):
+            thread.start()
+            wait_for_a_waiting_lock(number)
+        assert not Maintenance.objects.exists(), "a write is under way"
+    for thread in threads:
+        thread.join(10)
+    actions = Event.objects.filter(action__in=["device.ready", "maintenance.begun"]).order_by("id")
+    assert results == [200, True]
+    assert [*actions.values_list("action", flat=True)] == ["device.ready", "maintenance.begun"]
+
+
+@pytest.mark.django_db(transaction=True)
+@pytest.mark.parametrize("way", ["api", "console"])
+def test_a_write_that_was_let_through_before_the_switch_is_refused_in_its_transaction(
+    device: Device, way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    switch(True, "ada")
+    monkeypatch.setattr(read_only, "_cached", (float("inf"), None))  # as the request has read it before
+    results: list[object] = []
+    if way == "api":
+        enable_device(device, results)
+    else:
+        client = Client()
+        client.force_login(User.objects.get(username="rita"))
+        answer = client.post(f"/admin/accelerators/device/{device.pk}/decide/", {"choice": "enable"})
+        assert b"because of ada" in answer.content
+        results.append(answer.status_code)
+    assert results == [503]
+    assert Device.objects.get().state == "inactive"

@@ -262,16 +262,21 @@ def assert_table(heading: str, rows: list[list[str]]) -> None:
     )
 
 
+def fill_path(path: str) -> str:
+    """Return the path of a route with an example of each key."""
+    url = re.sub(r"\{\w+\}", lambda name: EXAMPLE_KEYS.get(name[0], UUID), path)
+    return url.replace("backends/1", f"backends/{UUID}:pci_driver:a").replace(
+        "services/1", f"services/{UUID}:pci_driver:a:b"
+    )
+
+
 def test_every_route_refuses_a_caller_who_lacks_only_its_rule_and_then_writes_nothing(
     client: Client, exact_rules: ExactRules
 ) -> None:
     user = User.objects.create(username="ann")
     for number, (operation, rule) in enumerate(find_api_operations().items()):
         method, path = operation.split(" ")
-        url = re.sub(r"\{\w+\}", lambda name: EXAMPLE_KEYS.get(name[0], UUID), path)
-        url = url.replace("backends/1", f"backends/{UUID}:pci_driver:a").replace(
-            "services/1", f"services/{UUID}:pci_driver:a:b"
-        )
+        url = fill_path(path)
         if rule:
             assert client.generic(method, url).status_code == 401, operation
             token = ApiToken.create_with_secret(f"t{number}", user, sorted(ALL_RULES - {rule}), "p1")
@@ -281,14 +286,27 @@ def test_every_route_refuses_a_caller_who_lacks_only_its_rule_and_then_writes_no
             assert f"Access was denied to the following resource: {rule}" in answer.content.decode(), operation
 
 
+def test_a_token_without_a_role_is_refused_by_every_route_of_our_own_api(client: Client) -> None:
+    token = ApiToken.create_with_secret("bare", User.objects.create(username="ann"), [], "p1")
+    refused = 0
+    for operation, rule in find_api_operations().items():
+        method, path = operation.split(" ")
+        if rule and path.startswith("/api/"):
+            with nothing_written(operation):
+                answer = client.generic(
+                    method, fill_path(path), b"", "application/json", headers={"X-Auth-Token": token}
+                )
+            assert answer.status_code == 403, (operation, answer.content)
+            refused += 1
+    assert refused > 80
+
+
 @contextmanager
 def nothing_written(action: str) -> Iterator[None]:
     """Fail if the block executes a statement that writes."""
     with CaptureQueriesContext(connection) as executed:
         yield
-    written = [
-        one["sql"] for one in executed if one["sql"] and re.search(r"\b(INSERT|UPDATE|DELETE|COPY)\b", one["sql"])
-    ]
+    written = [one["sql"] for one in executed if re.search(r"\b(INSERT|UPDATE|DELETE|COPY)\b", one["sql"])]
     assert not written, (action, written)
 
 

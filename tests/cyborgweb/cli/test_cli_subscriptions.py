@@ -7,9 +7,12 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from django.contrib.auth.models import User
 
 from accelerators.domain.caller import Caller
-from cyborgweb.notify import subscriptions
+from cyborgweb.models import ApiToken
+from cyborgweb.models.notify import Subscription
+from cyborgweb.notify import owners, subscriptions
 from tests.cyborgweb.cli.conftest import Cyborg, assert_refused
 
 MAILS = {"name": "letters", "kinds": ["request.bound"], "way": "email", "target": "olga@example.org"}
@@ -31,3 +34,18 @@ def test_an_unconfirmed_address_is_shown_and_its_confirmation_sent_again(
     assert_refused(cyborg("subscription-resend", str(row.uuid)), 1, "2 requests to confirm in 1 day")
     subscriptions.confirm_address(str(row.uuid), row.target)
     assert [one["standing"] for one in json.loads(cyborg("subscription-list", "--json").output)] == ["active"]
+
+
+def test_an_ended_subscription_is_handed_over(cyborg: Cyborg) -> None:
+    values = {"name": "hook", "kinds": ["request.bound"], "way": "webhook", "target": "https://hook.example/"}
+    row, _ = subscriptions.create(values, Caller("olga", "7", frozenset({"admin"}), "p1"))
+    owners.end(Subscription.objects.all(), "Its owner olga was deactivated.", "tests")
+    (listed,) = json.loads(cyborg("subscription-list", "--json").output)
+    assert (listed["standing"], listed["last_error"]) == ("ended", "Its owner olga was deactivated.")
+    assert_refused(cyborg("subscription-hand-over", str(row.uuid), "bob"), 1, "There is no active user bob")
+    bob = User.objects.create(username="bob")
+    ApiToken.create_with_secret("bob", bob, ["member", "reader"], "p1")
+    done = cyborg("subscription-hand-over", str(row.uuid), "bob", "--reason", "Olga has left.")
+    assert done.exit_code == 0, done.output
+    row.refresh_from_db()
+    assert (row.standing, row.owner) == ("active", str(bob.pk))

@@ -14,6 +14,7 @@ from django.test.utils import CaptureQueriesContext
 from accelerators import conductor
 from accelerators.models import AcceleratorRequest, AttachHandle, Device, DeviceProfile, Intent
 from accelerators.runtime import jobs
+from cyborgweb.http import refused_clients
 from cyborgweb.monitoring import backlog
 from cyborgweb.pages import alerts, capacity
 from tests.cyborgweb.console.conftest import Fill
@@ -57,10 +58,29 @@ def test_alerts_are_sorted_worst_first_with_pending_decisions_last() -> None:
     assert found[-1].startswith("calm new: 2 devices waiting for a decision")
 
 
+def test_differences_between_events_and_seals_and_a_refusal_to_seal_are_alerts() -> None:
+    audit = backlog.AuditState("the newest seal is forged", NOW - timedelta(minutes=3), NOW, 2, "event 7 was changed")
+    assert list_alert_lines(audit=audit) == [
+        "bad audit: 2 differences between events and their seals: run manage.py verify_events: event 7 was changed",
+        "bad audit: Events are not sealed for 3 min: the newest seal is forged",
+    ]
+    assert list_alert_lines(audit=backlog.AuditState(verified_at=NOW)) == []
+
+
 def test_instances_that_an_unproven_nova_does_not_know_are_an_alert_that_says_what_to_do() -> None:
     (line,) = list_alert_lines(unknown_to_nova=3)
     assert line.startswith("bad not proven: Nova answers 404 for 3 instances that hold requests, and for every")
     assert line.endswith("Check the region and CYBORG_NOVA_ENDPOINT, or confirm the address.")
+
+
+@pytest.mark.django_db(transaction=True)
+def test_clients_that_were_refused_lately_are_named_with_a_link_to_their_events() -> None:
+    assert backlog.read_backlog().refused_clients == ""
+    refused_clients._write_report(Counter({"address 192.0.2.7": 23, "project p1": 2}))
+    named = backlog.read_backlog().refused_clients
+    assert named == "address 192.0.2.7 (23 times), project p1 (2 times)"
+    (line,) = list_alert_lines(refused_clients=named)
+    assert line.startswith("warn busy: Clients were refused") and line.endswith(named)
 
 
 def test_quarantined_devices_raise_a_warning() -> None:

@@ -154,7 +154,7 @@ def fill_the_other_lists(hosts: list[Host]) -> None:
         about: dict[str, Any] = {"subject": (attached.uuid, str(attached)), "changes": {"state": [None, "asked"]}}
         conductor.record_event("attachment.asked", EventSource.API, "olga", **about)
     Tree.objects.create(host=hosts[0], root=uuid4(), problems=["its provider has two parents"])
-    contradiction = {"provider": uuid4(), "provider_name": "node_0000:01:00.0", "instance": uuid4()}
+    contradiction = {"provider": uuid4(), "provider_name": "cmp1_0000:01:00.0", "instance": uuid4()}
     seen = {"since": datetime.now(UTC), "seen_at": datetime.now(UTC)}
     Discrepancy.objects.create(kind="unclaimed", host=hosts[0], device=device, said="why", **contradiction, **seen)
     NovaEndpoint.objects.create(url="http://nova")

@@ -1,158 +1,167 @@
-"""Callers take turns for the request threads: one with many requests delays and displaces mostly its own."""
+"""Test that a client with many requests cannot keep others waiting, neither for a thread nor for a place to wait."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
-from contextlib import suppress
+from collections import Counter
+from collections.abc import Callable, Coroutine
+from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from cyborgweb.http.fair_queue import FairQueue, HttpCaller, find_caller
-from cyborgweb.http.refusals import RefusedRequestError
-
-HOSTILE, OTHER_TOKEN = HttpCaller("192.0.2.1", b"t1"), HttpCaller("192.0.2.1", b"t2")
-NOVA = HttpCaller("192.0.2.9", b"nova")
+from cyborgweb.http.fair_queue import FairQueue
+from cyborgweb.http.refusals import SHARE_MESSAGE, RefusedRequestError
 
 
-class Story:
-    """Requests at a queue, each of which runs until `end` is called; `begun` and `refused` list their names."""
+class Requests:
+    """Requests to one FairQueue. `order` are the clients in the order in which they got a thread."""
 
-    def __init__(self, threads: int, max_waiting: int) -> None:
-        self.queue = FairQueue(threads, max_waiting)
-        self.begun: list[str] = []
-        self.refused: list[str] = []
-        self.tasks: dict[str, asyncio.Task[None]] = {}
-        self._ends: dict[str, asyncio.Event] = {}
+    def __init__(self, threads: int, places: int, kept_free: int = 0) -> None:
+        self.queue = FairQueue(threads, places, kept_free)
+        self.order: list[str] = []
+        self.refused: list[tuple[str, str]] = []
+        self.ends: list[tuple[str, asyncio.Event]] = []
+        self.tasks: list[asyncio.Task[None]] = []
 
-    async def send(self, name: str, caller: HttpCaller) -> None:
-        """Send a request, and let it begin or wait."""
-        self._ends[name] = asyncio.Event()
-        self.tasks[name] = asyncio.create_task(self._run(name, caller))
-        await self.pause()
+    async def send(self, *clients: str) -> None:
+        """Send one request of each of these clients, one after the other."""
+        for client in clients:
+            self.tasks.append(asyncio.create_task(self._run(client)))
+            for _ in range(3):
+                await asyncio.sleep(0)
 
-    async def _run(self, name: str, caller: HttpCaller) -> None:
+    async def _run(self, client: str) -> None:
         try:
-            async with self.queue.wait_for_thread(caller, is_body_complete=True):
-                self.begun.append(name)
-                await self._ends[name].wait()
+            async with self.queue.take_thread(client):
+                self.order.append(client)
+                self.ends.append((client, asyncio.Event()))
+                await self.ends[-1][1].wait()
         except RefusedRequestError as refused:
-            assert (refused.status, refused.is_body_complete) == (503, True)
-            self.refused.append(name)
+            self.refused.append((client, refused.over_share))
 
-    async def end(self, name: str) -> None:
-        """End a running request."""
-        self._ends[name].set()
-        await self.pause()
-
-    async def pause(self) -> None:
-        """Let all tasks run until each waits."""
-        for _ in range(5):
+    async def end(self, position: int = 0) -> None:
+        """End one of the requests that run, and wait until the next one has begun."""
+        self.ends.pop(position)[1].set()
+        for _ in range(3):
             await asyncio.sleep(0)
 
     async def end_all(self) -> None:
-        """End all requests; nothing of them is left in the queue."""
-        for event in self._ends.values():
-            event.set()
-        for task in self.tasks.values():
-            with suppress(asyncio.CancelledError):
-                await task
-        assert self.queue.active == 0 and not self.queue._all and not self.queue._running
+        """End all requests."""
+        while self.ends:
+            await self.end()
+        await asyncio.gather(*self.tasks)
+        assert self.queue.running_requests == self.queue.waiting_requests == 0
 
 
-def play(tell: Callable[[Story], Awaitable[None]], threads: int = 2, max_waiting: int = 4) -> Story:
-    """Run a story on an event loop, and return it."""
-
-    async def run() -> Story:
-        story = Story(threads, max_waiting)
-        await tell(story)
-        await story.end_all()
-        return story
-
-    return asyncio.run(run())
+def run(story: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    asyncio.run(story())
 
 
-def test_X5_a_caller_with_few_requests_is_served_before_the_many_of_another_one() -> None:
-    async def tell(story: Story) -> None:
-        for number in range(5):
-            await story.send(f"h{number}", HOSTILE)
-        await story.send("nova", NOVA)
-        await story.end("h0")
+def test_clients_get_threads_in_turn() -> None:
+    async def story() -> None:
+        requests = Requests(threads=1, places=10)
+        await requests.send("a", "a", "a", "a", "b", "c", "b")
+        await requests.end_all()
+        assert requests.order == ["a", "a", "b", "c", "a", "b", "a"]
 
-    assert play(tell).begun[:3] == ["h0", "h1", "nova"]
-
-
-def test_X5_several_tokens_at_one_address_have_one_share_and_take_turns() -> None:
-    async def tell(story: Story) -> None:
-        callers = [HOSTILE] * 4 + [OTHER_TOKEN, NOVA]
-        for name, caller in zip(("h0", "h1", "h2", "h3", "other", "nova"), callers, strict=True):
-            await story.send(name, caller)
-        await story.end("h0")
-        await story.end("h1")
-
-    assert play(tell, threads=3).begun == ["h0", "h1", "h2", "nova", "other", "h3"]
+    run(story)
 
 
-def test_the_requests_of_one_caller_are_served_in_their_order() -> None:
-    async def tell(story: Story) -> None:
-        for number in range(5):
-            await story.send(f"h{number}", HOSTILE)
-        for number in range(5):
-            await story.end(f"h{number}")
+def test_the_last_threads_are_kept_for_other_clients() -> None:
+    async def story() -> None:
+        requests = Requests(threads=4, places=10, kept_free=1)
+        await requests.send("a", "a", "a", "a", "a", "b")
+        assert requests.order == ["a", "a", "a", "b"]
+        await requests.end(3)
+        assert requests.order == ["a", "a", "a", "b"], "the thread of b is not for a"
+        await requests.end()
+        assert requests.order == ["a", "a", "a", "b", "a"]
+        await requests.end_all()
 
-    assert play(tell, threads=1).begun == [f"h{number}" for number in range(5)]
-
-
-def test_X5_one_caller_leaves_a_quarter_of_the_threads_to_others() -> None:
-    async def tell(story: Story) -> None:
-        for number in range(5):
-            await story.send(f"h{number}", HOSTILE)
-        assert story.begun == ["h0", "h1", "h2"]
-        await story.send("nova", NOVA)
-        assert story.begun[3:] == ["nova"]
-        await story.end("nova")
-        assert story.begun[4:] == []
-        await story.end("h1")
-        assert story.begun[4:] == ["h3"]
-
-    play(tell, threads=4)
+    run(story)
 
 
-def test_X5_a_full_queue_refuses_the_newest_request_of_the_caller_with_the_most() -> None:
-    async def tell(story: Story) -> None:
-        for number in range(6):
-            await story.send(f"h{number}", HOSTILE)
-        assert not story.queue.has_place(HOSTILE) and story.queue.has_place(NOVA)
-        await story.send("nova", NOVA)
-        assert story.refused == ["h5"]
-        await story.send("h6", HOSTILE)
-        assert story.refused == ["h5", "h6"]
+def test_if_all_places_are_taken_the_client_with_the_most_requests_gives_way() -> None:
+    async def story() -> None:
+        requests = Requests(threads=1, places=4)
+        await requests.send("a", "a", "a", "a", "a")
+        await requests.send("b", "b")
+        assert requests.refused == [("a", "a"), ("a", "a")]
+        await requests.send("a", "b")
+        assert requests.refused[2:] == [("a", "a"), ("b", "b")], "each would have more than the other"
+        await requests.end_all()
+        assert sorted(requests.order) == ["a", "a", "a", "b", "b"]
 
-    story = play(tell)
-    assert "nova" in story.begun and story.refused == ["h5", "h6"]
-
-
-@pytest.mark.parametrize("is_promised", [False, True])
-def test_a_request_that_is_cancelled_while_it_waits_takes_no_thread(is_promised: bool) -> None:
-    async def tell(story: Story) -> None:
-        for name in ("first", "cancelled", "last"):
-            await story.send(name, HOSTILE)
-        if is_promised:
-            story._ends["first"].set()
-            while story.queue.active != 2:
-                await asyncio.sleep(0)
-        story.tasks["cancelled"].cancel()
-        await story.end("first")
-        assert story.begun[-1] == "last"
-
-    play(tell, threads=1)
+    run(story)
 
 
-def test_a_caller_is_known_by_its_address_and_its_token_or_cookies() -> None:
-    scope = {
-        "client": ("192.0.2.1", 9),
-        "headers": [(b"cookie", b"c"), (b"x-auth-token", b"t1"), (b"x-auth-token", b"z")],
-    }
-    assert find_caller(scope) == HOSTILE
-    assert find_caller(scope | {"headers": [(b"cookie", b"c")]}) == HttpCaller("192.0.2.1", b"c")
-    assert find_caller({"client": None, "headers": []}) == HttpCaller("", b"")
+def test_a_client_that_is_alone_is_not_blamed() -> None:
+    async def story() -> None:
+        requests = Requests(threads=1, places=1)
+        await requests.send("a", "a", "a")
+        assert requests.refused == [("a", "")]
+        await requests.end_all()
+
+    run(story)
+
+
+def test_a_request_that_would_be_refused_is_refused_before_its_body_is_read() -> None:
+    async def story() -> None:
+        requests = Requests(threads=1, places=2)
+        await requests.send("a", "a", "a")
+        requests.queue.check("b", is_body_complete=False)
+        with pytest.raises(RefusedRequestError) as refused:
+            requests.queue.check("a", is_body_complete=False)
+        assert refused.value.status == 503 and not refused.value.is_body_complete
+        await requests.send("b")
+        with pytest.raises(RefusedRequestError, match=SHARE_MESSAGE):
+            requests.queue.check("a", is_body_complete=False)
+        await requests.end_all()
+
+    run(story)
+
+
+def test_a_request_that_is_cancelled_while_it_waits_leaves_its_place_and_takes_no_thread() -> None:
+    async def story() -> None:
+        requests = Requests(threads=1, places=2)
+        await requests.send("a", "a", "b")
+        requests.tasks.pop(1).cancel()
+        await asyncio.sleep(0)
+        assert requests.queue.waiting_requests == 1
+        requests.ends[0][1].set()
+        requests.tasks.pop(1).cancel()  # before the thread is given to b
+        await requests.end_all()
+        assert requests.order == ["a"]
+        await requests.send("a", "b")
+        await requests.end()
+        requests.tasks.pop().cancel()  # after the thread was given to b
+        requests.ends.clear()
+        await asyncio.sleep(0)
+        await requests.end_all()
+
+    run(story)
+
+
+@given(st.lists(st.tuples(st.sampled_from("abc"), st.booleans()), max_size=60), st.integers(1, 4), st.integers(0, 5))
+def test_no_thread_is_idle_while_a_client_waits_that_may_have_it(
+    steps: list[tuple[str, bool]], threads: int, places: int
+) -> None:
+    async def story() -> None:
+        kept_free = threads // 4
+        requests = Requests(threads, places, kept_free)
+        for client, ends_one in steps:
+            await requests.send(client)
+            if ends_one and requests.ends:
+                await requests.end()
+            running = Counter(client for client, _ in requests.ends)
+            assert requests.queue.running_requests == running.total() <= threads
+            assert requests.queue.waiting_requests <= places
+            assert all(count <= threads - kept_free for count in running.values())
+            waiting = requests.queue._waiting
+            assert running.total() == threads or all(running[name] == threads - kept_free for name in waiting)
+        await requests.end_all()
+        assert len(requests.order) + len(requests.refused) == len(steps)
+
+    run(story)

@@ -19,7 +19,7 @@ from accelerators import slow_neighbours
 from cyborgweb.http import request_threads
 from cyborgweb.http.bodies import FREE_BYTES, BodyReader
 from cyborgweb.http.deadlines import make_client_limits
-from cyborgweb.http.request_threads import RequestThreads
+from cyborgweb.http.request_threads import ClientMemory, RequestThreads, make_client_memory
 from cyborgweb.settings.keys import MAX_BODY_BYTES, Keys
 from tests.support.webserver import serving, until
 
@@ -35,6 +35,9 @@ def echo(environ: dict[str, Any], start_response: Any) -> Any:
     body = environ["wsgi.input"].read()
     start_response("200 OK", [("Content-Type", "text/plain"), ("X-Trailer", environ.get("HTTP_X_AUTH_TOKEN", ""))])
     query = environ["QUERY_STRING"]
+    if query.startswith("file="):
+        start_response("200 OK", [("Content-Length", query.partition("=")[2])])
+        return (b"x" * 8_192 for _ in range(int(query.partition("=")[2]) // 8_192))
     if query.startswith("stream="):
         return (b"x" * 65_536 for _ in range(int(query.partition("=")[2]) // 65_536))
     return [b"x" * int(query)] if query else [str(len(body)).encode()]
@@ -48,26 +51,31 @@ class Server:
     port: int = 0
     threads: RequestThreads = field(init=False)
     bodies: BodyReader = field(init=False)
+    memory: ClientMemory = field(init=False)
     sockets: list[socket.socket] = field(default_factory=list)
 
-    def start(self, **keys: Any) -> None:
-        """Serve with these keys; deadlines that are not named do not pass during a test."""
+    def start(self, queue: int = 1, **keys: Any) -> None:
+        """Serve with these keys; deadlines that are not named do not pass during a test. `queue` requests may wait."""
         patient = dict.fromkeys(("header_timeout_s", "body_timeout_s", "write_timeout_s", "keep_alive_s"), PATIENT_S)
         settings = Keys(**(patient | keys))
         limits = make_client_limits(settings)
-        self.bodies = BodyReader(limits.body_s, limits.body_buffer_bytes)
-        self.threads = RequestThreads(echo, THREADS, 1, limits, self.bodies)
+        self.memory = make_client_memory(limits, is_behind_proxy=False)
+        self.bodies = self.memory.bodies
+        self.threads = RequestThreads(echo, THREADS, queue, limits, self.memory)
 
         async def serve(scope: Any, receive: Any, send: Any) -> None:
             await self.threads(scope, receive, send, streams_body=scope["path"] == "/upload")
 
         self.port = self.stack.enter_context(serving(serve, settings, timeout_graceful_shutdown=1))
 
-    def connect(self, sent: bytes = b"", receive_buffer: int = 0) -> socket.socket:
-        """Return a connected socket after it has sent some bytes."""
+    def connect(self, sent: bytes = b"", receive_buffer: int = 0, address: str = "127.0.0.1") -> socket.socket:
+        """Return a socket of this address that is connected and has sent some bytes."""
         made = socket.socket()
+        made.bind((address, 0))
         if receive_buffer:
             made.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
+            # As on a real network: with the large segments of loopback, the server's kernel would take 3 MB.
+            made.setsockopt(socket.IPPROTO_TCP, socket.TCP_MAXSEG, 536)
         made.settimeout(20)
         made.connect(("127.0.0.1", self.port))
         made.sendall(sent)
@@ -109,8 +117,17 @@ def split_answer(connection: socket.socket) -> tuple[int, bytes]:
     head, _, body = read_all(connection).partition(b"\r\n\r\n")
     assert b"connection: close" in head.lower(), head
     if b"transfer-encoding: chunked" in head.lower():
-        body = body.partition(b"\r\n")[2].partition(b"\r\n")[0]
+        body = join_chunks(body)
     return int(head.split()[1]), body
+
+
+def join_chunks(body: bytes) -> bytes:
+    """Return a body without its division in chunks."""
+    joined = b""
+    while body:
+        size, _, body = body.partition(b"\r\n")
+        joined, body = joined + body[: int(size, 16)], body[int(size, 16) + 2 :]
+    return joined
 
 
 def drip(connection: socket.socket, data: bytes, until_closed: Callable[[], bool]) -> None:
@@ -366,3 +383,47 @@ def test_the_address_of_a_client_that_does_not_read_its_answer_is_noted(
     server.start(write_timeout_s=DEADLINE_S)
     server.connect(GET.replace(b"/x", b"/x?12000000"), receive_buffer=4_096)
     until(lambda: noted == ["The client 127.0.0.1"])
+
+
+def test_the_address_with_the_most_connections_gives_way_to_others(server: Server) -> None:
+    server.start(http_connections=6)
+    quiet = [server.connect(address="127.0.0.2") for _ in range(2)]
+    flood = [server.connect(SLOW_BODY if number % 2 else b"", address="127.0.0.3") for number in range(20)]
+    assert server.ask(GET) == (200, b"0")
+    until(lambda: sum(map(is_reset, flood)) >= 16)
+    assert not any(map(is_reset, quiet))
+    for connection in quiet:
+        connection.sendall(GET)
+        assert connection.recv(65_536).startswith(b"HTTP/1.1 200")
+
+
+def test_a_file_that_is_not_read_occupies_no_thread(server: Server) -> None:
+    server.start(queue=4 * THREADS)
+    for _ in range(4 * THREADS):
+        server.connect(GET.replace(b"/x", b"/x?file=1048576"), receive_buffer=4_096)
+    until(lambda: server.memory.answers.waiting_bytes == 4 * THREADS * 1_048_576)
+    assert server.ask(GET) == (200, b"0")
+    assert server.threads.active_requests == 0
+
+
+@pytest.mark.django_db(transaction=True)
+def test_answers_that_are_not_read_use_bounded_memory_and_others_get_theirs(server: Server) -> None:
+    """The client with the most waiting bytes is refused further answers, and loses one if another client needs it."""
+    server.start(answer_buffer_bytes=10_000_000)
+    large = GET.replace(b"/x", b"/x?4000000")
+    deaf = [server.connect(large, receive_buffer=4_096, address="127.0.0.2") for _ in range(2)]
+    until(lambda: server.memory.answers.waiting_bytes == 8_000_000)
+    for _ in range(3):
+        greedy = server.connect(large.replace(b"Host: a\r\n", b"Host: a\r\nConnection: close\r\n"), address="127.0.0.2")
+        status, body = split_answer(greedy)
+        assert status == 503 and b"more requests under way than others" in body
+    assert server.ask(large) == (200, b"x" * 4_000_000)
+    until(lambda: sum(map(is_reset, deaf)) == 1)
+    until(lambda: server.memory.answers.waiting_bytes == 4_000_000)
+    assert server.ask(large) == (200, b"x" * 4_000_000), "it fits beside the other one"
+
+
+def test_an_answer_larger_than_the_limit_is_sent_if_no_other_waits(server: Server) -> None:
+    server.start(answer_buffer_bytes=MAX_BODY_BYTES)
+    assert server.ask(GET.replace(b"/x", b"/x?4000000")) == (200, b"x" * 4_000_000)
+    assert server.memory.answers.waiting_bytes == 0

@@ -152,6 +152,15 @@ def test_a_stored_address_outside_the_domains_gets_no_mail(
         ("RCPT", "550 5.7.133 members only", "waiting", "The mail server refused this address (550 5.7.133)."),
         ("DATA", "554 no", "given up", "The mail server refused the mail (554)."),
         (".", "554 5.7.1 spam", "given up", "The mail server refused the mail (554 5.7.1)."),
+        ("DATA", "550 5.7.1 not by our policy", "given up", "The mail server refused the mail (550 5.7.1)."),
+        (".", "550 5.7.26 not authenticated", "given up", "The mail server refused the mail (550 5.7.26)."),
+        (".", "554 relay policy", "given up", "The mail server refused the mail (554)."),
+        (
+            "DATA",
+            "451 4.7.1 policy service is away",
+            "waiting",
+            "The mail server does not accept the mail now (451 4.7.1).",
+        ),
         (".", "452 full", "waiting", "The mail server does not accept the mail now (452)."),
         (".", "closes", "waiting", "The mail server closed the connection."),
         ("DATA", "421 closing", "waiting", "The mail server does not accept the mail now (421)."),
@@ -206,6 +215,25 @@ def test_any_exception_while_mailing_is_settled_with_its_own_mail(
     progress = "given up" if isinstance(error, ValueError) else "waiting"
     assert list_states()[1] == ("broken", progress, 1)
     assert type(error).__name__ in (said := Delivery.objects.order_by("id")[1].last_error) or "server" in said
+
+
+@pytest.mark.parametrize(
+    ("answer", "progress"), [("550 5.7.1 not by our policy", "given up"), ("451 4.7.1 try later", "waiting")]
+)
+def test_many_letters_refused_after_one_another_for_their_content_postpone_no_other_letter(
+    subscribe: Subscribe, smtp: SmtpServer, answer: str, progress: str
+) -> None:
+    subscribe_mails(subscribe, *(f"refused{number}" for number in range(2 * sender.MAX_SERVER_FAULTS)), "last")
+    smtp.answer = lambda at, _, to: answer if at == "." and to.startswith("refused") else ""
+    sender.run_mails()
+    assert smtp.recipients == ["last@example.org"]
+    assert [state for _, state, _ in list_states()] == [progress] * 2 * sender.MAX_SERVER_FAULTS + ["delivered"]
+    assert not MailServer.objects.filter(failures__gt=0).exists()
+    make_retries_due()
+    smtp.answer = lambda *_: ""
+    sender.run_mails()
+    tried_again = 2 * sender.MAX_SERVER_FAULTS if progress == "waiting" else 0
+    assert len(smtp.recipients) == 1 + tried_again, "a refusal for good is not tried again"
 
 
 def test_a_subscription_whose_mails_are_refused_repeatedly_is_paused(subscribe: Subscribe, smtp: SmtpServer) -> None:

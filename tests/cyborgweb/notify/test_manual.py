@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from cyborgweb.models.event_types import NotificationKind
-from cyborgweb.notify import mail, sender, webhook
+from cyborgweb.notify import mail, owners, places, sender, webhook
 from tests.cyborgweb.notify.conftest import Subscribe
 from tests.cyborgweb.notify.receiver import Receiver
 
@@ -50,10 +50,13 @@ def test_the_figures_in_the_manual_equal_the_constants_of_the_code() -> None:
     assert (sender.MAIL_SERVER_RETRY_S, sender.MAX_MAIL_SERVER_RETRY_S) == (30, 600)
     assert (sender.MAX_SERVER_FAULTS, sender.MAX_REFUSED_MAILS) == (3, 5)
     assert (
-        sender.MAX_WEBHOOKS_PER_HOST,
-        sender.MAX_WEBHOOKS_PER_PROJECT,
-        sender.MAX_WEBHOOKS,
+        places.MAX_WEBHOOKS_PER_HOST,
+        places.MAX_WEBHOOKS_PER_PROJECT,
+        places.MAX_WEBHOOKS,
         sender.SLOW_ATTEMPT_S,
         sender.MAX_MESSAGES_PER_MAIL,
         sender.MAIL_COLLECT_S,
     ) == (4, 8, 64, 2, 100, 15)
+    assert (places.MAX_OF_SLOW, places.MAX_OF_SLOW_PER_HOST, places.FEW) == (16, 2, 2)
+    assert (sender.SLOW_S, sender.MAX_SLOW_S) == (60, 3600)
+    assert owners.CHECK_INTERVAL_S == 15 * 60

@@ -11,7 +11,6 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import pytest
-from django.contrib.auth.models import User
 from django.core import mail
 from django.db import connection, connections
 from django.db.models import Min
@@ -21,7 +20,7 @@ from accelerators.models import Event
 from accelerators.runtime import database_clock
 from cyborgweb.models.notify import Delivery, MailServer, Subscription
 from cyborgweb.notify import mail as letters
-from cyborgweb.notify import sender, subscriptions, webhook
+from cyborgweb.notify import places, sender, subscriptions, webhook
 from cyborgweb.notify.mail import MailOutcome
 from cyborgweb.notify.webhook import AttemptOutcome
 from drivers.isolation.threads import start_in_thread
@@ -112,9 +111,9 @@ def test_the_attempts_to_one_host_are_bounded_and_a_failing_one_gets_a_single_pr
     create_waiting_deliveries(down, 20)
     sender.send_webhooks()
     assert len(receiver.accepted) == 32
-    assert receiver.max_concurrent_calls <= sender.MAX_WEBHOOKS_PER_HOST
+    assert receiver.max_concurrent_calls <= places.MAX_WEBHOOKS_PER_HOST
     tried = down.deliveries.filter(attempts__gt=0).count()
-    assert tried <= sender.MAX_WEBHOOKS_PER_HOST
+    assert tried <= places.MAX_WEBHOOKS_PER_HOST
     make_retries_due()
     sender.send_webhooks()
     assert sum(down.deliveries.values_list("attempts", flat=True)) == tried + 1
@@ -140,17 +139,18 @@ def test_a_project_with_hanging_webhooks_does_not_delay_the_webhooks_of_others(
     subscribe: Subscribe, receiver: Receiver, silent_targets: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(webhook, "ATTEMPT_TIMEOUT_S", 1.0)
-    monkeypatch.setattr(sender, "MAX_RUN_S", 0)
+    monkeypatch.setattr(sender, "SLOW_ATTEMPT_S", 0.3)
+    monkeypatch.setattr(sender, "MAX_RUN_S", 0.1)
     hanging = subscribe_silent(subscribe, silent_targets, 4)
     quick = subscribe("webhook", caller=replace(OLGA, project_id="p2"), name="quick", target=receiver.url)
-    create_waiting_deliveries(quick, sender.MAX_WEBHOOKS_PER_HOST + 1)
+    create_waiting_deliveries(quick, places.MAX_WEBHOOKS_PER_HOST + 1)
     sender.send_webhooks()
     first_failure = Subscription.objects.aggregate(first=Min("failing_since"))["first"]
     assert first_failure is not None
-    assert [row.progress for row in quick.deliveries.all()] == ["delivered"] * (sender.MAX_WEBHOOKS_PER_HOST + 1)
+    assert [row.progress for row in quick.deliveries.all()] == ["delivered"] * (places.MAX_WEBHOOKS_PER_HOST + 1)
     assert all(row.delivered_at and row.delivered_at < first_failure for row in quick.deliveries.all())
     tried = Delivery.objects.filter(subscription__in=hanging, attempts__gt=0)
-    assert 0 < tried.count() <= sender.MAX_WEBHOOKS_PER_PROJECT
+    assert 0 < tried.count() <= places.MAX_WEBHOOKS_PER_PROJECT
 
 
 def test_projects_take_turns_for_webhooks_and_those_in_flight_take_places(
@@ -164,8 +164,8 @@ def test_projects_take_turns_for_webhooks_and_those_in_flight_take_places(
     first = sender.fetch_due_webhooks()
     assert {one.project_id for one in first[:3]} == {"p1", "p2", "p3"}
     mine = [one for one in first if one.project_id == "p1"]
-    assert len(mine) == len({one.subscription for one in mine}) == sender.MAX_WEBHOOKS_PER_PROJECT
-    assert sum(one.host == first[0].host for one in first) <= sender.MAX_WEBHOOKS_PER_HOST
+    assert len(mine) == len({one.subscription for one in mine}) == places.MAX_WEBHOOKS_PER_PROJECT
+    assert sum(one.host == first[0].host for one in first) <= places.MAX_WEBHOOKS_PER_HOST
     next_ones = sender.fetch_due_webhooks(first)
     assert not {one.id for one in first} & {one.id for one in next_ones}
     assert "p1" not in {one.project_id for one in next_ones}
@@ -282,23 +282,6 @@ def test_any_exception_while_posting_is_settled_with_its_own_message(
     assert len(receiver.accepted) == 1
 
 
-def test_nothing_is_sent_for_a_deactivated_user_and_what_waits_is_sent_after_activation(
-    subscribe: Subscribe, receiver: Receiver
-) -> None:
-    user = User.objects.create(username="olga")
-    for way, target in (("webhook", receiver.url), ("email", "olga@example.org")):
-        create_waiting_deliveries(subscribe(way, caller=replace(OLGA, user_id=str(user.pk)), target=target))
-    User.objects.update(is_active=False)
-    sender.run()
-    sender.run_mails()
-    assert not receiver.calls and not mail.outbox
-    assert list(Delivery.objects.values_list("progress", "attempts")) == [("waiting", 0)] * 2
-    User.objects.update(is_active=True)
-    sender.run()
-    sender.run_mails()
-    assert len(receiver.accepted) == len(mail.outbox) == 1
-
-
 def test_several_waiting_mails_are_sent_as_one_and_headers_cannot_be_injected(subscribe: Subscribe) -> None:
     letters = subscribe("email", target="olga@example.org")
     create_waiting_deliveries(letters, 1, host="cmp1\r\nBcc: x@y")
@@ -407,4 +390,4 @@ def test_a_round_of_sending_takes_the_same_statements_for_many_subscriptions(
         with CaptureQueriesContext(connection) as captured:
             sender.send_webhooks()
         counts.append(len(captured))
-    assert counts[0] == counts[1] <= 9
+    assert counts[0] == counts[1] <= 10

@@ -11,6 +11,7 @@ import stat
 import subprocess
 import threading
 from contextlib import nullcontext
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from io import StringIO
 from pathlib import Path
@@ -26,8 +27,9 @@ from django.test import Client
 
 from accelerators import conductor
 from accelerators.domain.caller import Caller
-from accelerators.models import AcceleratorRequest, AttachHandle, Command, Event
+from accelerators.models import AcceleratorRequest, AttachHandle, Command, Event, Seal
 from accelerators.requests import binding
+from accelerators.runtime import database_clock
 from accelerators.workflows import command_endings
 from cyborgweb.database.postgres import PostgresError, find_client_program
 from cyborgweb.management.commands import prepare
@@ -49,8 +51,8 @@ OLGA = Caller("olga", "", frozenset(), "")
 PAST_TIME = datetime.now(UTC) - timedelta(hours=1)
 
 
-def settle_restored_database() -> None:
-    after_restore.prepare_restored_database(OLGA, "restored from the backup of noon")
+def settle_restored_database() -> str:
+    return after_restore.prepare_restored_database(OLGA, "restored from the backup of noon")
 
 
 def test_a_backup_is_a_private_folder_with_the_database_and_the_secret_key(tmp_path: Path) -> None:
@@ -286,6 +288,22 @@ def test_L2_after_a_restore_a_started_bind_waits_for_its_agent_despite_passed_de
     assert get_state_and_fault(request) == ("Bound", "")
     restore_event = Event.objects.get(action="database.restored")
     assert (restore_event.actor, restore_event.changes) == ("olga", {"binds waiting for their agents": [None, 1]})
+
+
+def test_a_signed_seal_records_a_restore_with_its_actor_and_reason(settings: Any, tmp_path: Path) -> None:
+    settings.KEYS = replace(settings.KEYS, audit_key_file=str(tmp_path / "audit.pem"))
+    seal = Seal(
+        number=7, month="2026-11", tx=-1, event=0, events=0, digest="", hash="0" * 64, sealed_at=database_clock.now()
+    )
+    with conductor.writing():
+        seal.save(force_insert=True)
+    settle_restored_database()
+    mark = Seal.objects.latest("number")
+    details = json.loads(mark.details)
+    assert (mark.kind, mark.number, details["after"], details["by"]) == ("restored", 1_000_008, 7, "olga")
+    assert "restored from the backup of noon" in details["reason"]
+    (tmp_path / "audit.pem").unlink()
+    assert "cannot be read" in settle_restored_database()
 
 
 def test_after_a_restore_numbers_are_not_reused_sessions_end_and_all_is_read_only(

@@ -5,6 +5,9 @@ from __future__ import annotations
 import hashlib
 import http.client
 import json
+import socket
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +27,7 @@ from cyborgweb.models import ApiToken
 from cyborgweb.settings.keys import Keys
 from cyborgweb.wsgi import application as wsgi
 from tests.support.manage import run_verb
-from tests.support.webserver import serving
+from tests.support.webserver import serving, until
 
 LARGE = bytes(range(256)) * 6144
 
@@ -64,6 +67,72 @@ def test_an_image_larger_than_other_bodies_is_streamed_to_disk() -> None:
     assert shown["properties"] == {"accel:function_id": "AFU-1", "vendor": "a=b"}
     assert (shown["name"], shown["source"], shown["by"]) == ("shell", "upload", "rita's")
     assert store.get_image_path(shown["uuid"]).read_bytes() == LARGE
+
+
+PART = LARGE[:65_536]
+
+
+def send_parts() -> Iterator[bytes]:
+    """Yield a body; before its last parts wait until the file on the disk has the first ones."""
+    yield from [PART] * 20
+    until(lambda: [path for path in store.get_image_directory().iterdir() if path.stat().st_size])
+    yield from [PART] * 10
+
+
+@contextmanager
+def product_port(keys: Keys) -> Iterator[int]:
+    """Serve the product for the block, and yield its port."""
+    with serving(asgi.HttpApplication(AgentGateway(keys), DjangoThreads(wsgi, keys)), keys) as port:
+        yield port
+
+
+def send_in_chunks(port: int, parts: Iterable[bytes]) -> tuple[int, Any]:
+    """Upload an image in chunks; return the status and the decoded answer."""
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=20)
+    sent = {"X-Auth-Token": make_token("admin"), "Content-Type": "application/octet-stream"}
+    connection.request("POST", "/api/images/?name=shell", parts, sent, encode_chunked=True)
+    response = connection.getresponse()
+    shown = json.loads(response.read())
+    connection.close()
+    return response.status, shown
+
+
+@pytest.mark.django_db(transaction=True)
+def test_an_image_that_comes_in_chunks_is_streamed_to_disk() -> None:
+    """The file grows while the chunks arrive, and gets the size that they have together."""
+    with product_port(Keys()) as port:
+        status, shown = send_in_chunks(port, send_parts())
+    assert status == 201, shown
+    content = PART * 30
+    assert (shown["size"], shown["sha256"]) == (len(content), hashlib.sha256(content).hexdigest())
+    assert store.get_image_path(shown["uuid"]).read_bytes() == content
+
+
+@pytest.mark.django_db(transaction=True)
+@pytest.mark.parametrize(
+    ("parts", "status", "says"), [(0, 400, "1 to 2000000 bytes"), (200, 413, "at most 2000000 bytes")]
+)
+def test_an_image_in_chunks_that_is_empty_or_too_large_is_not_stored(parts: int, status: int, says: str) -> None:
+    with product_port(Keys()) as port:
+        refused, shown = send_in_chunks(port, iter([PART] * parts))
+    assert refused == status and says in shown["error"]["message"], shown
+    assert not Image.objects.exists() and not [*store.get_image_directory().iterdir()]
+
+
+@pytest.mark.django_db(transaction=True)
+@pytest.mark.parametrize("ending", ["disconnects", "is too slow"])
+def test_an_image_whose_last_chunk_is_missing_is_not_stored(ending: str) -> None:
+    keys = Keys(body_timeout_s=0.5)
+    with product_port(keys) as port:
+        head = f"POST /api/images/ HTTP/1.1\r\nHost: localhost\r\nX-Auth-Token: {make_token('admin')}\r\n"
+        head += "Content-Type: application/octet-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
+        with socket.create_connection(("127.0.0.1", port), 20) as connection:
+            connection.sendall(head.encode() + b"4\r\nbits\r\n")
+            until(lambda: [*store.get_image_directory().iterdir()])
+            if ending == "is too slow":
+                assert b" 400 " in connection.recv(65_536).partition(b"\r\n")[0]
+        until(lambda: not [*store.get_image_directory().iterdir()])
+    assert not Image.objects.exists()
 
 
 @pytest.mark.django_db

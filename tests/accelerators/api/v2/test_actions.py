@@ -37,7 +37,7 @@ def get_status(call: Call, device: Device) -> str:
 
 
 def test_a_device_that_leaves_inactive_gets_provider_ids_and_keeps_recorded_ones(call: Call, device: Device) -> None:
-    name = "node_0000:01:00.0"
+    name = "cmp1_0000:01:00.0"
     assert Deployable.objects.get().rp_uuid is None
     call("POST", f"/v2/devices/{device.uuid}/enable")
     (shown,) = json.loads(call("GET", "/v2/deployables").content)["deployables"]
@@ -45,14 +45,14 @@ def test_a_device_that_leaves_inactive_gets_provider_ids_and_keeps_recorded_ones
     adopted = str(uuid4())
     with conductor.writing():
         Deployable.objects.update(rp_uuid=adopted)
-    second = Part("node_second", 1, (), (), "test")
+    second = Part("cmp1_second", 1, (), (), "test")
     grown = make_card(1)
     apply_report(
         device.host, make_driver_report(msgspec.structs.replace(grown, deployables=(*grown.deployables, second))), seq=2
     )
     call("POST", f"/v2/devices/{device.uuid}/disable")
     found = dict(Deployable.objects.values_list("name", "rp_uuid"))
-    assert found == {name: UUID(adopted), "node_second": uuid3(NAMESPACE_DNS, "node_second")}
+    assert found == {name: UUID(adopted), "cmp1_second": uuid3(NAMESPACE_DNS, "cmp1_second")}
 
 
 def test_enable_and_disable_answer_204_also_when_repeated_and_record_events(call: Call, device: Device) -> None:

@@ -76,7 +76,7 @@ def test_a_device_and_its_deployable_are_shown_with_all_their_fields(get: Get) -
             "uuid": str(deployable.uuid),
             "parent_id": None,
             "root_id": None,
-            "name": "node_0000:01:00.0",
+            "name": "cmp1_0000:01:00.0",
             "num_accelerators": 1,
             "device_id": device.id,
             "attributes_list": '[{"rc": "FPGA"}, {"trait0": "CUSTOM_TEST"}]',

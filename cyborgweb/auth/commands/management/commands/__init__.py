@@ -1,0 +1,1 @@
+"""Commands that replace commands of `django.contrib.auth`."""
