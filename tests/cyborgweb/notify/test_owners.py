@@ -7,6 +7,7 @@ import logging
 from collections.abc import Iterator
 from dataclasses import replace
 from datetime import timedelta
+from importlib import import_module
 from typing import Any
 
 import pytest
@@ -343,6 +344,17 @@ def test_a_user_made_at_a_first_login_is_linked_to_the_subscriptions_that_the_pe
     user.save()
     owners.run()
     assert get_state(row) == ("ended", "Its owner ann@Default was deactivated.")
+
+
+def test_the_migration_links_subscriptions_that_are_older_than_their_owners_user(
+    keystone: Keystone, subscribe: Subscribe
+) -> None:
+    row, other = subscribe(caller=ANN, scope="project"), subscribe(caller=replace(ANN, user_id="u-bob"))
+    user = update_user(AuthenticatedPerson(replace(ANN, roles=frozenset({"admin", *MEMBER})), "Default"))
+    Subscription.objects.update(user=None)
+    with connection.cursor() as cursor:
+        cursor.execute(import_module("cyborgweb.migrations.0004_subscription_owners").LINK_USERS)
+    assert dict(Subscription.objects.values_list("pk", "user")) == {row.pk: user.pk, other.pk: None}
 
 
 def test_a_login_succeeds_if_the_subscriptions_cannot_be_confirmed(
