@@ -18,7 +18,8 @@ from accelerators.commands import command_queue
 from accelerators.domain.diff import HostReport
 from accelerators.domain.states import EventSource
 from accelerators.inventory.merge import find_locked_hosts, merge_reports
-from accelerators.models import Host
+from accelerators.models import Command, Host
+from accelerators.models.commands import COMMAND_IS_OPEN
 from accelerators.runtime import jobs
 from accelerators.runtime.after_commit import call_after_commit
 from agents import spool
@@ -51,8 +52,9 @@ FIRST_DELAY_S, MAX_DELAY_S = 60.0, 3600.0
 """Seconds for which the reports of a host are put aside if one of them alone takes too long; doubled each time."""
 HOST_SHARE, HOST_BURST_S, FREE_BATCH_S = 0.01, 2.0, 0.25
 """The share of the merge's time that one host may use lastingly, and the seconds that it may use at once. Above it, its
-reports wait, also while no other host reports: a report that arrives during a long batch waits until its end. The first
-FREE_BATCH_S of a batch are not counted, because they are mostly round trips to the database, whatever is merged."""
+reports wait, also while no other host reports: a report that arrives during a long batch waits until its end. A host
+with open commands does not wait. The first FREE_BATCH_S of a batch are not counted, because they are mostly round trips
+to the database, whatever is merged."""
 MIN_REST_S, MAX_REST_S, REST_EVENT_INTERVAL_S = 1.0, 300.0, 600.0
 """The shortest and the longest time for which a host above its share waits, and the time after which another event
 tells of it."""
@@ -94,8 +96,13 @@ class MergePace:
     def list_delayed_hosts(self) -> set[int]:
         """Return the hosts whose reports are put aside now."""
         now = time.monotonic()
+        return {host_id for host_id, (until, _) in self._delays.items() if until > now}
+
+    def list_resting_hosts(self) -> set[int]:
+        """Return the hosts whose reports wait now, because they have used up their share of the merge's time."""
+        now = time.monotonic()
         self._rests = {host_id: until for host_id, until in self._rests.items() if until > now}
-        return {host_id for host_id, (until, _) in self._delays.items() if until > now} | set(self._rests)
+        return set(self._rests)
 
     def note_merged(self, turns: Sequence[spool.Turn], seconds: float) -> None:
         """Note that a batch was merged within this time: adapt the share, and forget the delays of its hosts."""
@@ -235,7 +242,7 @@ def _take_turns(*, ignore_urgency: bool) -> list[spool.Turn]:
     A host with reports that the last batch has left is taken only if no other host waits. Hosts whose reports are put
     aside are left out.
     """
-    delayed = _pace.list_delayed_hosts()
+    delayed = _pace.list_delayed_hosts() | _list_hosts_that_can_rest()
     excluded = delayed | _unfinished_hosts
     _unfinished_hosts.clear()
     attempts = [(False, excluded)] if ignore_urgency else [(True, excluded), (False, excluded)]
@@ -253,6 +260,17 @@ def _take_turns(*, ignore_urgency: bool) -> list[spool.Turn]:
             _unfinished_hosts.update(turn.host_id for turn in turns if not turn.is_complete)
             return turns
     return []
+
+
+def _list_hosts_that_can_rest() -> set[int]:
+    """Return the hosts above their share of the merge's time, without those that have open commands.
+
+    A command ends only after the report about its effect was merged, and a bind may wait for it.
+    """
+    resting = _pace.list_resting_hosts()
+    if not resting:
+        return resting
+    return resting - set(Command.objects.filter(COMMAND_IS_OPEN, host_id__in=resting).values_list("host_id", flat=True))
 
 
 def _merge_turns(turns: Sequence[spool.Turn]) -> None:

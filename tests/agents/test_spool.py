@@ -15,6 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
+from accelerators.commands import command_queue
+from accelerators.domain.caller import Caller
 from accelerators.domain.diff import HostReport, combine_reports
 from accelerators.models import Device, Event, Host
 from agents import jobs, spool, wire
@@ -309,20 +311,20 @@ def test_X5_a_host_whose_reports_take_long_to_merge_waits_and_the_hosts_beside_i
     busy, other = make_turn(1, 100), make_turn(2, 1)
     for _ in range(2):
         pace.note_merged([busy, other], jobs.HOST_BURST_S + jobs.FREE_BATCH_S)
-        assert not pace.list_delayed_hosts() - {1}
+        assert not pace.list_resting_hosts() - {1}
     pace.note_merged([busy, other], 1.0)
-    assert pace.list_delayed_hosts() == {1}
+    assert pace.list_resting_hosts() == {1}
     assert list(pace.take_hosts_to_tell_of()) == [1]
     assert not pace.take_hosts_to_tell_of(), "one event in ten minutes"
     pace.note_merged([other], 1.0)
-    assert pace.list_delayed_hosts() == {1}
+    assert pace.list_resting_hosts() == {1}
 
 
 def test_a_host_that_changes_often_on_a_slow_database_does_not_wait() -> None:
     pace = MergePace()
     for _ in range(1000):
         pace.note_merged([make_turn(1, 8)], jobs.FREE_BATCH_S)
-    assert not pace.list_delayed_hosts()
+    assert not pace.list_resting_hosts()
 
 
 @pytest.mark.django_db(transaction=True)
@@ -345,6 +347,21 @@ def test_X5_an_event_names_a_host_that_uses_more_than_its_share_and_its_report_i
     monkeypatch.setattr(jobs, "_pace", MergePace())  # The time is over.
     jobs.merge()
     assert Device.objects.get(host=busy).model == "m3"
+
+
+@pytest.mark.django_db(transaction=True)
+def test_a_host_above_its_share_does_not_wait_while_it_has_an_open_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    host = get_or_create_host("cmp1")
+    spool_reports(host, (make_driver_report(make_card(1, acts="health")),))
+    jobs.merge()
+    monkeypatch.setitem(jobs._pace._rests, host.id, time.monotonic() + 300.0)
+    spool_reports(host, (make_driver_report(make_card(1, model="m2")),), first_seq=2)
+    jobs.merge()
+    assert Spooled.objects.exists(), "it waits"
+    olga = Caller("olga", "u", frozenset({"admin"}), "p1")
+    command_queue.order_device_command("health", Device.objects.get().uuid, olga)
+    jobs.merge()
+    assert not Spooled.objects.exists() and Device.objects.get().model == "m2"
 
 
 @pytest.mark.django_db(transaction=True)
