@@ -375,6 +375,14 @@ def test_a_login_succeeds_if_the_subscriptions_cannot_be_confirmed(
     assert get_state(row)[0] == "active"
 
 
+def test_a_login_succeeds_if_the_subscriptions_cannot_be_read(keystone: Keystone) -> None:
+    auditor = AuthenticatedPerson(replace(ANN, roles=frozenset({policy.AUDITOR, "reader"})), "Default")
+    update_user(auditor)
+    with connection.cursor() as cursor:
+        cursor.execute("ALTER TABLE cyborgweb_subscription RENAME COLUMN owner TO former_owner")
+    assert update_user(auditor).is_active
+
+
 def test_a_service_user_with_a_token_for_a_domain_ends_nothing(
     keystone: Keystone, subscribe: Subscribe, monkeypatch: pytest.MonkeyPatch
 ) -> None:
