@@ -231,6 +231,21 @@ def test_a_job_waits_longer_after_each_attempt_and_gives_up_after_the_third(
     assert row.state == "failed" if isinstance(row, RolloutStep) else row.why == "unavailable"
 
 
+@pytest.mark.parametrize("act", ["uninstall its driver on several hosts"], indirect=True)
+def test_a_host_whose_order_succeeds_after_an_attempt_without_an_answer_shows_no_error(
+    act: str, device: Device
+) -> None:
+    results = [HolderCheckResult(unknown="no answer"), FREE]
+    with safety.HOLDER_CHECKS.replaced("nova", answer_each(lambda _: results.pop(0))):
+        ACTS[act](device)
+        driver_rollouts.run()
+        assert "no answer" in RolloutStep.objects.get().text
+        RolloutStep.objects.update(next_at=database_clock.now())
+        driver_rollouts.run()
+    row = RolloutStep.objects.get()
+    assert (row.state, row.text, row.next_at) == ("ordered", "", None)
+
+
 @pytest.mark.parametrize(
     "act", ["uninstall", "reset", "program", "partition", "change the layout", "uninstall its driver"], indirect=True
 )
