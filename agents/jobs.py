@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from django.conf import settings
 from django.db import DataError, IntegrityError, OperationalError, connection, transaction
 from psycopg.errors import LockNotAvailable, QueryCanceled
 from psycopg.pq import TransactionStatus
@@ -24,7 +25,7 @@ from accelerators.runtime import jobs
 from accelerators.runtime.after_commit import call_after_commit
 from agents import spool
 from agents.gateway import leases
-from agents.gateway.throttling import TokenBuckets
+from agents.gateway.throttling import BURST_S, TokenBuckets
 
 log = logging.getLogger(__name__)
 
@@ -50,14 +51,16 @@ FIRST_SHARE = 1 / 16
 its batches took too long."""
 FIRST_DELAY_S, MAX_DELAY_S = 60.0, 3600.0
 """Seconds for which the reports of a host are put aside if one of them alone takes too long; doubled each time."""
-HOST_SHARE, HOST_BURST_S, FREE_BATCH_S = 0.01, 2.0, 0.25
-"""The share of the merge's time that one host may use lastingly, and the seconds that it may use at once. Above it, its
-reports wait, also while no other host reports: a report that arrives during a long batch waits until its end. A host
-with open commands does not wait. The first FREE_BATCH_S of a batch are not counted, because they are mostly round trips
-to the database, whatever is merged."""
-MIN_REST_S, MAX_REST_S, REST_EVENT_INTERVAL_S = 1.0, 300.0, 600.0
-"""The shortest and the longest time for which a host above its share waits, and the time after which another event
-tells of it."""
+HOST_ROWS_PER_S, HOST_BURST_ROWS = 300, 25_000
+"""How many devices, deployables and attach handles of one host are merged per second lastingly, and at once. A host
+with 4096 devices of one handle each may change every minute. Above that, a host is throttled: its reports wait, but not
+an urgent one, and not while it has an open command. Rows are counted, not seconds, so that no host is throttled because
+the database or another host was slow."""
+MIN_THROTTLED_S, MAX_THROTTLED_S, THROTTLING_EVENT_INTERVAL_S = 1.0, 300.0, 600.0
+"""The shortest and the longest time for which a host is throttled, and the time until another event tells of it."""
+FOLD_INTERVAL_S, FOLD_TIMEOUT_S, FOLD_FRACTION = 10.0, 5.0, 4
+"""How often the spool of hosts that are left out is folded, how many seconds that may take, and the part of their share
+of the spool (1 / FOLD_FRACTION) above which it is done."""
 LOCK_TIMEOUT_OF_TURN_MS = 50
 """Milliseconds that a statement waits for a lock while hosts are merged one by one to find those with locked rows."""
 FIRST_LOCK_DELAY_S, MAX_LOCK_DELAY_S = 5.0, 60.0
@@ -77,11 +80,14 @@ class MergePace:
         """The part of BATCH_HOSTS and BATCH_BYTES that the next batch takes, at most 1."""
         self._delays: dict[int, tuple[float, float]] = {}
         """Host id → until when its reports are put aside (monotonic clock), and for how many seconds."""
-        self._rests: dict[int, float] = {}
-        """Host id → until when its reports wait, because it has used up its share of the merge's time."""
+        self._throttled: dict[int, float] = {}
+        """Host id → until when its reports wait, because more of its rows were merged than one host may have."""
         self._told_at: dict[int, float] = {}
-        """Host id → when an event has told that it uses more than its share."""
-        self._time_budgets = TokenBuckets(HOST_SHARE, HOST_BURST_S)
+        """Host id → when an event has told that it is throttled."""
+        self._row_budgets = TokenBuckets(HOST_ROWS_PER_S, HOST_BURST_ROWS)
+        self._folded_at = float("-inf")
+        self._were_all_locked = False
+        """Whether in the last batch every host seemed to have locked rows."""
 
     @property
     def max_hosts(self) -> int:
@@ -98,38 +104,33 @@ class MergePace:
         now = time.monotonic()
         return {host_id for host_id, (until, _) in self._delays.items() if until > now}
 
-    def list_resting_hosts(self) -> set[int]:
-        """Return the hosts whose reports wait now, because they have used up their share of the merge's time."""
+    def list_throttled_hosts(self) -> set[int]:
+        """Return the hosts whose reports wait now, because more of their rows were merged than one host may have."""
         now = time.monotonic()
-        self._rests = {host_id: until for host_id, until in self._rests.items() if until > now}
-        return set(self._rests)
+        self._throttled = {host_id: until for host_id, until in self._throttled.items() if until > now}
+        return set(self._throttled)
 
     def note_merged(self, turns: Sequence[spool.Turn], seconds: float) -> None:
-        """Note that a batch was merged within this time: adapt the share, and forget the delays of its hosts."""
+        """Note that a batch was merged within this time: adapt the share, forget the delays of its hosts, and
+        throttle those of which more rows were merged than one host may have."""
         if seconds > SLOW_BATCH_S:
             self.share = max(self.share / 2, 1 / BATCH_HOSTS)
         elif seconds < QUICK_BATCH_S:
             self.share = min(self.share * 2, 1.0)
         for turn in turns:
             self._delays.pop(turn.host_id, None)
-        self._charge_hosts(turns, seconds)
-
-    def _charge_hosts(self, turns: Sequence[spool.Turn], seconds: float) -> None:
-        """Charge the time of a batch to its hosts, by the number of devices that they have reported. Those that have
-        used more than their share wait."""
-        sizes = {turn.host_id: _count_devices(turn) for turn in turns}
-        for host_id, size in sizes.items():
-            cost_s = max(0.0, seconds - FREE_BATCH_S) * size / max(sum(sizes.values()), 1)
-            if cost_s and (rest_s := self._time_budgets.take(host_id, cost_s)) >= MIN_REST_S:
-                self._rests[host_id] = time.monotonic() + min(rest_s, MAX_REST_S)
+            wait_s = self._row_budgets.take(turn.host_id, _count_rows(turn))
+            if wait_s >= MIN_THROTTLED_S:
+                self._throttled[turn.host_id] = time.monotonic() + min(wait_s, MAX_THROTTLED_S)
+        self._were_all_locked = False
 
     def take_hosts_to_tell_of(self) -> dict[int, float]:
-        """Return the hosts above their share of which an event is due, each with the seconds for which it waits."""
+        """Return the throttled hosts of which an event is due, each with the seconds for which it is throttled."""
         now = time.monotonic()
         due = {
             host_id: until - now
-            for host_id, until in self._rests.items()
-            if now - self._told_at.get(host_id, float("-inf")) >= REST_EVENT_INTERVAL_S
+            for host_id, until in self._throttled.items()
+            if now - self._told_at.get(host_id, float("-inf")) >= THROTTLING_EVENT_INTERVAL_S
         }
         self._told_at |= dict.fromkeys(due, now)
         return due
@@ -150,6 +151,25 @@ class MergePace:
         """Note that other transactions have locked the rows of these hosts: leave them out for some seconds."""
         for host_id in host_ids:
             self._delay_host(host_id, FIRST_LOCK_DELAY_S, MAX_LOCK_DELAY_S)
+
+    def note_all_locked(self) -> bool:
+        """Note that every host of a batch seems to have locked rows; return True if it was so in the last batch, too.
+
+        The first time, the reason is more probably a locked table, for which no host is to be left out.
+        """
+        were_all_locked, self._were_all_locked = self._were_all_locked, True
+        return were_all_locked
+
+    def note_some_unlocked(self) -> None:
+        """Note that not every host of a batch has locked rows."""
+        self._were_all_locked = False
+
+    def is_folding_due(self) -> bool:
+        """Return whether the spool of hosts that are left out is to be looked at now; then False for a while."""
+        is_due = time.monotonic() - self._folded_at >= FOLD_INTERVAL_S
+        if is_due:
+            self._folded_at = time.monotonic()
+        return is_due
 
     def _delay_host(self, host_id: int, first_s: float, max_s: float) -> float:
         """Leave a host out for twice as long as the last time, within these limits; return for how many seconds."""
@@ -182,11 +202,14 @@ def merge_batch() -> bool:
 
     If a statement takes longer than STATEMENT_TIMEOUT_S, or the batch longer than BATCH_TIMEOUT_S, the reports stay in
     the spool, and the next batch is smaller. If a single report takes longer than that, its host is left out for some
-    time, the host's reports that cannot matter any more are deleted, and an event is recorded. If another transaction
-    has locked rows of some hosts of the batch for too long, these hosts are left out for some seconds, and the others
-    go on.
-    A host that uses more than HOST_SHARE of the time waits, and an event is recorded.
+    time, those of the host's reports whose content later ones replace completely are deleted, and an event is recorded.
+    If another transaction has locked rows of some hosts of the batch for too long, these hosts are left out for some
+    seconds, and the others go on. If that seems to be so for all hosts of a batch, a table may be locked: the first
+    time, LockNotAvailable is raised. A host of which more rows are merged than HOST_ROWS_PER_S is throttled, and an
+    event is recorded.
     """
+    if (left_out := _pace.list_delayed_hosts() | _pace.list_throttled_hosts()) and _pace.is_folding_due():
+        _fold_full_hosts(left_out)
     began = time.monotonic()
     turns = _take_turns(ignore_urgency=next(_batches) % OLDEST_FIRST_EVERY == 0)
     if not turns:
@@ -199,19 +222,21 @@ def merge_batch() -> bool:
             locked = find_locked_hosts([turn.host_id for turn in turns])
             if not locked:
                 locked = _merge_unlocked_turns(turns, began + BATCH_TIMEOUT_S)
-                if len(locked) == len(turns) > 1:
-                    raise  # what all hosts need is locked, such as a table
+                if len(locked) < len(turns):
+                    _pace.note_some_unlocked()
+                elif len(turns) > 1 and not _pace.note_all_locked():
+                    raise  # what all hosts need may be locked, such as a table
             log.warning("the rows of some hosts are locked by another transaction; their reports wait: %s", locked)
             _pace.note_locked(locked)
         elif not isinstance(error.__cause__, QueryCanceled):
             raise
         elif delay_s := _pace.note_timeout(turns):
-            spool.fold_reports(turns[0].host_id)
             _record_delay(turns[0].host_id, delay_s)
+            _fold_reports([turns[0].host_id])
     else:
         _pace.note_merged(turns, time.monotonic() - began)
-        for host_id, rest_s in _pace.take_hosts_to_tell_of().items():
-            _record_rest(host_id, rest_s)
+        for host_id, wait_s in _pace.take_hosts_to_tell_of().items():
+            _record_throttling(host_id, wait_s)
     call_after_commit(command_queue.wake_job_for_answers)
     return True
 
@@ -239,15 +264,18 @@ def limiting_duration(end: float, statement_timeout_s: float) -> Iterator[None]:
 def _take_turns(*, ignore_urgency: bool) -> list[spool.Turn]:
     """Return the turns of the next batch: of hosts with an urgent report, if there are any, otherwise of all.
 
-    A host with reports that the last batch has left is taken only if no other host waits. Hosts whose reports are put
-    aside are left out.
+    With `ignore_urgency`, it is the other way round. A host with reports that the last batch has left is taken only if
+    no other host waits. Hosts whose reports are put aside are left out, and so are throttled hosts, except for those
+    with an urgent report.
     """
-    delayed = _pace.list_delayed_hosts() | _list_hosts_that_can_rest()
-    excluded = delayed | _unfinished_hosts
+    delayed = _pace.list_delayed_hosts()
+    excluded = {True: delayed, False: delayed | _list_hosts_to_throttle()}
+    unfinished = set(_unfinished_hosts)
     _unfinished_hosts.clear()
-    attempts = [(False, excluded)] if ignore_urgency else [(True, excluded), (False, excluded)]
-    if excluded != delayed:
-        attempts.append((False, delayed))
+    order = (False, True) if ignore_urgency else (True, False)
+    attempts = [(urgent_only, excluded[urgent_only] | unfinished) for urgent_only in order]
+    if unfinished:
+        attempts += [(urgent_only, excluded[urgent_only]) for urgent_only in order]
     for urgent_only, left_out in attempts:
         turns = spool.take_turns(
             max_hosts=_pace.max_hosts,
@@ -262,15 +290,39 @@ def _take_turns(*, ignore_urgency: bool) -> list[spool.Turn]:
     return []
 
 
-def _list_hosts_that_can_rest() -> set[int]:
-    """Return the hosts above their share of the merge's time, without those that have open commands.
+def _list_hosts_to_throttle() -> set[int]:
+    """Return the throttled hosts, without those that have open commands.
 
     A command ends only after the report about its effect was merged, and a bind may wait for it.
     """
-    resting = _pace.list_resting_hosts()
-    if not resting:
-        return resting
-    return resting - set(Command.objects.filter(COMMAND_IS_OPEN, host_id__in=resting).values_list("host_id", flat=True))
+    throttled = _pace.list_throttled_hosts()
+    if not throttled:
+        return throttled
+    with_commands = Command.objects.filter(COMMAND_IS_OPEN, host_id__in=throttled)
+    return throttled - set(with_commands.values_list("host_id", flat=True))
+
+
+def _fold_full_hosts(host_ids: set[int]) -> None:
+    """Fold the spool of those of these hosts that use more than 1 / FOLD_FRACTION of their share of it."""
+    keys = settings.KEYS
+    limits = (share / FOLD_FRACTION for share in (keys.host_reports_per_s, keys.host_report_bytes_per_s))
+    if full := spool.list_hosts_above(host_ids, *(int(limit * BURST_S) for limit in limits)):
+        _fold_reports(full)
+
+
+def _fold_reports(host_ids: Iterable[int]) -> None:
+    """Fold the reports of these hosts in the spool, within FOLD_TIMEOUT_S; what is not done by then stays as it is."""
+    end = time.monotonic() + FOLD_TIMEOUT_S
+    for host_id in host_ids:
+        try:
+            with transaction.atomic(), limiting_duration(end, STATEMENT_TIMEOUT_S):
+                spool.fold_reports(host_id)
+        except OperationalError as error:
+            if not isinstance(error.__cause__, LockNotAvailable | QueryCanceled):
+                raise
+            log.warning("the waiting reports of host %d were not folded: %s", host_id, error)
+    with connection.cursor() as cursor:  # `limiting_duration` has left a shorter one
+        cursor.execute(f"SET LOCAL statement_timeout = {int(STATEMENT_TIMEOUT_S * 1000)}")
 
 
 def _merge_turns(turns: Sequence[spool.Turn]) -> None:
@@ -333,17 +385,19 @@ def _record_dropped_report(host_id: int, error: str) -> None:
     conductor.record_event("report.refused", EventSource.SYSTEM, "merge", host=host, reason=reason)
 
 
-def _count_devices(turn: spool.Turn) -> int:
-    """Return the number of devices in the reports of a turn."""
-    return sum(len(driver.devices) for report in turn.reports for driver in report.drivers)
+def _count_rows(turn: spool.Turn) -> int:
+    """Return the number of devices, deployables and attach handles in the reports of a turn."""
+    devices = [device for report in turn.reports for driver in report.drivers for device in driver.devices]
+    return len(devices) + sum(1 + len(part.handles) for device in devices for part in device.deployables)
 
 
-def _record_rest(host_id: int, rest_s: float) -> None:
-    """Record the event `report.delayed` for a host that uses more than its share of the merge's time."""
+def _record_throttling(host_id: int, wait_s: float) -> None:
+    """Record the event `report.delayed` for a host of which more rows are merged than one host may have."""
     reason = (
-        f"merging the host's reports takes more than {HOST_SHARE:.0%} of the time of the merge: each waits for a while,"
-        f" this one for {rest_s:.0f} s, and only the newest is merged. Those of other hosts go on. Look at which driver"
-        " of this host reports something new each time"
+        f"more than {HOST_ROWS_PER_S} devices, deployables and attach handles of the host would be merged per second:"
+        f" its reports are throttled, the next one for {wait_s:.0f} s; older ones are left out unless they still count."
+        " Urgent reports, and those of other hosts, do not wait. Look at which driver of this host reports something"
+        " new each time"
     )
     host = Host.objects.filter(id=host_id).first()
     conductor.record_event("report.delayed", EventSource.SYSTEM, "merge", host=host, reason=reason)

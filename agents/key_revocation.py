@@ -20,6 +20,7 @@ from accelerators.domain.errors import RefusalReason, RefusedError
 from accelerators.domain.states import EventSource
 from accelerators.models import Host
 from accelerators.runtime import pubsub
+from accelerators.runtime.after_commit import call_after_commit
 from agents.models import Agent, BarKind, JoinToken
 
 TOPIC = "agents"
@@ -183,7 +184,7 @@ def bar_cloned_key(host_id: int, key: str, first: ConnectionIdentity, second: Co
             "epoch": [first.epoch, second.epoch],
         }
         _record_event(row.host, "agent.clone", EventSource.SYSTEM, "gateway", changes, reason)
-    pubsub.publish(TOPIC, str(host_id))
+        call_after_commit(pubsub.publish, TOPIC, str(host_id))  # a failure of it must not have the bar repeated
 
 
 def describe_both(first: ConnectionIdentity, second: ConnectionIdentity) -> str:

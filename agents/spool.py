@@ -76,6 +76,10 @@ DELETE_OLDER_REPORTS = """
 DELETE FROM spool
 WHERE host_id = %(host)s AND (id = ANY(%(ids)s) OR (epoch, seq, id) < (%(epoch)s, %(seq)s, %(id)s))
 """
+SELECT_HOSTS_ABOVE = """
+SELECT host_id FROM spool WHERE host_id = ANY(%s) GROUP BY host_id
+HAVING count(*) > %s OR sum(octet_length(payload)) > %s
+"""
 MAX_BIGINT = 2**63 - 1
 
 _decode_report = msgspec.json.Decoder(wire.Report).decode
@@ -149,9 +153,10 @@ def take_turns(
 def build_turn(rows: Sequence[SpooledReport], newest: tuple[int, int] = (0, 0)) -> Turn:
     """Build the turn of one host from its reports, oldest first; `newest` is the (epoch, seq) of its newest report.
 
-    The reports are decoded from the newest one on, until every driver of the newest one has an answer beside which an
-    earlier one does not matter; older reports are left out. A report that this release cannot decode is left out, too,
-    and so is one in which none of the drivers that are still looked for answers.
+    The reports are decoded from the newest one on. A driver is complete as soon as a decoded report has an answer of it
+    that replaces all its earlier answers. Decoding ends when all drivers of the newest report are complete, and the
+    older reports are left out. Left out, too, are reports that this release cannot decode, and reports in which no
+    driver answers that is not complete yet.
     """
     folding = ReportFolding()
     for row in reversed(rows):
@@ -196,8 +201,17 @@ class ReportFolding:
         return True
 
 
+def list_hosts_above(host_ids: Collection[int], max_reports: int, max_bytes: int) -> list[int]:
+    """Return those of these hosts with more reports, or more bytes of reports, in the spool. No statement for none."""
+    if not host_ids:
+        return []
+    with connection.cursor() as cursor:
+        cursor.execute(SELECT_HOSTS_ABOVE, [list(host_ids), max_reports, max_bytes])
+        return [host_id for (host_id,) in cursor.fetchall()]
+
+
 def fold_reports(host_id: int) -> None:
-    """Delete the reports of a host that cannot matter any more, without merging the others.
+    """Delete those of a host's reports whose content later reports replace completely, without merging the others.
 
     At most TURN_BYTES, and one report, are in memory at the same time. The caller must be the only one that reads the
     spool.

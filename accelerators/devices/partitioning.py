@@ -16,7 +16,7 @@ from uuid import UUID
 from accelerators import conductor, safety
 from accelerators.commands import command_queue
 from accelerators.domain.caller import Caller
-from accelerators.domain.errors import RefusalReason, RefusedError
+from accelerators.domain.errors import RefusalReason, RefusedError, WritesRefusedError
 from accelerators.domain.states import DeviceState, EventSource, HandleType
 from accelerators.models import AttachHandle, Command, Device
 
@@ -77,7 +77,8 @@ def partition_devices(
     A target that matches no device gets a refused result, too. Each device is changed in a transaction of its own, so a
     refused device does not stop the others. A device that is named twice gets one command. The holder checks are made
     before, for all devices at once that are not refused anyway. Devices whose turn has not come within TIME_LIMIT_S
-    seconds after that are refused with UNAVAILABLE. Raises RefusedError INVALID, and places no command, if the reason
+    seconds after that are refused with UNAVAILABLE, and so are the rest if writes are refused after the first command.
+    Raises RefusedError INVALID, and places no command, if the reason
     or the number of units is out of range, if the targets name no device or more than MAX_DEVICES, or if a generation
     is given for more than one device.
     """
@@ -93,15 +94,22 @@ def partition_devices(
         )
     answers = _ask_holders([device for device, _ in devices if device is not None], wanted)
     give_up_at = time.monotonic() + TIME_LIMIT_S
-    results = []
+    results: list[PartitionResult] = []
+    refusal_of_rest = ""
     for device, target in devices:
         if device is None:
             results.append(_build_no_match_result(target))
-        elif time.monotonic() > give_up_at:
-            text = f"There was no time left for device {device}: send the request for it again."
-            results.append(PartitionResult(target, device, None, text, RefusalReason.UNAVAILABLE))
-        else:
-            results.append(_order_partition(target, device, wanted, caller, reason, source, answers))
+            continue
+        if not refusal_of_rest and time.monotonic() <= give_up_at:
+            try:
+                results.append(_order_partition(target, device, wanted, caller, reason, source, answers))
+                continue
+            except WritesRefusedError as refused:
+                if not any(result.command for result in results):
+                    raise
+                refusal_of_rest = str(refused)
+        text = refusal_of_rest or f"There was no time left for device {device}: send the request for it again."
+        results.append(PartitionResult(target, device, None, text, RefusalReason.UNAVAILABLE))
     return results
 
 

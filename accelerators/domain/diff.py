@@ -321,8 +321,8 @@ def collect_changes(
     the programs in flash memory are forgotten, too.
 
     `owners` maps the ids of providers to the names of the hosts to which they belong; the host's new providers are
-    added. If a driver names a provider of another host, its part of the report is replaced by an error and a fault. A
-    deployable with a new name that does not begin with the host's node is left out, and its device gets a fault.
+    added. A deployable whose provider belongs to another host is left out, and so is one with a new name that does not
+    begin with the host's node; its device gets a fault.
     Devices and parts above `max_devices` are not stored (`limits.limit_devices`); the stored hash then is
     INCOMPLETE_HASH.
     """
@@ -343,7 +343,8 @@ def collect_changes(
         for driver, answer in driver_reports.items()
     }
     identified = identify_devices(host.devices, own_reports)
-    limited = limit_devices(host, identified.accepted, max_devices, driver_reports)
+    off = {one.driver for one in report.drivers if one.state in driver_status.OFF_STATES}
+    limited = limit_devices(host, identified.accepted, max_devices, driver_reports.keys() - off)
     driver_reports = _leave_out_excess(identified.driver_reports, limited)
     for one in limited.accepted:
         _collect_device_changes(host, one, now, collected)
@@ -390,29 +391,27 @@ def _leave_out_excess(
 def _refuse_wrong_providers(
     host: StoredHost, answer: CombinedDriverReport, owners: dict[str, str]
 ) -> CombinedDriverReport:
-    """Return the answer without wrongly named deployables; if it names a provider of another host, return an error and
-    a fault instead.
+    """Return the answer without wrongly named deployables and those whose provider belongs to another host; their
+    devices get faults.
 
     The ids of the returned answer's providers are added to `owners`.
     """
     names = {deployable.name for device in answer.devices or () for deployable in device.deployables}
     providers = {name: str(compute_provider_uuid(name)) for name in names}
-    foreign = [name for name in sorted(names) if owners.get(providers[name], host.name) != host.name]
-    if foreign:
-        reason = (
-            f"the resource provider {foreign[0]} belongs to host {owners[providers[foreign[0]]]}: the devices of this "
-            f"driver stay as they were. Give {host.name} a node name of its own (CYBORG_HOST_NODE), or configure the "
-            "driver to name its deployables after it"
-        )
-        return CombinedDriverReport(reason, None, (*answer.faults, Fault(foreign[0], reason)))
     problems = {
-        name: provider_names.describe_wrong_name(name, host.node, host.other_nodes)
-        for name, provider in providers.items()
-        if provider not in owners
+        name: _describe_wrong_provider(name, host, owners.get(provider)) for name, provider in providers.items()
     }
     wrong_names = {name: problem for name, problem in problems.items() if problem}
     owners.update({provider: host.name for name, provider in providers.items() if name not in wrong_names})
     return _leave_out_deployables(answer, wrong_names) if wrong_names else answer
+
+
+def _describe_wrong_provider(name: str, host: StoredHost, owner: str | None) -> str:
+    """Return why a host may not have the provider with this name; '' if it may. `owner` is the name of the host to
+    which it belongs, None if it is new."""
+    if owner is None:
+        return provider_names.describe_wrong_name(name, host.node, host.other_nodes)
+    return "" if owner == host.name else f"the resource provider {name} belongs to host {owner}"
 
 
 def _leave_out_deployables(answer: CombinedDriverReport, wrong_names: Mapping[str, str]) -> CombinedDriverReport:

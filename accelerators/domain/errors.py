@@ -1,9 +1,10 @@
-"""The base class of the exceptions of `accelerators`, and the one that refuses a request of a caller.
+"""The base class of the exceptions of `accelerators`, and those that refuse a request of a caller, or all writes.
 
 All exceptions of this package, each with the module that defines it:
 
     AcceleratorsError                   accelerators.domain.errors
       RefusedError                      accelerators.domain.errors
+      WritesRefusedError                accelerators.domain.errors
       GroupError                        accelerators.domain.groups
       IllegalTransitionError            accelerators.domain.states
       RegistrationError                 accelerators.runtime.registry
@@ -25,6 +26,10 @@ from enum import StrEnum
 
 class AcceleratorsError(Exception):
     """Base class of all exceptions of `accelerators`."""
+
+
+class WritesRefusedError(AcceleratorsError):
+    """Callers may write nothing now. The check of `conductor.checking_writes` raises a subclass."""
 
 
 class RefusalReason(StrEnum):

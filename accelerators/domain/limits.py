@@ -70,9 +70,10 @@ def limit_devices(
     """Leave out new devices, and new parts of stored devices, above the limits of one host.
 
     Devices and parts that are stored already stay, whether they are reported or missing. `drivers` are the names of the
-    host's drivers; places are kept for those that have few devices or none (RESERVED_FRACTION). The other places go
-    first to the driver that uses the fewest; of one driver, the devices that are reported first are accepted. The fault
-    of a driver names the number of its devices that were left out or lack parts, the limits and the setting.
+    host's drivers that run; places are kept for those that have few devices or none (RESERVED_FRACTION). The other
+    places go first to the driver that uses the fewest; of one driver, the devices that are reported first are accepted.
+    The fault of a driver names the number of its devices that were left out or lack parts, the limits, the number that
+    one driver may have, and the setting.
     """
     all_devices = list(accepted)
     names = {*drivers, *(one.driver for one in host.devices), *(one.driver for one in all_devices)}
@@ -108,7 +109,8 @@ def limit_devices(
         for candidate in candidates
         if candidate.is_taken or candidate.identified.stored is not None
     ]
-    return LimitedDevices(taken, {driver: _make_fault(host, excess[driver], max_devices, share) for driver in excess})
+    faults = {driver: _make_fault(host, number, max_devices, share, len(names)) for driver, number in excess.items()}
+    return LimitedDevices(taken, faults)
 
 
 @dataclass
@@ -125,12 +127,13 @@ class _Candidate:
     is_taken: bool = False
 
 
-def _make_fault(host: StoredHost, excess: int, max_devices: int, share: int) -> Fault:
+def _make_fault(host: StoredHost, excess: int, max_devices: int, share: int, driver_count: int) -> Fault:
     """Return the fault of a driver about its devices that are not stored, or not completely."""
     reason = (
         f"devices that are not stored, or not with all their parts: {excess}. {SETTING} allows {max_devices}"
         f" devices of one host, and {PARTS_PER_DEVICE} times as many deployables and attach handles; {share} devices"
-        " are kept for each driver that has fewer; missing ones count until they are removed. Raise it if the host"
+        f" are kept for each driver that has fewer, and for one that may be added, so that one driver has at most"
+        f" {max_devices - share * driver_count}; missing ones count until they are removed. Raise it if the host"
         " really has so many, then restart the host's agent"
     )
     return Fault(host.name, reason)

@@ -1,7 +1,9 @@
 """Decide whether a host may use a name for a new resource provider. Pure: it reads and writes nothing.
 
 Providers of all hosts share one namespace in Placement, and a provider's id is computed from its name. So a name begins
-with the host's node and `_`; otherwise a host could take a name that another host will need.
+with the host's node and `_`; otherwise a host could take a name that another host will need. Only the nodes of hosts
+that exist are known: `cmp1` can take names that begin with `cmp1_2_` until the node `cmp1_2` exists. Those names stay
+with `cmp1`, and `cmp1_2` gets a fault for each of its devices with such a name.
 """
 
 from __future__ import annotations

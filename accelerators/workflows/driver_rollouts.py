@@ -294,7 +294,8 @@ def _order_host(rollout: Rollout, step_row: RolloutStep, answers: safety.HolderA
         _end_step(step_row, _S.DONE, f"{rollout.driver} {unchanged_text}")
     else:
         step_row.state, step_row.command = _S.ORDERED.value, command
-        step_row.save(update_fields=["state", "command"])
+        step_row.text, step_row.next_at = "", None  # of an attempt before
+        step_row.save(update_fields=["state", "command", "text", "next_at"])
 
 
 def _end_step(step_row: RolloutStep, state: RolloutStepState, text: str) -> None:

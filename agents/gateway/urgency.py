@@ -17,6 +17,8 @@ FAULTY_HEALTH = ("failed", "degraded")
 """The health of a faulty device. A device of unknown health is not known to be faulty."""
 MAX_CHECKED_DEVICES = 256
 """The maximum number of devices of one report that are looked up, so that a report costs the writer a bounded time."""
+MAX_CHECKED_OF_BATCH = 4096
+"""The same for all reports of a batch. Each report has an equal part of it, but at least one device."""
 SELECT_HOSTS_WITH_CHANGED_HEALTH = """
 SELECT DISTINCT d.host_id
 FROM unnest(%s::bigint[], %s::text[], %s::text[]) AS x(host_id, key, status)
@@ -27,7 +29,7 @@ WHERE EXISTS (
     EXISTS (SELECT FROM accelerators_acceleratorrequest r WHERE r.attach_handle_id = t.id)
     OR EXISTS (SELECT FROM accelerators_releasedhandle w WHERE w.handle_id = t.id)))
 """
-"""The hosts of which a held device is recorded with another health. It reads no row that others may have locked."""
+"""The hosts of which a held device is recorded with another health. It locks no row, so it waits for none."""
 
 DeviceHealth = tuple[str, str]
 """Key and health of a device."""
@@ -56,13 +58,16 @@ def list_faulty_keys(devices: Iterable[DeviceHealth]) -> frozenset[str]:
     return frozenset(key for key, health in devices if health in FAULTY_HEALTH)
 
 
-def find_hosts_with_changed_health(reported: Iterable[tuple[int, Iterable[DeviceHealth]]]) -> set[int]:
+def find_hosts_with_changed_health(reported: Iterable[tuple[int, Sequence[DeviceHealth]]]) -> set[int]:
     """Return those of these hosts that report a held device whose recorded health is another one.
 
-    `reported` has pairs of the id of a host and its devices to check. It costs one statement, none if there is no such
-    device, and waits for no lock.
+    `reported` has pairs of the id of a host and its devices to check, the most important ones first. At most
+    MAX_CHECKED_OF_BATCH devices are looked up, or one of each report. It costs one statement, none if there is no such
+    device, and waits only for locks of whole tables.
     """
-    rows = [(host_id, key, health) for host_id, devices in reported for key, health in devices]
+    with_devices = [(host_id, devices) for host_id, devices in reported if devices]
+    part = max(1, MAX_CHECKED_OF_BATCH // max(1, len(with_devices)))
+    rows = [(host_id, key, health) for host_id, devices in with_devices for key, health in devices[:part]]
     if not rows:
         return set()
     with connection.cursor() as cursor:

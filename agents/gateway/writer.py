@@ -24,7 +24,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, TypeVar
 
 import psycopg
-from django.db import DatabaseError, InterfaceError, OperationalError, close_old_connections, connection
+from django.db import DatabaseError, DataError, InterfaceError, OperationalError, close_old_connections, connection
 
 from accelerators import conductor, slow_neighbours
 from accelerators.domain import errors
@@ -113,7 +113,7 @@ class SpoolJob:
     """Store a report in the spool. The future gives True if it was spooled, False if its content is applied already.
 
     `payload` is the text of the Report message. A report with `health_to_check` is stored before others; whether it is
-    merged before others, too, is decided when it is stored.
+    merged before others, too (`is_urgent`), is decided at the first attempt to store it, None before.
     """
 
     future: asyncio.Future[Any]
@@ -122,6 +122,7 @@ class SpoolJob:
     content_hash: str
     payload: str
     health_to_check: Sequence[DeviceHealth] = ()
+    is_urgent: bool | None = None
 
 
 @dataclass(slots=True)
@@ -495,8 +496,8 @@ class DatabaseWriter(threading.Thread):
             full_hosts = self._find_hosts_above_share({job.host_id for job in new})
             fresh = [job for job in new if job.host_id not in full_hosts]
             if fresh:
-                found = urgency.find_hosts_with_changed_health((job.host_id, job.health_to_check) for job in fresh)
-                urgent_hosts = {host_id for host_id in found if self._urgency_buckets.try_take(host_id)}
+                self._decide_urgency([job for job in fresh if job.is_urgent is None])
+                urgent_hosts = {job.host_id for job in fresh if job.is_urgent}
                 with cursor.copy(COPY_TO_SPOOL) as copy:
                     copy.set_types(COPY_TYPES)
                     for job in fresh:
@@ -512,6 +513,24 @@ class DatabaseWriter(threading.Thread):
             id(job): True for job in fresh
         }
         return [(job.future, outcomes.get(id(job), False)) for job in jobs]
+
+    def _decide_urgency(self, jobs: list[SpoolJob]) -> None:
+        """Set `is_urgent` of these jobs, once, so that a repeated attempt to store them uses up no further urgency.
+
+        If a table that this needs is locked, they are not urgent: no acknowledgement waits for it. A job whose keys the
+        database cannot compare is not urgent either; with several jobs, DataError is raised, and they are stored one by
+        one.
+        """
+        try:
+            found = urgency.find_hosts_with_changed_health((job.host_id, job.health_to_check) for job in jobs)
+        except (DataError, OperationalError) as error:
+            if len(jobs) > 1 if isinstance(error, DataError) else not is_lock_timeout(error):
+                raise
+            log.warning("reports are stored as not urgent, because their urgency cannot be found out now: %s", error)
+            found = set()
+        urgent_hosts = {host_id for host_id in found if self._urgency_buckets.try_take(host_id)}
+        for job in jobs:
+            job.is_urgent = job.host_id in urgent_hosts
 
     def _find_hosts_above_share(self, host_ids: Iterable[int]) -> set[int]:
         """Return those of these hosts that use up their share of the spool.

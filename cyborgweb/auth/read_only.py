@@ -12,12 +12,14 @@ from __future__ import annotations
 import threading
 import time
 
-from django.db import connection, transaction
+from django.db import OperationalError, connection, transaction
+from psycopg.errors import LockNotAvailable
 
 from accelerators import conductor
 from accelerators.api.own.errors import READ_ONLY, ApiError
 from accelerators.commands.command_queue import check_reason
 from accelerators.domain.caller import Caller
+from accelerators.domain.errors import RefusalReason, RefusedError, WritesRefusedError
 from accelerators.domain.states import EventSource
 from accelerators.runtime import pubsub
 from cyborgweb.errors import CyborgwebError
@@ -31,15 +33,21 @@ RETRY_S = 30
 
 _SWITCH_LOCK_ID = 0x72656164
 """Key of the advisory lock that serializes switches: without the row, there is nothing else to lock."""
-LOCK_AND_READ_SWITCH = "SELECT pg_advisory_xact_lock_shared(%s); SELECT id FROM cyborgweb_maintenance"
-"""Two statements, so that the second one sees what was committed while the first one waited."""
+SWITCH_TIMEOUT_S, WRITE_TIMEOUT_S = 5.0, 7.0
+"""Seconds that a switch waits for writes that have begun before it, and a write for a switch. All writes that begin
+while a switch waits wait behind it; therefore both give up, first the switch."""
+LOCK_AND_READ_SWITCH = """
+SET LOCAL lock_timeout = %s; SELECT pg_advisory_xact_lock_shared(%s); SET LOCAL lock_timeout TO DEFAULT;
+SELECT id FROM cyborgweb_maintenance
+"""
+"""Several statements, so that the last one sees what was committed while the second one waited."""
 _cached: tuple[float, Maintenance | None] | None = None
 _drop_count = 0
 _cache_lock = threading.Lock()
 """Guards `_cached` and `_drop_count`, which counts how often `_cached` was dropped."""
 
 
-class ReadOnlyError(CyborgwebError, ApiError):
+class ReadOnlyError(CyborgwebError, WritesRefusedError, ApiError):
     """503: everything is read only now. `wait` is the Retry-After in seconds."""
 
     wait = RETRY_S
@@ -82,11 +90,18 @@ def refuse_if_read_only() -> None:
 def refuse_in_transaction() -> None:
     """Raise ReadOnlyError while everything is read only, and hold off the switch until the present transaction ends.
 
-    So nothing that a person or a caller has begun is committed after the switch. One round trip to the database.
+    So nothing that a person or a caller has begun is committed after the switch. It is also raised if a switch has
+    waited for WRITE_TIMEOUT_S. One round trip to the database.
     """
     with connection.cursor() as cursor:
-        cursor.execute(LOCK_AND_READ_SWITCH, [_SWITCH_LOCK_ID])
-        cursor.nextset()
+        try:
+            cursor.execute(LOCK_AND_READ_SWITCH, [int(WRITE_TIMEOUT_S * 1000), _SWITCH_LOCK_ID])
+        except OperationalError as error:
+            if not isinstance(error.__cause__, LockNotAvailable):
+                raise
+            raise ReadOnlyError("Read-only mode is being switched on or off: try again.") from None
+        while cursor.nextset():
+            pass
         is_on = cursor.fetchone() is not None
     if is_on:
         _drop_cached(None)  # this process has not noticed it yet
@@ -98,13 +113,12 @@ def switch_read_only(on: bool, actor: Caller, reason: str, source: EventSource) 
 
     A change records an event in the same transaction and notifies all processes after the commit. If the switch is
     already in that position, nothing changes. Waits while another transaction switches, and until the transactions in
-    which people and callers write have ended; later ones are refused. Raises RefusedError INVALID if the reason is too
-    long or contains NUL.
+    which people and callers write have ended; later ones are refused. Raises RefusedError: INVALID if the reason is too
+    long or contains NUL, UNAVAILABLE if it had to wait for SWITCH_TIMEOUT_S.
     """
     reason = check_reason(reason)
     with conductor.writing():
-        with connection.cursor() as cursor:
-            cursor.execute("SELECT pg_advisory_xact_lock(%s)", [_SWITCH_LOCK_ID])
+        _lock_switch()
         previous = Maintenance.objects.first()
         maintenance = previous
         if on and previous is None:
@@ -119,6 +133,20 @@ def switch_read_only(on: bool, actor: Caller, reason: str, source: EventSource) 
             conductor.record_event(action, source, actor.name, changes=changes, reason=reason)
             transaction.on_commit(_notify_processes)
     return maintenance
+
+
+def _lock_switch() -> None:
+    """Take the lock of the switch, which ends with the transaction; raise RefusedError UNAVAILABLE if another
+    transaction keeps it for SWITCH_TIMEOUT_S."""
+    try:
+        with connection.cursor() as cursor:
+            cursor.execute(f"SET LOCAL lock_timeout = {int(SWITCH_TIMEOUT_S * 1000)}")
+            cursor.execute("SELECT pg_advisory_xact_lock(%s)", [_SWITCH_LOCK_ID])
+    except OperationalError as error:
+        if not isinstance(error.__cause__, LockNotAvailable):
+            raise
+        text = "Read-only mode was not switched, because a change has been running for long: try again."
+        raise RefusedError(RefusalReason.UNAVAILABLE, text) from None
 
 
 def _notify_processes() -> None:

@@ -162,8 +162,9 @@ class Keys:
         "CYBORG_MAX_DEVICES_PER_HOST",
         4096,
         "How many devices of one host are stored, missing ones included, and 16 times as many deployables and attach"
-        " handles. A sixteenth is kept for each of its drivers that has fewer, and for one to come. A fault of each"
-        " driver says how many devices exceed it.",
+        " handles. A sixteenth is kept for each of its drivers that runs and has fewer, and for one driver that may be"
+        " added later; so one driver alone has at most fifteen sixteenths (3840). A fault of each driver says how many"
+        " devices exceed it, and how many one driver may have.",
     )
     pending_report_bytes: int = declare_key(
         "CYBORG_PENDING_REPORT_BYTES",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import time
 from collections.abc import Iterator
@@ -9,7 +10,7 @@ from typing import Any
 
 import psycopg
 import pytest
-from django.db import connection
+from django.db import connection, transaction
 from django.test.utils import CaptureQueriesContext
 from hypothesis import given
 from hypothesis import strategies as st
@@ -306,34 +307,54 @@ def make_turn(host_id: int, devices: int) -> spool.Turn:
     return spool.Turn(host_id, [make_report(make_driver_report(*map(make_card, range(devices))))], (1, 1))
 
 
-def test_X5_a_host_whose_reports_take_long_to_merge_waits_and_the_hosts_beside_it_do_not() -> None:
+def merge_for_minutes(monkeypatch: pytest.MonkeyPatch, devices: int, interval_s: float, minutes: int = 30) -> int:
+    """Let one host report this number of devices at this interval, beside a small one, on a database that needs 4 s for
+    each batch; return how many of its reports are merged within these minutes."""
+    now, merged = 1000.0, 0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
     pace = MergePace()
-    busy, other = make_turn(1, 100), make_turn(2, 1)
-    for _ in range(2):
-        pace.note_merged([busy, other], jobs.HOST_BURST_S + jobs.FREE_BATCH_S)
-        assert not pace.list_resting_hosts() - {1}
-    pace.note_merged([busy, other], 1.0)
-    assert pace.list_resting_hosts() == {1}
+    pace._row_budgets = TokenBuckets(jobs.HOST_ROWS_PER_S, jobs.HOST_BURST_ROWS, lambda: now)
+    busy, other = make_turn(1, devices), make_turn(2, 8)
+    while now < 1000.0 + minutes * 60:
+        throttled = pace.list_throttled_hosts()
+        assert 2 not in throttled
+        pace.note_merged([other] if 1 in throttled else [busy, other], 4.0)
+        merged += 1 not in throttled
+        now += interval_s
+    return merged
+
+
+@pytest.mark.parametrize(("devices", "interval_s"), [(4096, 60.0), (100, 1.0), (8, 0.1)])
+def test_X5_a_host_within_its_share_of_merged_rows_is_not_throttled_however_slow_the_database_is(
+    devices: int, interval_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert merge_for_minutes(monkeypatch, devices, interval_s) >= 30 * 60 / interval_s - 1
+
+
+def test_X5_a_host_that_reports_many_devices_without_pause_is_throttled_and_the_one_beside_it_is_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rows_per_report = 3 * 1300
+    merged = merge_for_minutes(monkeypatch, 1300, 0.25)
+    lasting = 30 * 60 * jobs.HOST_ROWS_PER_S / rows_per_report
+    assert lasting * 0.9 < merged < lasting + jobs.HOST_BURST_ROWS / rows_per_report + 3
+
+
+def test_one_event_in_ten_minutes_names_a_throttled_host() -> None:
+    pace = MergePace()
+    for _ in range(4):
+        pace.note_merged([make_turn(1, 5000)], 1.0)
+    assert pace.list_throttled_hosts() == {1}
     assert list(pace.take_hosts_to_tell_of()) == [1]
-    assert not pace.take_hosts_to_tell_of(), "one event in ten minutes"
-    pace.note_merged([other], 1.0)
-    assert pace.list_resting_hosts() == {1}
-
-
-def test_a_host_that_changes_often_on_a_slow_database_does_not_wait() -> None:
-    pace = MergePace()
-    for _ in range(1000):
-        pace.note_merged([make_turn(1, 8)], jobs.FREE_BATCH_S)
-    assert not pace.list_resting_hosts()
+    assert not pace.take_hosts_to_tell_of()
 
 
 @pytest.mark.django_db(transaction=True)
-def test_X5_an_event_names_a_host_that_uses_more_than_its_share_and_its_report_is_kept(
+def test_X5_an_event_names_a_throttled_host_and_its_report_is_kept(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(jobs, "FREE_BATCH_S", 0.0)
     monkeypatch.setattr(jobs, "_pace", MergePace())
-    jobs._pace._time_budgets = TokenBuckets(1e-6, 0.0)
+    jobs._pace._row_budgets = TokenBuckets(1e-6, 0.0)
     busy, other = get_or_create_host("cmp1"), get_or_create_host("cmp2")
     for seq in (1, 2, 3):
         spool_reports(busy, (make_driver_report(make_card(1, model=f"m{seq}")),), first_seq=seq)
@@ -343,18 +364,71 @@ def test_X5_an_event_names_a_host_that_uses_more_than_its_share_and_its_report_i
     assert Device.objects.get(host=busy).model == "m2" and Device.objects.filter(host=other).exists()
     assert Spooled.objects.get().host == busy, "an acknowledged report is not lost"
     event = Event.objects.get(action="report.delayed")
-    assert event.host == "cmp1" and "more than 1% of the time" in event.reason
+    assert event.host == "cmp1" and "are throttled" in event.reason
     monkeypatch.setattr(jobs, "_pace", MergePace())  # The time is over.
     jobs.merge()
     assert Device.objects.get(host=busy).model == "m3"
 
 
 @pytest.mark.django_db(transaction=True)
-def test_a_host_above_its_share_does_not_wait_while_it_has_an_open_command(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_urgent_report_of_a_throttled_host_does_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    host, other = get_or_create_host("cmp1"), get_or_create_host("cmp2")
+    jobs._pace._throttled[host.id] = time.monotonic() + 300.0
+    for seq in (1, 2):  # The second one comes in a batch that ignores urgency.
+        monkeypatch.setattr(jobs, "_batches", itertools.count(seq * jobs.OLDEST_FIRST_EVERY - 1))
+        spool_reports(host, (make_driver_report(make_card(1, model=f"m{seq}")),), first_seq=seq)
+        jobs.merge_batch()
+        assert Spooled.objects.filter(host=host).exists(), "it waits"
+        Spooled.objects.update(urgent=True)
+        assert jobs.merge_batch()
+        assert Device.objects.get(host=host).model == f"m{seq}"
+    assert not Spooled.objects.exists() and not Device.objects.filter(host=other).exists()
+
+
+@pytest.mark.django_db(transaction=True)
+def test_X5_the_spool_of_a_throttled_host_is_folded_before_it_is_full(
+    settings: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings.KEYS = dataclasses.replace(settings.KEYS, host_reports_per_s=1 / 3)  # 40 reports may wait
+    host = get_or_create_host("cmp1")
+    jobs._pace._throttled[host.id] = time.monotonic() + 300.0
+    spool_reports(host, *[(make_driver_report(make_card(n % 7)),) for n in range(10)])
+    jobs.merge()
+    assert Spooled.objects.count() == 10, "a quarter may wait"
+    jobs._pace._folded_at = float("-inf")
+    spool_reports(host, (make_driver_report(make_card(1)),), first_seq=11)
+    jobs.merge()
+    assert Spooled.objects.get().seq == 11
+
+
+@pytest.mark.django_db(transaction=True)
+@pytest.mark.parametrize("problem", ["slow", "locked"])
+def test_folding_that_takes_too_long_delays_no_other_host(problem: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jobs, "FOLD_TIMEOUT_S", 0.3)
+    host, other = get_or_create_host("cmp1"), get_or_create_host("cmp2")
+    spool_reports(host, *[(make_driver_report(make_card(1)),)] * 2)
+
+    def be_slow(host_id: int) -> None:
+        with connection.cursor() as cursor:
+            cursor.execute("SELECT pg_sleep(5)" if problem == "slow" else "SET LOCAL lock_timeout = 1")
+            cursor.execute("LOCK TABLE accelerators_attribute IN SHARE MODE")
+
+    monkeypatch.setattr(spool, "fold_reports", be_slow)
+    with psycopg.connect(**connection.get_connection_params()) as outside:
+        outside.execute("LOCK TABLE accelerators_attribute IN ROW EXCLUSIVE MODE")
+        with transaction.atomic():
+            jobs._record_delay(host.id, 60.0)
+            jobs._fold_reports([host.id, other.id])
+    assert Event.objects.get(action="report.delayed").host == "cmp1"
+    assert Spooled.objects.count() == 2
+
+
+@pytest.mark.django_db(transaction=True)
+def test_a_throttled_host_does_not_wait_while_it_has_an_open_command() -> None:
     host = get_or_create_host("cmp1")
     spool_reports(host, (make_driver_report(make_card(1, acts="health")),))
     jobs.merge()
-    monkeypatch.setitem(jobs._pace._rests, host.id, time.monotonic() + 300.0)
+    jobs._pace._throttled[host.id] = time.monotonic() + 300.0
     spool_reports(host, (make_driver_report(make_card(1, model="m2")),), first_seq=2)
     jobs.merge()
     assert Spooled.objects.exists(), "it waits"
@@ -365,17 +439,42 @@ def test_a_host_above_its_share_does_not_wait_while_it_has_an_open_command(monke
 
 
 @pytest.mark.django_db(transaction=True)
-def test_a_locked_table_postpones_no_single_host(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_table_that_is_locked_during_one_batch_postpones_no_single_host(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(jobs, "STATEMENT_TIMEOUT_S", 0.6)
-    monkeypatch.setattr("accelerators.runtime.jobs.TIME_SLICE_S", 1.0)
+    monkeypatch.setattr("accelerators.runtime.jobs.TIME_SLICE_S", 0.1)
     for host in (get_or_create_host("cmp1"), get_or_create_host("cmp2")):
         spool_reports(host, (make_driver_report(make_card(1)),))
     with psycopg.connect(**connection.get_connection_params()) as outside:
         outside.execute("LOCK TABLE accelerators_attribute IN SHARE MODE")
         jobs.merge()
         assert Spooled.objects.count() == 2 and jobs._pace.list_delayed_hosts() == set()
+    monkeypatch.setattr("accelerators.runtime.jobs.TIME_SLICE_S", 5.0)
     jobs.merge()
     assert Device.objects.count() == 2 and not Spooled.objects.exists()
+
+
+@pytest.mark.django_db(transaction=True)
+def test_hosts_that_all_have_locked_rows_are_left_out_and_do_not_stop_the_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(jobs, "STATEMENT_TIMEOUT_S", 0.6)
+    monkeypatch.setattr(jobs, "BATCH_HOSTS", 3)
+    monkeypatch.setattr("accelerators.runtime.jobs.TIME_SLICE_S", 4.0)
+    *locked, other = (get_or_create_host(f"cmp{n}") for n in range(4))
+    for host in locked:
+        spool_reports(host, (make_driver_report(make_card(1)),))
+    jobs.merge()
+    later = make_card(1, model="later")
+    changed = replace(later.deployables[0], num_accelerators=2)
+    for host in (*locked, other):
+        spool_reports(host, (make_driver_report(replace(later, deployables=(changed,))),), first_seq=2)
+    with psycopg.connect(**connection.get_connection_params()) as outside:
+        assert outside.execute("SELECT FROM accelerators_deployable FOR UPDATE").rowcount == 3
+        jobs.merge()
+        assert Device.objects.filter(host=other).exists() and Spooled.objects.count() == 3
+    jobs._pace._delays.clear()  # The time is over.
+    jobs.merge()
+    assert Device.objects.filter(model="later").count() == 4
 
 
 def test_a_host_is_left_out_longer_each_time_that_its_row_is_locked() -> None:

@@ -12,7 +12,7 @@ from msgspec.structs import replace as change
 from accelerators.domain.diff import INCOMPLETE_HASH
 from accelerators.models import AttachHandle, Device, Host
 from accelerators.workflows import retention_sweep
-from drivers.inventory import MAX_FAULTS, Fault
+from drivers.inventory import MAX_FAULTS, DriverReport, Fault
 from tests.support.reports import apply_report, get_or_create_host, make_card, make_driver_report, name_providers
 
 pytestmark = pytest.mark.django_db
@@ -66,11 +66,20 @@ def test_X5_a_driver_that_invents_devices_leaves_places_for_another_driver(setti
     for seq in range(1, 8):
         invented = make_driver_report(*(make_card(seq * 10 + n) for n in range(10)))
         apply_report(host, invented, make_driver_report(driver="second"), seq=seq)
-    assert Device.objects.count() == 28, "two places are kept for the other driver, and two for one to come"
+    assert Device.objects.count() == 28, "two places are kept for the other driver, and two for one that may be added"
     apply_report(host, invented, new_card, seq=8)
     assert [device.driver for device in Device.objects.filter(state="inactive")] == ["second"]
     ((_, reason),) = Host.objects.get().drivers["test_driver"]["faults"]
     assert "32 devices of one host, " in reason and "; 2 devices are kept for each driver that has fewer" in reason
+
+
+def test_no_places_are_kept_for_a_driver_that_is_turned_off_and_has_no_devices(settings: Any) -> None:
+    settings.KEYS = replace(settings.KEYS, max_devices_per_host=32)
+    off = [DriverReport(f"off{n}", "turned off", state=state) for n, state in enumerate(("disabled", "absent"))]
+    apply_report(get_or_create_host(), make_driver_report(*(make_card(n) for n in range(32))), *off)
+    assert Device.objects.count() == 30, "two places are kept for a driver that may be added"
+    ((_, reason),) = Host.objects.get().drivers["test_driver"]["faults"]
+    assert "one driver has at most 30;" in reason
 
 
 def test_X5_two_drivers_that_invent_devices_leave_places_for_a_third_one_that_answers_later(settings: Any) -> None:

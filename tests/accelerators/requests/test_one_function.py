@@ -408,25 +408,46 @@ def test_a_bind_takes_handles_only_of_the_host_that_it_names(host: Host) -> None
     assert own.attach_handle is not None and own.attach_handle.deployable.device.host == other
 
 
-def test_L6_a_report_that_names_another_hosts_provider_costs_only_that_drivers_part(host: Host) -> None:
+def test_L6_a_report_that_names_another_hosts_provider_costs_only_the_deployable_with_that_name(host: Host) -> None:
     report_cards(host, make_card(1))
     intruder = get_or_create_host("cmp2")
     report_cards(intruder, make_card(3), driver="second_driver")
     stolen, own = make_card(1), make_card(2)
     own = replace(own, deployables=(replace(own.deployables[0], name="cmp2_0000:02:00.0"),))
-    with_stolen = replace(make_driver_report(stolen, make_card(4), driver="second_driver"), state="ok")
-    merge.merge_reports({intruder.id: [make_report(make_driver_report(own), with_stolen, seq=7)]})
+    second = make_driver_report(stolen, own, driver="second_driver")
+    merge.merge_reports({intruder.id: [make_report(second, seq=7)]})
     intruder.refresh_from_db()
     assert set(intruder.devices.values_list("address", "state")) == {
+        ("0000:01:00.0", "inactive"),
         ("0000:02:00.0", "inactive"),
-        ("0000:03:00.0", "inactive"),
+        ("0000:03:00.0", "missing"),
     }
+    parts = Deployable.objects.filter(device__host=intruder, device__state="inactive")
+    assert [part.name for part in parts] == ["cmp2_0000:02:00.0"]
     entry = intruder.drivers["second_driver"]
-    assert "cmp1_0000:01:00.0 belongs to host cmp1" in entry["error"]
-    assert entry["state"] == "failed"
-    assert [subject for subject, _ in entry["faults"]] == ["cmp1_0000:01:00.0"]
-    assert intruder.drivers["test_driver"]["error"] == ""
+    ((subject, reason),) = entry["faults"]
+    assert entry["error"] == "" and subject == "0000:01:00.0"
+    assert "the resource provider cmp1_0000:01:00.0 belongs to host cmp1" in reason
     assert Deployable.objects.get(name="cmp1_0000:01:00.0").device.host == host
+
+
+def test_X1_names_that_a_host_took_before_their_node_existed_cost_the_new_host_only_those_deployables(
+    host: Host,
+) -> None:
+    taken = make_card(1)
+    taken = replace(taken, deployables=(replace(taken.deployables[0], name="cmp1_2_0000:01:00.0"),))
+    merge.merge_reports({host.id: [make_report(make_driver_report(taken))]})
+    own = [
+        replace(card, deployables=(replace(card.deployables[0], name=f"cmp1_2_{card.address}"),))
+        for card in (make_card(1), make_card(2))
+    ]
+    later = get_or_create_host("cmp1_2")
+    merge.merge_reports({later.id: [make_report(make_driver_report(*own))]})
+    later.refresh_from_db()
+    assert later.devices.count() == 2
+    assert Deployable.objects.get(device__host=later).name == "cmp1_2_0000:02:00.0"
+    ((subject, reason),) = later.drivers["test_driver"]["faults"]
+    assert subject == "0000:01:00.0" and "belongs to host cmp1" in reason
 
 
 def test_two_hosts_that_name_the_same_new_provider_in_one_batch_do_not_both_get_it(host: Host) -> None:
@@ -434,7 +455,8 @@ def test_two_hosts_that_name_the_same_new_provider_in_one_batch_do_not_both_get_
     merge.merge_reports({one.id: [make_report(make_driver_report(make_card(1)))] for one in (host, other)})
     assert Deployable.objects.get().device.host == host
     other.refresh_from_db()
-    assert "belongs to host cmp1" in other.drivers["test_driver"]["error"]
+    ((_, reason),) = other.drivers["test_driver"]["faults"]
+    assert "belongs to host cmp1" in reason
 
 
 @pytest.mark.parametrize("name", ["cmp2_0000:02:00.0", "cmp1_2_0000:02:00.0", "cmp10_0000:02:00.0", "0000:02:00.0"])

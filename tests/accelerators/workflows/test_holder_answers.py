@@ -231,6 +231,23 @@ def test_a_job_waits_longer_after_each_attempt_and_gives_up_after_the_third(
     assert row.state == "failed" if isinstance(row, RolloutStep) else row.why == "unavailable"
 
 
+@pytest.mark.parametrize("act", ["uninstall its driver on several hosts"], indirect=True)
+def test_a_host_whose_order_succeeds_after_an_attempt_without_an_answer_shows_no_error(
+    act: str, device: Device
+) -> None:
+    results = [HolderCheckResult(unknown="no answer"), FREE]
+    with safety.HOLDER_CHECKS.replaced("nova", answer_each(lambda _: results.pop(0))):
+        ACTS[act](device)
+        driver_rollouts.run()
+        row = RolloutStep.objects.exclude(next_at=None).get()
+        assert "no answer" in row.text
+        with conductor.writing():
+            RolloutStep.objects.filter(pk=row.pk).update(next_at=database_clock.now())
+        driver_rollouts.run()
+    row.refresh_from_db()
+    assert (row.state, row.text, row.next_at) == ("ordered", "", None)
+
+
 @pytest.mark.parametrize(
     "act", ["uninstall", "reset", "program", "partition", "change the layout", "uninstall its driver"], indirect=True
 )

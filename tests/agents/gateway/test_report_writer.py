@@ -14,6 +14,7 @@ from django.test.utils import CaptureQueriesContext
 
 from accelerators import conductor
 from accelerators.models import Event, Host
+from accelerators.runtime import pubsub
 from agents import authentication, credentials, key_revocation
 from agents.authentication import ConnectionRejectedError
 from agents.gateway.asgi_app import AgentGateway
@@ -177,6 +178,30 @@ def test_a_change_of_trust_is_applied_once_although_the_database_goes_away_in_it
     writer.process_batch()
     assert [future.result() for future in futures] == [None, None]
     assert (done, Agent.objects.get().barred) == (["barred", "tried", "tried"], "")
+    assert Event.objects.filter(action="agent.clone").count() == 1
+
+
+@pytest.mark.django_db(transaction=True)
+def test_a_bar_whose_notification_fails_after_its_commit_is_not_repeated(
+    writer: WriterByHand, agent: WireAgent, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After the first attempt, a person has lifted the bar."""
+    host, tries = Host.objects.get(), list[str]()
+    first, second = (ConnectionIdentity(address, "", 1) for address in ("10.0.0.1", "10.0.0.2"))
+
+    def fail_after_the_bar_is_lifted(topic: str, _detail: str) -> None:
+        monkeypatch.undo()
+        key_revocation.lift_clone_bar(key_revocation.find_agent("cmp1"), "olga")
+        tries.append(topic)
+        raise OperationalError("the connection is lost")
+
+    monkeypatch.setattr(pubsub, "publish", fail_after_the_bar_is_lifted)
+    job = TrustJob(
+        writer.loop.create_future(), lambda: key_revocation.bar_cloned_key(host.id, agent.public_key, first, second)
+    )
+    future = writer.enqueue(job)
+    writer.process_batch()
+    assert (future.result(), tries, Agent.objects.get().barred) == (None, [key_revocation.TOPIC], "")
     assert Event.objects.filter(action="agent.clone").count() == 1
 
 

@@ -23,18 +23,19 @@ from websockets.sync.client import ClientConnection
 
 from accelerators.models import Deployable, Device, Event, Host
 from agents import jobs, wire
-from agents.gateway import metrics
+from agents.gateway import metrics, urgency
 from agents.gateway.asgi_app import AgentGateway
+from agents.gateway.row_locks import limiting_lock_waits
 from agents.gateway.throttling import MAX_JITTER_S, MAX_RETRY_AFTER_S, HandshakeThrottle, ReportJitter, TokenBuckets
 from agents.gateway.urgency import MAX_CHECKED_DEVICES, DeviceHealth, list_health_to_check
-from agents.gateway.writer import SpoolJob, SpoolUse
+from agents.gateway.writer import SpoolJob, SpoolUse, _error_for_unserved, _process_isolating_errors
 from agents.models import Spooled
 from cyborgweb.settings.keys import Keys
 from drivers.inventory import Device as Card
 from drivers.inventory import DriverReport
 from tests.agents.conftest import GatewaySlot
 from tests.agents.gateway.test_gateway import make_report
-from tests.support.reports import make_card, make_driver_report, name_providers_of_device
+from tests.support.reports import get_or_create_host, make_card, make_driver_report, name_providers_of_device
 from tests.support.requests import bind_new_requests, create_profiles, offer_devices
 from tests.support.webserver import until
 from tests.support.wireagent import WireAgent, ask, make_join_secret
@@ -392,6 +393,65 @@ def test_a_report_with_a_faulty_device_costs_one_statement_more_and_waits_for_no
         assert store(("pci:0000:01:00.0", "failed")) == store() + 1
     loop.close()
     assert list(Spooled.objects.order_by("id").values_list("urgent", flat=True)) == [True, False]
+
+
+@pytest.mark.django_db(transaction=True)
+def test_a_repeated_attempt_to_store_a_report_uses_up_its_hosts_urgency_once(
+    gateway_slot: GatewaySlot, gateway: AgentGateway
+) -> None:
+    agent = WireAgent(gateway_slot.port, token=make_join_secret())
+    with agent.connect() as socket:
+        hold_card(socket)
+    host = Host.objects.get()
+    made, loop = AgentGateway(Keys()), asyncio.new_event_loop()
+    for seq, attempts in ((2, 5), (3, 1)):
+        job = SpoolJob(loop.create_future(), host.id, (1, seq), f"{seq}" * 32, "{}", (("pci:0000:01:00.0", "failed"),))
+        for _ in range(attempts):
+            made._writer._store_reports([job])
+    loop.close()
+    assert list_urgency() == [(2, True)] * 5 + [(3, True)]
+
+
+@pytest.mark.django_db(transaction=True)
+def test_a_report_is_stored_as_not_urgent_if_its_urgency_cannot_be_found_out(
+    gateway_slot: GatewaySlot, gateway: AgentGateway
+) -> None:
+    agent = WireAgent(gateway_slot.port, token=make_join_secret())
+    with agent.connect() as socket:
+        hold_card(socket)
+    host, other = Host.objects.get(), get_or_create_host("cmp2")
+    made, loop = AgentGateway(Keys()), asyncio.new_event_loop()
+
+    def store(*keys: tuple[Host, int, str]) -> None:
+        jobs_to_store = [
+            SpoolJob(loop.create_future(), one.id, (1, seq), f"{seq}" * 32, "{}", ((key, "failed"),))
+            for one, seq, key in keys
+        ]
+        stored = _process_isolating_errors(made._writer._store_reports, jobs_to_store, _error_for_unserved)
+        assert [outcome for _, outcome in stored] == [True] * len(keys)
+
+    with psycopg.connect(**connection.get_connection_params()) as outside, limiting_lock_waits():
+        connection.close()
+        outside.execute("LOCK TABLE accelerators_attachhandle")
+        store((host, 2, "pci:0000:01:00.0"))
+    connection.close()
+    store((host, 3, "pci:0000:01:00.0"), (other, 4, "a\0b"))
+    loop.close()
+    assert list_urgency() == [(2, False), (3, True), (4, False)], "only one's own bad key counts"
+
+
+@pytest.mark.django_db(transaction=True)
+def test_of_a_batch_with_many_faulty_devices_each_report_has_its_part_looked_up(
+    gateway_slot: GatewaySlot, gateway: AgentGateway, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(urgency, "MAX_CHECKED_OF_BATCH", 4)
+    agent = WireAgent(gateway_slot.port, token=make_join_secret())
+    with agent.connect() as socket:
+        hold_card(socket)
+    host_id, invented = Host.objects.get().id, [(f"k{n}", "failed") for n in range(200)]
+    held = ("pci:0000:01:00.0", "failed")
+    assert urgency.find_hosts_with_changed_health([(host_id + 1, invented), (0, []), (host_id, [invented[0], held])])
+    assert not urgency.find_hosts_with_changed_health([(host_id + 1, invented), (host_id, [*invented[:2], held])])
 
 
 def test_of_many_health_to_check_the_failed_ones_are_looked_up_first() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 
+import psycopg
 import pytest
 from django.contrib.auth.models import User
 from django.db import IntegrityError, connection
@@ -11,6 +12,7 @@ from django.test import Client
 
 from accelerators import conductor
 from accelerators.domain.caller import Caller
+from accelerators.domain.errors import RefusalReason, RefusedError
 from accelerators.domain.states import EventSource
 from accelerators.models import Device, Event
 from cyborgweb.auth import read_only
@@ -112,6 +114,44 @@ def test_the_switch_waits_for_a_write_that_began_before_it(device: Device) -> No
     actions = Event.objects.filter(action__in=["device.ready", "maintenance.begun"]).order_by("id")
     assert results == [200, True]
     assert [*actions.values_list("action", flat=True)] == ["device.ready", "maintenance.begun"]
+
+
+@pytest.mark.django_db(transaction=True)
+def test_a_switch_gives_up_behind_a_long_write_and_does_not_stop_other_writes(
+    device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(read_only, "SWITCH_TIMEOUT_S", 1.0)
+    results: list[object] = []
+    thread = threading.Timer(0.3, enable_device, args=(device, results))  # while the switch waits
+    with psycopg.connect(**connection.get_connection_params()) as outside:
+        outside.execute("SELECT pg_advisory_xact_lock_shared(%s)", [read_only._SWITCH_LOCK_ID])
+        thread.start()
+        with pytest.raises(RefusedError, match="running for long: try again") as refused:
+            switch(True, "ada")
+        thread.join(10)
+    assert (refused.value.reason, results) == (RefusalReason.UNAVAILABLE, [200])
+
+
+@pytest.mark.django_db(transaction=True)
+def test_a_write_that_waits_long_for_a_switch_is_answered_503(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(read_only, "WRITE_TIMEOUT_S", 0.2)
+    results: list[object] = []
+    with psycopg.connect(**connection.get_connection_params()) as outside:
+        outside.execute("SELECT pg_advisory_xact_lock(%s)", [read_only._SWITCH_LOCK_ID])
+        thread = threading.Thread(target=enable_device, args=(device, results), daemon=True)
+        thread.start()
+        thread.join(10)
+        assert results == [503]
+    enable_device(device, results)
+    assert results == [503, 200]
+
+
+@pytest.mark.django_db(transaction=True)
+def test_the_limit_for_the_switch_does_not_last_for_the_rest_of_the_transaction() -> None:
+    check = conductor.checking_writes(read_only.refuse_in_transaction)
+    with check, conductor.writing(), connection.cursor() as cursor:
+        cursor.execute("SHOW lock_timeout")
+        assert cursor.fetchone() == ("0",)
 
 
 @pytest.mark.django_db(transaction=True)

@@ -19,6 +19,7 @@ from accelerators.domain.caller import Caller
 from accelerators.domain.errors import RefusalReason, RefusedError
 from accelerators.models import AcceleratorRequest, AttachHandle, Command, Device, DeviceProfile, Event, Host
 from accelerators.workflows import command_endings
+from cyborgweb.auth.read_only import ReadOnlyError
 from drivers.inventory import Device as Card
 from tests.accelerators.api.own.conftest import INSTANCES, Ask, get_error_message, get_results
 from tests.support.reports import apply_report, get_or_create_host, make_card, make_driver_report
@@ -117,6 +118,28 @@ def test_deleting_units_reduces_their_number_and_never_below_zero(ask: Ask) -> N
     (refused,) = post_units(ask, "delete/", targets=[one], count=4)
     assert (refused["reason"], refused["command"]) == ("invalid", None)
     assert "is 3; it cannot be changed to" in refused["refused"]
+
+
+def test_a_call_that_is_refused_after_its_first_command_says_which_devices_it_has_ordered(ask: Ask) -> None:
+    report_cards(*(build_divisible_card(n, 1) for n in (1, 2, 3)))
+    targets = [partitioning.PartitionTarget(get_device(n).uuid) for n in (1, 2, 3)]
+    answers = iter([None, "All of this is read only."])
+
+    def refuse_second() -> None:
+        if (text := next(answers)) is not None:
+            raise ReadOnlyError(text)
+
+    with conductor.checking_writes(refuse_second):
+        results = partitioning.partition_devices(targets, partitioning.PartitionChange(1), OLGA)
+    assert [(result.command is not None, result.reason) for result in results] == [
+        (True, None),
+        (False, RefusalReason.UNAVAILABLE),
+        (False, RefusalReason.UNAVAILABLE),
+    ]
+    assert {result.refused for result in results[1:]} == {"All of this is read only."}
+    answers = iter(["All of this is read only."])
+    with pytest.raises(ReadOnlyError), conductor.checking_writes(refuse_second):
+        partitioning.partition_devices(targets, partitioning.PartitionChange(1), OLGA)
 
 
 def test_a_refused_target_does_not_stop_the_others(ask: Ask) -> None:
