@@ -154,6 +154,18 @@ def restore_older_database() -> None:
     create_seals()
 
 
+def add_seal_number_0_and_hide_an_event_behind_it() -> None:
+    """Insert an event that lies between the first seal and a seal №0 before it, so that no seal's range has it."""
+    execute(
+        "INSERT INTO accelerators_seal (number, month, tx, event, events, digest, drops, sealed_at, hash, marks, kind,"
+        " details, key, signature) SELECT 0, month, 0, 1000000000000000, 0, '', '', sealed_at, repeat('0', 64), '',"
+        " 'events', '', key, 'x' FROM accelerators_seal WHERE number = 1;"
+        "INSERT INTO accelerators_event (id, tx, source, actor, request_id, action, subject_type, subject_name, host,"
+        " changes, reason) VALUES (77, 0, 'system', 'me', '', 'device.odd', 'device', 'hidden', '', '{}', '')"
+    )()
+
+
+NEST_DETAILS = "UPDATE accelerators_seal SET kind = 'key', details = repeat('[', 100000) WHERE number = 2"
 CHANGE_E5 = "UPDATE accelerators_event SET reason = 'it was somebody else' WHERE subject_name = 'e5'"
 FORGERIES: dict[str, tuple[Callable[[], None], str]] = {
     "forged drop without signature": (make_drop_of_month(signed=False), "does not prove that 2024-01 was dropped"),
@@ -196,6 +208,24 @@ FORGERIES: dict[str, tuple[Callable[[], None], str]] = {
             "DELETE FROM accelerators_seal WHERE number = 4"
         ),
         "seal №4 (",
+    ),
+    "event hidden behind a seal №0": (add_seal_number_0_and_hide_an_event_behind_it, "seal №0 is forged"),
+    "details of a seal nested too deeply": (execute(NEST_DETAILS), "seal №2 does not fit"),
+    "seal at no time": (
+        execute("UPDATE accelerators_seal SET sealed_at = 'infinity' WHERE number = 2"),
+        "seal №2 is forged",
+    ),
+    "newest seal at no time": (
+        execute("UPDATE accelerators_seal SET sealed_at = '-infinity' WHERE number = 4"),
+        "seal №4 is forged",
+    ),
+    "seal with a negative number of events": (
+        execute("UPDATE accelerators_seal SET events = -5 WHERE number = 2"),
+        "seal №2 is forged",
+    ),
+    "seal with more events than any": (
+        execute("UPDATE accelerators_seal SET events = 2000000000 WHERE number = 2"),
+        "seal №2 is forged",
     ),
     "truncated": (execute("DELETE FROM accelerators_event; DELETE FROM accelerators_seal"), "seal №4 ("),
 }
@@ -394,6 +424,30 @@ def test_a_restore_is_reported_and_explains_the_anchors_of_the_lost_seals_and_no
     assert f"seal №{number + 1} differs from the one that was kept" in run(
         "verify_events", "--seal-file", str(file), fails=True
     )
+
+
+def test_X6_after_a_seal_at_no_time_nothing_is_sealed_and_a_person_can_go_on() -> None:
+    record_events("a")
+    create_seals()
+    record_events("b")
+    append_forged(SealKind.EVENTS, signed=True)
+    execute("UPDATE accelerators_seal SET sealed_at = 'infinity' WHERE number = 2")()
+    retention.run()
+    assert AuditStatus.objects.get().refusal.startswith("seal №2 has values that no seal has: it is forged")
+    run("seal_events", "--begin-again", "--reason", "the intruder is gone")
+    assert "newest seal: 4 " in run("seal_events")
+    assert "! seal №2 is forged" in run("verify_events", fails=True)
+
+
+def test_any_error_of_the_job_that_seals_is_shown_until_it_seals_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    record_events("a")
+    with monkeypatch.context() as broken:
+        broken.setattr(sealing, "SELECT_UNSEALED", "SELECT 1/0 WHERE %s + %s + %s + %s > 0")
+        with pytest.raises(DatabaseError):
+            retention.run()
+    assert AuditStatus.objects.get().refusal.startswith("the job failed: division by zero")
+    retention.run()
+    assert AuditStatus.objects.get().refusal == ""
 
 
 def test_X6_a_forged_record_of_a_restore_is_found() -> None:
