@@ -38,7 +38,7 @@ GO_ON = (
     "Run verify_events; when you know what happened, go on with `manage.py seal_events --begin-again` (docs/audit.md)"
 )
 SKIPPED_BY_RESTORE = 1_000_000
-"""How many numbers of seals a restore skips: about as many as are used in two years."""
+"""Minimum number of seals that a restore skips: about as many as are made in two years."""
 MAX_EVENTS_PER_SEAL = 10_000
 """Maximum number of events per seal."""
 IS_POSSIBLE_SEAL = Q(
@@ -217,15 +217,17 @@ def append_mark(
 def record_restore(operator: str, reason: str) -> Seal | None:
     """Append the seal that records that the database was restored, and return it; None if there is no seal yet.
 
-    Its number is SKIPPED_BY_RESTORE above that of the last seal of the backup. So the seals that were lost keep their
-    numbers for themselves, and an anchor that names one of them is explained. Raises AuditKeyError.
+    Its number is the present UNIX time in milliseconds, or if that is lower, SKIPPED_BY_RESTORE above that of the last
+    seal of the backup. So the seals that were lost keep their numbers for themselves, even those that were made after
+    an earlier restore of the same backup, and an anchor that names one of them is explained. Raises AuditKeyError.
     """
     with conductor.writing():
         last = get_newest_seal()
         if not last.number:
             return None
         details = {"after": last.number, "reason": reason, "by": operator}
-        return append_mark(open_chain(last), SealKind.RESTORED, details, skipped=SKIPPED_BY_RESTORE)
+        skipped = max(SKIPPED_BY_RESTORE, int(read_earlier_clock().timestamp() * 1000) - last.number - 1)
+        return append_mark(open_chain(last), SealKind.RESTORED, details, skipped=skipped)
 
 
 def get_next_key(seal: Seal) -> str:
