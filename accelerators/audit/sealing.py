@@ -21,7 +21,8 @@ from typing import Any
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from django.conf import settings
-from django.db.models import Q, QuerySet
+from django.db.models import OuterRef, Q, QuerySet, Subquery, Value
+from django.db.models.functions import Coalesce
 
 from accelerators import conductor
 from accelerators.audit import signing
@@ -146,25 +147,38 @@ def open_chain(last: Seal) -> SealChain:
         raise AuditKeyError(
             f"seal №{strange.number} brings the key {strange.key}, which the key before it did not sign, and a later"
             f" seal brings back the key in {path}: somebody has written seals with keys that are not yours. Nothing is"
-            f" sealed. {GO_ON}"
+            f" sealed. If that key is yours, name it in CYBORG_AUDIT_TRUSTED_KEYS. {GO_ON}"
         )
     return SealChain(last, key)
 
 
 def _find_strange_key(own_key: str) -> Seal | None:
-    """Return the first seal that brings a key which the key in force did not sign, since the first seal of `own_key`;
-    None if there is none, or if `own_key` has signed no seal yet."""
-    first = list_possible_seals().filter(key=own_key).order_by("number").values_list("number", flat=True).first()
+    """Return the first seal that brings a key which the key in force did not sign, unless CYBORG_AUDIT_TRUSTED_KEYS
+    names it; None if there is none.
+
+    Only seals since the first one of `own_key` count, or all signed seals if `own_key` has signed none yet.
+    """
+    signed = list_possible_seals().defer("marks").exclude(signature="").order_by("number")
+    first = signed.filter(key=own_key).first() or signed.first()
     if first is None:
         return None
-    marks = list(list_possible_seals().defer("marks").filter(kind=SealKind.KEY, number__gt=first).order_by("number"))
-    hashes = dict(Seal.objects.filter(number__in=[mark.number - 1 for mark in marks]).values_list("number", "hash"))
-    key_in_force = own_key
-    for mark in marks:
-        if not has_valid_signature(mark, hashes.get(mark.number - 1, ""), key_in_force):
+    key_in_force = get_next_key(first)
+    for mark in add_previous_hash(signed.filter(kind=SealKind.KEY, number__gt=first.number)):
+        new_key = get_next_key(mark)
+        previous_hash: str = mark.previous_hash  # type: ignore[attr-defined]  # it is annotated
+        signers = {key_in_force, new_key} if new_key in settings.KEYS.audit_trusted_keys else {key_in_force}
+        if not any(has_valid_signature(mark, previous_hash, key) for key in signers):
             return mark
-        key_in_force = get_next_key(mark)
+        key_in_force = new_key
     return None
+
+
+def add_previous_hash(seals: QuerySet[Seal]) -> QuerySet[Seal]:
+    """Add the attribute `previous_hash` to the seals: the hash of the seal before each, which need not have the number
+    before."""
+    before = list_possible_seals().filter(number__lt=OuterRef("number")).order_by("-number")
+    previous_hash = Coalesce(Subquery(before.values("hash")[:1]), Value(hash_chain.FIRST_PREVIOUS_HASH))
+    return seals.annotate(previous_hash=previous_hash)
 
 
 def get_highest_number(above: int) -> int:
