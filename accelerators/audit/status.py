@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Sequence
-from datetime import timedelta
+from datetime import datetime, timedelta
 
 from django.db.models.functions import Now
 
@@ -54,6 +54,12 @@ def store_verification(number: int, findings: Sequence[str], is_complete: bool) 
         if is_complete or status.verified_at is None:
             AuditStatus.objects.filter(pk=get_node()).update(verified_at=Now())
         AuditStatus.objects.filter(updated_at__lt=Now() - KEEP_NODES_FOR).delete()
+
+
+def store_restore(restored_at: datetime, text: str) -> None:
+    """Store when the database was last restored, and what its seal says, in the row that this node has already."""
+    with conductor.writing():
+        AuditStatus.objects.filter(pk=get_node()).update(restored_at=restored_at, restore=_clean(text))
 
 
 def store_failure(reason: str) -> None:

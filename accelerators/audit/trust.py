@@ -10,7 +10,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Collection
 from dataclasses import dataclass, field
-from datetime import UTC
+from datetime import UTC, datetime
 
 from django.db.models import Q, Sum
 
@@ -32,6 +32,8 @@ class ChainTrust:
     """Each month whose drop is proven → the number of the seal that proves it: seals before it need no events."""
     restores: dict[int, tuple[int, str]] = field(default_factory=dict)
     """Number of each valid seal that records a restore → the number of the seal before it, and a sentence."""
+    restored_at: datetime | None = None
+    """When the last of them was made."""
     problems: list[tuple[int, str]] = field(default_factory=list)
     notices: list[tuple[int, str]] = field(default_factory=list)
 
@@ -121,7 +123,7 @@ def _add_restore(mark: Seal, trust: ChainTrust) -> None:
         f" {details.get('by', '')} ({details.get('reason', '')!r}): what was sealed after seal №{number} was lost, seal"
         f" №{mark.number} goes on"
     )
-    trust.restores[mark.number] = number, text
+    trust.restores[mark.number], trust.restored_at = (number, text), mark.sealed_at
     trust.notices.append((mark.number, text))
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
+from datetime import datetime
 
 from django.db import connection
 from django.db.models import Q, Sum
@@ -86,6 +87,8 @@ class VerificationResult:
     """Number of the last seal that was verified."""
     is_complete: bool = True
     """False if there was no time left for all seals, or if there were too many findings."""
+    restored: tuple[datetime, str] | None = None
+    """When the database was last restored by a valid seal, and a sentence about it."""
     notices: list[str] = field(default_factory=list)
     """Facts that are not errors, but that the person who verifies must know: seals that are not signed, changes of the
     key, and months that were dropped without a signature."""
@@ -114,6 +117,8 @@ def verify_seals(
     run = _Run(read_trust(trusted_keys), anchors or {}, result)
     result.findings += [SealFinding(number, 0, text) for number, text in run.trust.problems]
     result.notices += [text for _, text in run.trust.notices]
+    if run.trust.restored_at:
+        result.restored = run.trust.restored_at, run.trust.restores[max(run.trust.restores)][1]
     impossible = _find_impossible_seals(first, last, result)
     problems_before = len(result.findings)
     seals = list_possible_seals().filter(number__gte=first, number__lte=newest_seal.number if last is None else last)

@@ -42,20 +42,25 @@ PASS_EVERY_S = 86_400.0
 MAX_KEPT_FINDINGS = 50
 """How many findings are kept between runs. More are found again by the next pass over the whole chain."""
 
+MAX_KEPT_NOTICES = 500
+"""How many notices are known to be logged; with more, some are logged in each run."""
+
 
 class Progress(msgspec.Struct):
     """How far this machine has verified the chain.
 
     `number` is the last verified seal, 0 if there is none. `marks` are anchors by the numbers of their seals: the last
     verified seal without a finding, and earlier ones of which a finding says that they have changed. `findings` are
-    verified again in each run. `first_key` is the public key of the first signed seal when it was seen first.
-    `pass_number` is the last seal that the pass over the whole chain has verified; the pass began at `pass_began_at`.
-    `checked_at` is when the newest seal had been verified. Times are UNIX times of the database's clock.
+    verified again in each run. `notices` have been logged. `first_key` is the public key of the first signed seal when
+    it was seen first. `pass_number` is the last seal that the pass over the whole chain has verified; the pass began at
+    `pass_began_at`. `checked_at` is when the newest seal had been verified. Times are UNIX times of the database's
+    clock.
     """
 
     number: int = 0
     marks: dict[int, Anchor] = {}
     findings: list[SealFinding] = []
+    notices: list[str] = []
     first_key: str = ""
     pass_number: int = 0
     pass_began_at: float = 0.0
@@ -105,6 +110,10 @@ def _verify_if_due() -> None:
         progress.checked_at = now
         if not is_passing and not 0 <= now - progress.pass_began_at < PASS_EVERY_S:
             progress.pass_number, progress.pass_began_at = 0, now
+    for notice in dict.fromkeys(new_seals.notices):
+        if notice not in progress.notices:
+            log.warning("notice about the seals: %s", notice)
+    progress.notices = new_seals.notices[-MAX_KEPT_NOTICES:]
     _store(progress, problems, new_seals.is_complete)
     if new_seals.is_complete and progress.pass_number < progress.number:
         first, last = progress.pass_number + 1, progress.number
@@ -112,6 +121,8 @@ def _verify_if_due() -> None:
         _keep_findings(progress, old_seals, first, last if old_seals.is_complete else old_seals.last_verified)
         progress.pass_number = last if old_seals.is_complete else max(progress.pass_number, old_seals.last_verified)
         _store(progress, problems, new_seals.is_complete)
+    if new_seals.restored:
+        status.store_restore(*new_seals.restored)
     for number in dict.fromkeys(finding.seal for finding in former_findings):
         result = verify_seals(number, number, anchors, trusted_keys=keys, give_up_at=give_up_at)
         if result.is_complete:

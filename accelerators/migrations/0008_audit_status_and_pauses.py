@@ -77,6 +77,11 @@ class Migration(migrations.Migration):
                     models.IntegerField(help_text="How many differences the verification found.", **ATTEMPTS),
                 ),
                 ("finding", models.TextField(help_text="The first difference.", **TEXT)),
+                (
+                    "restored_at",
+                    models.DateTimeField(null=True, blank=True, help_text="When the database was last restored."),
+                ),
+                ("restore", models.TextField(help_text="What the seal of that restore says.", **TEXT)),
             ],
             options={"verbose_name_plural": "audit status"},
         ),

@@ -155,6 +155,8 @@ class AuditStatus(models.Model):
     )
     findings = models.IntegerField(default=0, db_default=0, help_text="How many differences the verification found.")
     finding = models.TextField(default="", db_default="", blank=True, help_text="The first difference.")
+    restored_at = models.DateTimeField(null=True, blank=True, help_text="When the database was last restored.")
+    restore = models.TextField(default="", db_default="", blank=True, help_text="What the seal of that restore says.")
 
     class Meta:
         verbose_name_plural = "audit status"

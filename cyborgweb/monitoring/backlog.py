@@ -43,7 +43,9 @@ SELECT json_build_object(
     'finding', (array_agg(finding ORDER BY findings DESC, node))[1],
     'refusal', CASE WHEN coalesce(bool_or(refusal = '' AND sealed_at > now() - interval '10 minutes'), false) THEN ''
       ELSE coalesce((array_agg(refusal ORDER BY refused_since) FILTER (WHERE refusal <> ''))[1], '') END,
-    'refused_since', min(refused_since)) FROM accelerators_auditstatus HAVING count(*) > 0),
+    'refused_since', min(refused_since), 'restored_at', max(restored_at), 'restore',
+    (array_agg(restore ORDER BY restored_at DESC NULLS LAST))[1])
+    FROM accelerators_auditstatus HAVING count(*) > 0),
   'degraded', (SELECT count(*) FROM accelerators_device WHERE status = 'degraded'),
   'broken', (SELECT count(*) FROM accelerators_device WHERE status = 'failed'),
   'devices', (SELECT coalesce(json_agg(json_build_array(state, type, n)), '[]') FROM (
@@ -91,6 +93,8 @@ class AuditState:
     verified_at: datetime | None = None
     findings: int = 0
     finding: str = ""
+    restored_at: datetime | None = None
+    restore: str = ""
 
 
 @dataclass(frozen=True)

@@ -28,8 +28,8 @@ SELECT setval(format('%%I.%%I', schemaname, sequencename)::regclass,
   greatest(coalesce(last_value, 0) + %s, (extract(epoch FROM clock_timestamp()) * 1000)::bigint))
 FROM pg_sequences WHERE schemaname = current_schema() AND data_type = 'bigint'::regtype
 """
-"""Lets each sequence go on from the present UNIX time in milliseconds. If the same backup is restored again, the numbers
-are above those that were given out after the first restore."""
+"""Lets each sequence go on from the present UNIX time in milliseconds. If the same backup is restored again, the
+numbers are above those that were given out after the first restore."""
 ADVANCE_GENERATIONS = """
 UPDATE generation SET value = greatest(value + %s, (extract(epoch FROM clock_timestamp()) * 1000)::bigint)
 """

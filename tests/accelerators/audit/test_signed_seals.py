@@ -448,6 +448,7 @@ def test_a_restore_is_reported_and_explains_the_anchors_of_the_lost_seals_and_no
     shown = run("verify_events", "--seal-file", str(file))
     assert "they match" in shown
     text = rf"the database was restored at 20\d\d-.* UTC by \S+ \('{reason}'\): what was sealed after seal №1 was lost"
+    assert json.loads(run("verify_events", "--json"))["restored"][1].startswith("the database was restored")
     assert re.search(rf"NOTICE: {text}", shown) and re.search(
         rf"NOTICE: seal №2 \(.*kept elsewhere and is gone: {text}", shown
     )

@@ -246,3 +246,16 @@ def test_a_refusal_of_one_node_is_shown_only_while_no_other_node_seals(monkeypat
     status_module.store_refusal("")
     audit = read_backlog().audit
     assert audit and audit.refusal == "", "the time of the last success is renewed"
+
+
+def test_a_restore_is_logged_once_and_stored_for_the_overview(caplog: pytest.LogCaptureFixture) -> None:
+    make_seals("e1")
+    call_command("seal_events", "--restored", "--reason", "the backup of noon")
+    run_after()
+    assert "notice about the seals: the database was restored at" in caplog.text
+    audit = read_backlog().audit
+    assert audit and audit.restored_at and "'the backup of noon'" in audit.restore
+    caplog.clear()
+    make_seals("e2")
+    assert run_after().findings == 0
+    assert "notice" not in caplog.text
