@@ -179,11 +179,16 @@ def _load_anchors(progress: Progress) -> tuple[dict[int, Anchor], list[str]]:
 def _list_trusted_keys(progress: Progress) -> list[str]:
     """Return the public keys that this machine trusts, or none while no seal is signed.
 
-    They are the first key that it has seen, that of CYBORG_AUDIT_KEY_FILE, and those of CYBORG_AUDIT_TRUSTED_KEYS.
+    They are the first key that it has seen, that of CYBORG_AUDIT_KEY_FILE, and those of CYBORG_AUDIT_TRUSTED_KEYS. If
+    the latter names keys, a machine that has seen no first key yet only takes one of them as the first.
     """
     if not progress.first_key:
         signed = sealing.list_possible_seals().exclude(signature="").order_by("number")
-        progress.first_key = signed.values_list("key", flat=True).first() or ""
+        first_key = signed.values_list("key", flat=True).first() or ""
+        trusted = settings.KEYS.audit_trusted_keys
+        if first_key and trusted and first_key not in trusted:
+            return list(trusted)
+        progress.first_key = first_key
     if not progress.first_key:
         return []
     keys = [progress.first_key, *settings.KEYS.audit_trusted_keys]

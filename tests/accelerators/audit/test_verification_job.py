@@ -259,3 +259,12 @@ def test_a_restore_is_logged_once_and_stored_for_the_overview(caplog: pytest.Log
     make_seals("e2")
     assert run_after().findings == 0
     assert "notice" not in caplog.text
+
+
+def test_without_its_file_the_job_takes_only_a_trusted_key_as_the_first_one(settings: Any, state_dir: Path) -> None:
+    make_seals("e1")
+    first_key = sealing.get_newest_seal().key
+    settings.KEYS = replace(settings.KEYS, audit_trusted_keys=("0" * 64,))
+    assert f"has the key {first_key}, which you do not trust" in run_after().finding
+    settings.KEYS = replace(settings.KEYS, audit_trusted_keys=(first_key,))
+    assert run_after().findings == 0
