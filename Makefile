@@ -57,9 +57,11 @@ test-system: $(VENV)/dev  ## start the whole product, kill its parts, see that n
 
 OUTAGES := tests/system/test_slow_services.py
 LONGER := tests/accelerators/requests/test_binding_machine.py tests/system/test_race.py tests/system/test_fleet.py
+ALONE := hostile_and_slow_neighbours
 test-long: $(VENV)/dev  ## the scenarios that CI runs shortened, at full length: outages of an hour, a thousand rounds; some two hours
 	TEST_LONG=1 $(BIN)/python -m pytest $(OUTAGES) -m system -n 8 --dist load  # eight outages of an hour, side by side
-	TEST_LONG=1 $(BIN)/python -m pytest $(LONGER) -n $(TEST_PROCESSES) --dist load
+	TEST_LONG=1 $(BIN)/python -m pytest $(LONGER) -k "not $(ALONE)" -n $(TEST_PROCESSES) --dist load
+	TEST_LONG=1 $(BIN)/python -m pytest tests/system/test_fleet.py -k $(ALONE)  # it compares latencies: nothing beside it
 
 test-qemu: $(VENV)/dev  ## boot a real kernel with simulated hardware, plug and pull, see it in the API
 	$(BIN)/python -m pytest tests/qemu -m qemu

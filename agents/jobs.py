@@ -18,11 +18,13 @@ from accelerators.commands import command_queue
 from accelerators.domain.diff import HostReport
 from accelerators.domain.states import EventSource
 from accelerators.inventory.merge import find_locked_hosts, merge_reports
-from accelerators.models import Host
+from accelerators.models import Command, Host
+from accelerators.models.commands import COMMAND_IS_OPEN
 from accelerators.runtime import jobs
 from accelerators.runtime.after_commit import call_after_commit
 from agents import spool
 from agents.gateway import leases
+from agents.gateway.throttling import TokenBuckets
 
 log = logging.getLogger(__name__)
 
@@ -48,6 +50,14 @@ FIRST_SHARE = 1 / 16
 its batches took too long."""
 FIRST_DELAY_S, MAX_DELAY_S = 60.0, 3600.0
 """Seconds for which the reports of a host are put aside if one of them alone takes too long; doubled each time."""
+HOST_SHARE, HOST_BURST_S, FREE_BATCH_S = 0.01, 2.0, 0.25
+"""The share of the merge's time that one host may use lastingly, and the seconds that it may use at once. Above it, its
+reports wait, also while no other host reports: a report that arrives during a long batch waits until its end. A host
+with open commands does not wait. The first FREE_BATCH_S of a batch are not counted, because they are mostly round trips
+to the database, whatever is merged."""
+MIN_REST_S, MAX_REST_S, REST_EVENT_INTERVAL_S = 1.0, 300.0, 600.0
+"""The shortest and the longest time for which a host above its share waits, and the time after which another event
+tells of it."""
 LOCK_TIMEOUT_OF_TURN_MS = 50
 """Milliseconds that a statement waits for a lock while hosts are merged one by one to find those with locked rows."""
 FIRST_LOCK_DELAY_S, MAX_LOCK_DELAY_S = 5.0, 60.0
@@ -67,6 +77,11 @@ class MergePace:
         """The part of BATCH_HOSTS and BATCH_BYTES that the next batch takes, at most 1."""
         self._delays: dict[int, tuple[float, float]] = {}
         """Host id → until when its reports are put aside (monotonic clock), and for how many seconds."""
+        self._rests: dict[int, float] = {}
+        """Host id → until when its reports wait, because it has used up its share of the merge's time."""
+        self._told_at: dict[int, float] = {}
+        """Host id → when an event has told that it uses more than its share."""
+        self._time_budgets = TokenBuckets(HOST_SHARE, HOST_BURST_S)
 
     @property
     def max_hosts(self) -> int:
@@ -83,6 +98,12 @@ class MergePace:
         now = time.monotonic()
         return {host_id for host_id, (until, _) in self._delays.items() if until > now}
 
+    def list_resting_hosts(self) -> set[int]:
+        """Return the hosts whose reports wait now, because they have used up their share of the merge's time."""
+        now = time.monotonic()
+        self._rests = {host_id: until for host_id, until in self._rests.items() if until > now}
+        return set(self._rests)
+
     def note_merged(self, turns: Sequence[spool.Turn], seconds: float) -> None:
         """Note that a batch was merged within this time: adapt the share, and forget the delays of its hosts."""
         if seconds > SLOW_BATCH_S:
@@ -91,6 +112,27 @@ class MergePace:
             self.share = min(self.share * 2, 1.0)
         for turn in turns:
             self._delays.pop(turn.host_id, None)
+        self._charge_hosts(turns, seconds)
+
+    def _charge_hosts(self, turns: Sequence[spool.Turn], seconds: float) -> None:
+        """Charge the time of a batch to its hosts, by the number of devices that they have reported. Those that have
+        used more than their share wait."""
+        sizes = {turn.host_id: _count_devices(turn) for turn in turns}
+        for host_id, size in sizes.items():
+            cost_s = max(0.0, seconds - FREE_BATCH_S) * size / max(sum(sizes.values()), 1)
+            if cost_s and (rest_s := self._time_budgets.take(host_id, cost_s)) >= MIN_REST_S:
+                self._rests[host_id] = time.monotonic() + min(rest_s, MAX_REST_S)
+
+    def take_hosts_to_tell_of(self) -> dict[int, float]:
+        """Return the hosts above their share of which an event is due, each with the seconds for which it waits."""
+        now = time.monotonic()
+        due = {
+            host_id: until - now
+            for host_id, until in self._rests.items()
+            if now - self._told_at.get(host_id, float("-inf")) >= REST_EVENT_INTERVAL_S
+        }
+        self._told_at |= dict.fromkeys(due, now)
+        return due
 
     def note_timeout(self, turns: Sequence[spool.Turn]) -> float:
         """Note that a batch took too long: make the next one much smaller, and return 0.
@@ -143,6 +185,7 @@ def merge_batch() -> bool:
     time, the host's reports that cannot matter any more are deleted, and an event is recorded. If another transaction
     has locked rows of some hosts of the batch for too long, these hosts are left out for some seconds, and the others
     go on.
+    A host that uses more than HOST_SHARE of the time waits, and an event is recorded.
     """
     began = time.monotonic()
     turns = _take_turns(ignore_urgency=next(_batches) % OLDEST_FIRST_EVERY == 0)
@@ -167,6 +210,8 @@ def merge_batch() -> bool:
             _record_delay(turns[0].host_id, delay_s)
     else:
         _pace.note_merged(turns, time.monotonic() - began)
+        for host_id, rest_s in _pace.take_hosts_to_tell_of().items():
+            _record_rest(host_id, rest_s)
     call_after_commit(command_queue.wake_job_for_answers)
     return True
 
@@ -197,7 +242,7 @@ def _take_turns(*, ignore_urgency: bool) -> list[spool.Turn]:
     A host with reports that the last batch has left is taken only if no other host waits. Hosts whose reports are put
     aside are left out.
     """
-    delayed = _pace.list_delayed_hosts()
+    delayed = _pace.list_delayed_hosts() | _list_hosts_that_can_rest()
     excluded = delayed | _unfinished_hosts
     _unfinished_hosts.clear()
     attempts = [(False, excluded)] if ignore_urgency else [(True, excluded), (False, excluded)]
@@ -215,6 +260,17 @@ def _take_turns(*, ignore_urgency: bool) -> list[spool.Turn]:
             _unfinished_hosts.update(turn.host_id for turn in turns if not turn.is_complete)
             return turns
     return []
+
+
+def _list_hosts_that_can_rest() -> set[int]:
+    """Return the hosts above their share of the merge's time, without those that have open commands.
+
+    A command ends only after the report about its effect was merged, and a bind may wait for it.
+    """
+    resting = _pace.list_resting_hosts()
+    if not resting:
+        return resting
+    return resting - set(Command.objects.filter(COMMAND_IS_OPEN, host_id__in=resting).values_list("host_id", flat=True))
 
 
 def _merge_turns(turns: Sequence[spool.Turn]) -> None:
@@ -275,6 +331,22 @@ def _record_dropped_report(host_id: int, error: str) -> None:
     host = Host.objects.filter(id=host_id).first()
     reason = f"the host's report cannot be stored: {error.splitlines()[0]}"
     conductor.record_event("report.refused", EventSource.SYSTEM, "merge", host=host, reason=reason)
+
+
+def _count_devices(turn: spool.Turn) -> int:
+    """Return the number of devices in the reports of a turn."""
+    return sum(len(driver.devices) for report in turn.reports for driver in report.drivers)
+
+
+def _record_rest(host_id: int, rest_s: float) -> None:
+    """Record the event `report.delayed` for a host that uses more than its share of the merge's time."""
+    reason = (
+        f"merging the host's reports takes more than {HOST_SHARE:.0%} of the time of the merge: each waits for a while,"
+        f" this one for {rest_s:.0f} s, and only the newest is merged. Those of other hosts go on. Look at which driver"
+        " of this host reports something new each time"
+    )
+    host = Host.objects.filter(id=host_id).first()
+    conductor.record_event("report.delayed", EventSource.SYSTEM, "merge", host=host, reason=reason)
 
 
 def _record_delay(host_id: int, delay_s: float) -> None:

@@ -1,10 +1,13 @@
 """Django application of the console: registers what it adds to other packages, and prepares the database with each
 `migrate`."""
 
+import logging
 from typing import Any
 
 from django.apps import AppConfig
 from django.db.models.signals import post_migrate, pre_migrate
+
+log = logging.getLogger(__name__)
 
 DEVELOPMENT_MIGRATION = ("accelerators", "0002_events")
 """A migration of the versions before the first release. No release has it."""
@@ -22,6 +25,8 @@ class CyborgwebConfig(AppConfig):
 
         It is the last of the applications, so garbage collection is resumed when this is done.
         """
+        from django_q.signals import post_execute_in_worker
+
         from accelerators.runtime.jobs import JOBS, Job
         from accelerators.ui.extensions import DENIAL_REASON, FIELD_SENTENCE, LIST_MEMORY, PAGE_SECTIONS, USER_PROJECT
         from agents.authentication import CONDUCTOR_ADDRESS
@@ -35,6 +40,7 @@ class CyborgwebConfig(AppConfig):
         from cyborgweb.server.tls import choose_agent_address
         from placement_sync.cloud import SERVICE_SESSION
 
+        post_execute_in_worker.connect(_record_slow_neighbours)
         pre_migrate.connect(_refuse_development_database, sender=self)
         post_migrate.connect(_create_role_groups, sender=self)
         JOBS.register("messages", Job("cyborgweb.notify.fanout.run", periodic=True))
@@ -50,6 +56,21 @@ class CyborgwebConfig(AppConfig):
         SERVICE_SESSION.register("keystone", keystone.service_session)
         CONDUCTOR_ADDRESS.register("tls", choose_agent_address)
         resume_after_loading()
+
+
+def _record_slow_neighbours(**signal_arguments: Any) -> None:
+    """Record, after each task of a worker, which neighbours its calls have found slow.
+
+    If the database fails, this is only logged: the counts are kept, and the next task records them.
+    """
+    from django.db import Error
+
+    from accelerators import slow_neighbours
+
+    try:
+        slow_neighbours.record()
+    except Error as error:
+        log.warning("Slow neighbours cannot be recorded now: %s", type(error).__name__)
 
 
 def _refuse_development_database(using: str, **about: Any) -> None:

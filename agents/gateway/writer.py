@@ -26,7 +26,7 @@ from typing import Any, NamedTuple, TypeVar
 import psycopg
 from django.db import DatabaseError, InterfaceError, OperationalError, close_old_connections, connection
 
-from accelerators import conductor
+from accelerators import conductor, slow_neighbours
 from accelerators.domain import errors
 from accelerators.runtime import database_clock, database_outage, pubsub
 from accelerators.runtime import jobs as ticks
@@ -85,6 +85,13 @@ NORMAL_REPORT_SHARE = 4
 CHANGES_POLL_S = 2.5
 """Seconds between two polls for changed agent rows and for hosts whose report is needed again. They also find a change
 whose notification was lost."""
+SLOW_STATEMENT_S, STATEMENT_TIMES = 0.003, 4
+"""The database is slow if even the fastest of the last STATEMENT_TIMES short statements took SLOW_STATEMENT_S. The
+fastest one shows how far away the database is: the others may have waited for this process's turn on a processor."""
+SLOW_DATABASE = (
+    "answers slowly: the fastest of several short statements took {worst_s:.3f} s. Every request and report needs tens"
+    " of them. Look at the network between this node and the database, and at its load."
+)
 CHANGES_OVERLAP_S = 15.0
 """Seconds by which each poll for changed agent rows goes back before the last poll. A row that changed before that
 poll may have been committed, or its agent admitted, only after it."""
@@ -204,6 +211,8 @@ class DatabaseWriter(threading.Thread):
         self._oldest_spooled_id = 0
         """The id that `_measure_spool` has found last; older reports in the spool are put aside."""
         self._has_notification = False
+        self._statement_times: deque[float] = deque(maxlen=STATEMENT_TIMES)
+        """How long the last short statements took, in seconds."""
         self._stopping = False
 
     def put(self, job: WriterJob) -> None:
@@ -528,6 +537,7 @@ class DatabaseWriter(threading.Thread):
         for do_part in (
             self._flush_leases,
             self._refusals.flush,
+            slow_neighbours.record,
             self._read_changes,
             self._measure_spool,
             self._look_for_spooled_reports,
@@ -606,11 +616,20 @@ class DatabaseWriter(threading.Thread):
         A host whose report is queued here is left out: that report is compared in full.
         """
         with connection.cursor() as cursor:
+            began = time.monotonic()
             cursor.execute(SELECT_HOSTS_WITHOUT_APPLIED_REPORT)
+            self._note_statement_time(time.monotonic() - began)
             host_ids = [host_id for (host_id,) in cursor.fetchall() if not self._reports_by_host[host_id]]
         if host_ids and self._loop:
             with suppress(RuntimeError):  # the loop is closed, and with it every connection
                 self._loop.call_soon_threadsafe(self._on_reports_needed, host_ids)
+
+    def _note_statement_time(self, seconds: float) -> None:
+        """Note how long a short statement took, and whether the database is slow by now."""
+        self._statement_times.append(seconds)
+        fastest_s = min(self._statement_times)
+        if len(self._statement_times) == STATEMENT_TIMES and fastest_s >= SLOW_STATEMENT_S:
+            slow_neighbours.note("The database", SLOW_DATABASE, fastest_s)
 
 
 def _pop_jobs(lane: deque[Any], count: int) -> list[Any]:

@@ -15,6 +15,7 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 from cyborgweb.auth.clients import get_network
 from cyborgweb.http.answers import RESET_EXTENSION
 from cyborgweb.http.deadlines import ClientLimits
+from cyborgweb.http.slow_clients import note_slow_client
 
 MAX_HEADER_BYTES = 65_536
 """Maximum number of bytes of a request's line and headers, and of the trailers after a body in chunks."""
@@ -237,6 +238,7 @@ class HttpProtocol(HttpToolsProtocol):
     def _end_reading(self) -> None:
         """Close the connection of a client that has missed a deadline; one that has begun a request is told why."""
         if self._is_in_headers:
+            note_slow_client(self.client)
             self._refuse(408, "The headers of the request did not arrive in time.")
         else:
             self.transport.close()
@@ -258,6 +260,7 @@ class HttpProtocol(HttpToolsProtocol):
     def _check_writing(self, waiting_bytes: int) -> None:
         """End the connection if the client has accepted too little of the `waiting_bytes`; otherwise check again."""
         if waiting_bytes - self.transport.get_write_buffer_size() < MIN_WRITE_BYTES:
+            note_slow_client(self.client)
             self._reset_connection()
         else:
             self._start_write_check()

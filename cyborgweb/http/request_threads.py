@@ -26,6 +26,7 @@ from cyborgweb.http.deadlines import ClientLimits, make_client_limits
 from cyborgweb.http.fair_queue import FairQueue
 from cyborgweb.http.refusals import ClientDisconnectedError, RefusedRequestError, build_refusal
 from cyborgweb.http.refused_clients import RefusedClients
+from cyborgweb.http.slow_clients import note_slow_client
 from cyborgweb.monitoring.served import busy_refusals
 from cyborgweb.settings.keys import get_keys
 
@@ -163,6 +164,8 @@ class RequestThreads:
         except RefusedRequestError as refused:
             if refused.status == 503:
                 busy_refusals.inc()
+            elif refused.status == 408:
+                note_slow_client(scope.get("client"))
             if refused.over_share:
                 self._memory.refused.add(refused.over_share)
             await send_refusal(scope, receive, send, refused)

@@ -9,10 +9,13 @@ from typing import Any
 import msgspec
 from django.db import connection
 
+from accelerators import slow_neighbours
 from accelerators.admin.events_and_intents import STUCK_AFTER
 
 NEAR_DEADLINE_S = 10
 """Seconds before its deadline from which a bind counts as close to failing."""
+MAX_SLOW_NEIGHBOURS = 30
+"""The number of slow neighbours that are listed."""
 REFUSED_MINUTES = 10
 """Minutes for which the overview names clients that were refused."""
 REFUSED_CLIENTS_HOST, REFUSED_CLIENTS_ACTION = "(clients)", "client.refused"
@@ -60,6 +63,10 @@ SELECT json_build_object(
     WHERE e.host = %(clients)s AND e.action = %(refused)s AND e.at > now() - make_interval(mins => %(minutes)s)
     ORDER BY e.at DESC LIMIT 1), ''),
   'mail_error', coalesce((SELECT last_error FROM cyborgweb_mailserver WHERE retry_at > now()), ''),
+  'slow_neighbours', (SELECT coalesce(json_agg(json_build_array(subject_name, reason)), '[]') FROM (
+    SELECT DISTINCT ON (subject_name) subject_name, reason FROM accelerators_event
+    WHERE host = %(neighbours)s AND at > now() - make_interval(secs => %(shown)s)
+    ORDER BY subject_name, at DESC LIMIT %(most)s) s),
   'intents', (SELECT coalesce(json_object_agg(kind, i), '{}') FROM (
     SELECT kind, count(*) AS number, count(*) FILTER (WHERE attempts >= %(stuck)s) AS stuck, min(created_at) AS oldest,
       coalesce((array_agg(last_error ORDER BY attempts DESC) FILTER (WHERE last_error <> ''))[1], '') AS error
@@ -134,6 +141,8 @@ class Backlog:
     unconfirmed: int
     refused_clients: str = ""
     mail_error: str = ""
+    slow_neighbours: list[tuple[str, str]] = field(default_factory=list)
+    """Name of each slow neighbour, and what is slow (`accelerators.slow_neighbours`)."""
     audit: AuditState | None = None
     """None if the jobs have not run yet."""
     intents: dict[str, IntentBacklog] = field(default_factory=dict)
@@ -159,6 +168,8 @@ class Backlog:
 def read_backlog() -> Backlog:
     """Read how much work is unfinished, and how many devices are unhealthy, in one statement. Nothing is locked."""
     with connection.cursor() as cursor:
-        cursor.execute(SELECT_BACKLOG, REFUSED_CLIENTS | {"near": NEAR_DEADLINE_S, "stuck": STUCK_AFTER})
+        parameters = REFUSED_CLIENTS | {"near": NEAR_DEADLINE_S, "stuck": STUCK_AFTER}
+        parameters |= {"neighbours": slow_neighbours.NEIGHBOURS, "most": MAX_SLOW_NEIGHBOURS}
+        cursor.execute(SELECT_BACKLOG, parameters | {"shown": slow_neighbours.SHOWN_S})
         document: Any = cursor.fetchone()[0]
     return msgspec.json.decode(document, type=Backlog)

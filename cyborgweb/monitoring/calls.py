@@ -10,12 +10,19 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from accelerators import slow_neighbours
 from accelerators.runtime import metrics
 
 SERVICES = {"placement": "placement", "compute": "nova", "image": "glance", None: "keystone", "identity": "keystone"}
 """Service name by keystoneauth1's service type; Keystone is called by URL, without a type."""
 COUNTED_AT = "_cyborg_counted_at"
 """Name of the attribute that is set on an exception: the time at which it was counted, by `time.monotonic`."""
+SLOW_CALL_S, SLOW_CALLS = 1.0, 3
+"""A service is slow if this many calls, or more, of a minute took this many seconds, or longer."""
+SLOW_SENTENCE = (
+    f"answers slowly: {{count}} calls took {SLOW_CALL_S:g} s or longer, the slowest {{worst_s:.1f}} s. What is sent to"
+    " it is late. Look at its load and at the network."
+)
 METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE"})
 
 _calls = metrics.create_counter(
@@ -54,8 +61,11 @@ def _count_requests(send: Callable[..., Any]) -> Callable[..., Any]:
             """Count the call with this status, and record how long it has taken."""
             service = SERVICES.get((options.get("endpoint_filter") or {}).get("service_type"), "other")
             verb = method if method in METHODS else "other"
+            seconds = time.monotonic() - started
             _calls.labels(service, verb, status).inc()
-            _seconds.labels(service, verb).observe(time.monotonic() - started)
+            _seconds.labels(service, verb).observe(seconds)
+            if seconds >= SLOW_CALL_S:
+                slow_neighbours.note(service.title(), SLOW_SENTENCE, seconds, SLOW_CALLS)
 
         try:
             answer = send(url, method, *positional, **options)

@@ -12,6 +12,7 @@ from urllib.parse import urlencode
 
 from django.urls import reverse
 
+from accelerators import slow_neighbours
 from accelerators.domain.choices import Tone
 from accelerators.runtime import jobs
 from accelerators.ui.badges import format_duration
@@ -64,6 +65,7 @@ def list_alerts(system_state: SystemState) -> list[Alert]:
         *_host_alerts(system_state),
         *_cloud_alerts(system_state),
         *_worker_alerts(system_state),
+        *_neighbour_alerts(system_state),
         *_audit_alerts(system_state),
         *_capacity_alerts(system_state),
     ]
@@ -187,6 +189,13 @@ def _worker_alerts(system_state: SystemState) -> Iterator[Alert]:
         unsent = _append_error("sends no mail now, so mails wait: check the CYBORG_MAIL_… keys", work.mail_error)
         url = reverse("admin:cyborgweb_delivery_changelist") + "?progress__exact=waiting"
         yield Alert("warn", "mail", "The mail server", unsent, url)
+
+
+def _neighbour_alerts(system_state: SystemState) -> Iterator[Alert]:
+    """Yield an alert for each service or client that was slow lately, and one for the database."""
+    url = list_url("event", q=f"action:{slow_neighbours.ACTION}")
+    for name, what in system_state.backlog.slow_neighbours:
+        yield Alert("warn", "slow", name, what, url)
 
 
 def _audit_alerts(system_state: SystemState) -> Iterator[Alert]:

@@ -15,13 +15,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
+from accelerators.commands import command_queue
+from accelerators.domain.caller import Caller
 from accelerators.domain.diff import HostReport, combine_reports
 from accelerators.models import Device, Event, Host
 from agents import jobs, spool, wire
+from agents.gateway.throttling import TokenBuckets
 from agents.jobs import BATCH_BYTES, BATCH_HOSTS, FIRST_SHARE, MergePace
 from agents.models import Spooled
 from drivers.inventory import Attribute, Backend, DriverReport
-from tests.support.reports import get_or_create_host, make_card, make_driver_report, name_providers
+from tests.support.reports import get_or_create_host, make_card, make_driver_report, make_report, name_providers
 
 pytestmark = pytest.mark.django_db
 
@@ -296,6 +299,69 @@ def test_a_locked_row_of_one_host_does_not_stop_the_merge_of_the_others(
     jobs.merge()
     assert Device.objects.filter(host=locked, model="later").exists()
     assert not Spooled.objects.exists() and not Event.objects.filter(action__startswith="report.").exists()
+
+
+def make_turn(host_id: int, devices: int) -> spool.Turn:
+    """Return a turn with one report of a host with this number of devices."""
+    return spool.Turn(host_id, [make_report(make_driver_report(*map(make_card, range(devices))))], (1, 1))
+
+
+def test_X5_a_host_whose_reports_take_long_to_merge_waits_and_the_hosts_beside_it_do_not() -> None:
+    pace = MergePace()
+    busy, other = make_turn(1, 100), make_turn(2, 1)
+    for _ in range(2):
+        pace.note_merged([busy, other], jobs.HOST_BURST_S + jobs.FREE_BATCH_S)
+        assert not pace.list_resting_hosts() - {1}
+    pace.note_merged([busy, other], 1.0)
+    assert pace.list_resting_hosts() == {1}
+    assert list(pace.take_hosts_to_tell_of()) == [1]
+    assert not pace.take_hosts_to_tell_of(), "one event in ten minutes"
+    pace.note_merged([other], 1.0)
+    assert pace.list_resting_hosts() == {1}
+
+
+def test_a_host_that_changes_often_on_a_slow_database_does_not_wait() -> None:
+    pace = MergePace()
+    for _ in range(1000):
+        pace.note_merged([make_turn(1, 8)], jobs.FREE_BATCH_S)
+    assert not pace.list_resting_hosts()
+
+
+@pytest.mark.django_db(transaction=True)
+def test_X5_an_event_names_a_host_that_uses_more_than_its_share_and_its_report_is_kept(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(jobs, "FREE_BATCH_S", 0.0)
+    monkeypatch.setattr(jobs, "_pace", MergePace())
+    jobs._pace._time_budgets = TokenBuckets(1e-6, 0.0)
+    busy, other = get_or_create_host("cmp1"), get_or_create_host("cmp2")
+    for seq in (1, 2, 3):
+        spool_reports(busy, (make_driver_report(make_card(1, model=f"m{seq}")),), first_seq=seq)
+        jobs.merge()
+    spool_reports(other, (make_driver_report(make_card(1)),))
+    jobs.merge()
+    assert Device.objects.get(host=busy).model == "m2" and Device.objects.filter(host=other).exists()
+    assert Spooled.objects.get().host == busy, "an acknowledged report is not lost"
+    event = Event.objects.get(action="report.delayed")
+    assert event.host == "cmp1" and "more than 1% of the time" in event.reason
+    monkeypatch.setattr(jobs, "_pace", MergePace())  # The time is over.
+    jobs.merge()
+    assert Device.objects.get(host=busy).model == "m3"
+
+
+@pytest.mark.django_db(transaction=True)
+def test_a_host_above_its_share_does_not_wait_while_it_has_an_open_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    host = get_or_create_host("cmp1")
+    spool_reports(host, (make_driver_report(make_card(1, acts="health")),))
+    jobs.merge()
+    monkeypatch.setitem(jobs._pace._rests, host.id, time.monotonic() + 300.0)
+    spool_reports(host, (make_driver_report(make_card(1, model="m2")),), first_seq=2)
+    jobs.merge()
+    assert Spooled.objects.exists(), "it waits"
+    olga = Caller("olga", "u", frozenset({"admin"}), "p1")
+    command_queue.order_device_command("health", Device.objects.get().uuid, olga)
+    jobs.merge()
+    assert not Spooled.objects.exists() and Device.objects.get().model == "m2"
 
 
 @pytest.mark.django_db(transaction=True)

@@ -19,7 +19,8 @@ from drivers.isolation.process import die_with_parent
 from tests.bench.remote_calls import MeasurementError
 from tests.fleet import verdict
 from tests.fleet.installation import Installation, running_installation
-from tests.fleet.scenarios import LONG_SCENARIOS, SCENARIOS, ScenarioRun, run_and_judge
+from tests.fleet.neighbours import DATABASE_DELAY_S, SHORT_S, SHORT_SETTINGS, running_beside_neighbours
+from tests.fleet.scenarios import LONG_SCENARIOS, NEIGHBOURS, SCENARIOS, ScenarioRun, run_and_judge
 from tests.fleet.view import FleetView
 
 HELP_EPILOG = """\
@@ -35,6 +36,7 @@ examples:
   python -m tests.fleet 500                           a quick one
   python -m tests.fleet 5000 --scenario power-return  a data centre gets its power back
   python -m tests.fleet 100 --scenario soak           parts are killed in turn; growing memory is found
+  python -m tests.fleet 200 --scenario hostile-neighbours --seed 7    ten minutes for each of three runs
   make fleet N=2000 SCENARIO=all
 """
 
@@ -54,7 +56,23 @@ def main() -> int:
     parser.add_argument("--devices", type=int, default=8, help="of each (8)")
     parser.add_argument("--hold", type=float, default=15.0, help="seconds that unrest and outages last (15)")
     parser.add_argument("--soak", type=float, default=180.0, metavar="S", help="seconds that the soak lasts (180)")
-    parser.add_argument("--seed", type=int, help="repeat a soak in the order of this seed (another one each time)")
+    parser.add_argument("--seed", type=int, help="repeat the random choices of a long scenario (others each time)")
+    parser.add_argument(
+        "--hostile", type=float, default=600.0, metavar="S", help="seconds of each run beside hostile neighbours (600)"
+    )
+    parser.add_argument(
+        "--factor",
+        type=float,
+        default=2.0,
+        help="how many times as long as in the control run the well-behaved may wait; 0: only report it (2)",
+    )
+    parser.add_argument(
+        "--database-delay",
+        type=float,
+        default=DATABASE_DELAY_S,
+        metavar="S",
+        help=f"latency of the slow database ({DATABASE_DELAY_S:g})",
+    )
     parser.add_argument("--patience", type=float, default=300.0, help="seconds until all must be settled (300)")
     parser.add_argument("--handshakes", type=int, default=512, help="CYBORG_HANDSHAKES of the product (512)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the verdicts there, too")
@@ -62,10 +80,13 @@ def main() -> int:
     die_with_parent()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(2))
     settings = {"CYBORG_HANDSHAKES": str(arguments.handshakes)}
+    if arguments.scenario == NEIGHBOURS and arguments.hostile < SHORT_S:
+        settings |= SHORT_SETTINGS
     verdicts: dict[str, list[verdict.PromiseLine]] = {}
     with tempfile.TemporaryDirectory(prefix="cyborg-fleet-") as folder:
         try:
-            with running_installation(Path(folder), arguments.count, arguments.devices, **settings) as installation:
+            make = running_beside_neighbours if arguments.scenario == NEIGHBOURS else running_installation
+            with make(Path(folder), arguments.count, arguments.devices, **settings) as installation:
                 for name in SCENARIOS if arguments.scenario == "all" else [arguments.scenario]:
                     verdicts[name] = _run_scenario(name, installation, arguments)
         except (MeasurementError, KeyboardInterrupt) as error:
@@ -77,10 +98,20 @@ def main() -> int:
 
 
 def _run_scenario(name: str, installation: Installation, arguments: argparse.Namespace) -> list[verdict.PromiseLine]:
-    print(f"{name}: {((SCENARIOS | LONG_SCENARIOS)[name].__doc__ or '').strip()}", flush=True)
-    view = FleetView(f"{name}, {installation.count} agents", installation.count, installation.devices)
     seed = random.randrange(1_000_000) if arguments.seed is None else arguments.seed
-    run = ScenarioRun(installation, view, arguments.patience, arguments.hold, arguments.soak, seed)
+    print(f"{name}, seed {seed}: {((SCENARIOS | LONG_SCENARIOS)[name].__doc__ or '').strip()}", flush=True)
+    view = FleetView(f"{name}, {installation.count} agents", installation.count, installation.devices)
+    run = ScenarioRun(
+        installation,
+        view,
+        arguments.patience,
+        arguments.hold,
+        arguments.soak,
+        seed,
+        arguments.hostile,
+        arguments.factor,
+        arguments.database_delay,
+    )
     lines = run_and_judge(name, run)
     print(f"\n{verdict.table(lines)}\n", flush=True)
     return lines

@@ -36,6 +36,19 @@ class FleetCounters:
     counts: Counter[str] = field(default_factory=Counter)
     refused: Counter[str] = field(default_factory=Counter)
     """Failed attempts and refusals, by HTTP status, error class, code of the refusal, `closed` or `silence`."""
+    timings: list[ReportTiming] = field(default_factory=list)
+    """All reports that were sent since `take_timings` was called last."""
+
+
+@dataclass
+class ReportTiming:
+    """When a report was sent, and when it, or a later one of its host, was acknowledged (monotonic clock)."""
+
+    host: str
+    epoch: int
+    seq: int
+    sent_at: float
+    acknowledged_at: float | None = None
 
 
 @dataclass(frozen=True)
@@ -74,6 +87,7 @@ class SimulatedAgent:
     _acknowledged: SentReport | None = None
     _sent_since: list[SentReport] = field(default_factory=list)
     """Reports sent after the last acknowledged one; each of them may have been stored."""
+    _unacknowledged: list[ReportTiming] = field(default_factory=list)
     _samples: asyncio.TimerHandle | None = None
 
     def __post_init__(self) -> None:
@@ -183,6 +197,10 @@ class SimulatedAgent:
         model = "" if self.failing else f"g{self.generation}"
         self._sent_since.append(SentReport(self.epoch, self.seq, self.generation, content, model))
         self._pending.record_sent("Report", self.seq, now)
+        self._unacknowledged.append(
+            ReportTiming(messages.host_name(self.number), self.epoch, self.seq, time.monotonic())
+        )
+        self.counters.timings.append(self._unacknowledged[-1])
         peer.send(wire.encode_message(wire.Report.from_driver_reports(self.epoch, self.seq, content, driver_reports)))
         self.counters.counts["reports"] += 1
 
@@ -195,6 +213,9 @@ class SimulatedAgent:
                 self._sent_since.clear()
                 self.acknowledged = max(self.acknowledged, self._acknowledged.generation)
                 self.counters.counts["acknowledged"] += 1
+                for timing in self._unacknowledged:
+                    timing.acknowledged_at = time.monotonic()
+                self._unacknowledged.clear()
                 if self.owes_report:
                     self._changed.set()
         elif isinstance(message, wire.Watch):
@@ -326,6 +347,16 @@ class SimulatedFleet:
         self.counters.counts.clear()
         self.counters.refused.clear()
         return {}
+
+    async def seed(self, number: int) -> dict[str, Any]:
+        """Make all further random choices follow from this number."""
+        random.seed(number)
+        return {}
+
+    async def take_timings(self) -> dict[str, Any]:
+        """Return (host, epoch, seq, time sent, time acknowledged or None) of the reports since the last call."""
+        found, self.counters.timings = self.counters.timings, []
+        return {"timings": [(one.host, one.epoch, one.seq, one.sent_at, one.acknowledged_at) for one in found]}
 
     async def states(self) -> dict[str, Any]:
         """Return the state of every host for the verdict."""

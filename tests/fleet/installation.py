@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import psycopg
 
@@ -20,6 +20,9 @@ from tests.bench.figures import cpu_s, rss_kb
 from tests.bench.lab import Lab
 from tests.bench.product import RunningProduct, get_command_line, list_children, run_product, wait_for
 from tests.bench.remote_calls import ChildProcess, MeasurementError
+
+if TYPE_CHECKING:
+    from tests.fleet.neighbours import Neighbours
 
 SPOOL_AND_DEVICES = """
 SELECT (SELECT count(*) FROM spool), (SELECT coalesce(extract(epoch FROM now() - min(received_at)), 0) FROM spool),
@@ -70,6 +73,10 @@ class Installation:
     count: int
     devices: int
     snapshots: list[FleetSnapshot] = field(default_factory=list)
+    neighbours: Neighbours | None = None
+    """Its hostile and slow neighbours, if it was made with them."""
+    extra_memory_kb: int = 0
+    """What hostile clients may occupy in the memory of the web process, above what its agents need."""
 
     def power_on(self, bad: float = 0.0) -> None:
         """Start all agents that are off; `bad` is the share of hosts with a bad driver."""

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from tests.fleet import neighbours, verdict
 from tests.fleet import soak as soaking
-from tests.fleet import verdict
 from tests.fleet.installation import FleetSnapshot, Installation
 from tests.fleet.verdict import PromiseLine
 from tests.support.long import scaled
@@ -44,7 +44,13 @@ class ScenarioRun:
     soak_s: float = 180.0
     """How long the soak lasts."""
     seed: int = 0
-    """Determines when and in which order the soak kills the parts of the product."""
+    """Determines when and in which order the soak kills parts of the product, and the choices of hostile neighbours."""
+    neighbours_s: float = 600.0
+    """How long each of the three runs beside hostile and slow neighbours lasts."""
+    factor: float = 2.0
+    """How many times as long as in the control run the well-behaved may wait; 0 only reports it."""
+    database_delay_s: float = neighbours.DATABASE_DELAY_S
+    """The latency of the slow database."""
 
     def watch(self, seconds: float, database: bool = True) -> None:
         """Take and show a snapshot twice a second for `seconds`."""
@@ -177,8 +183,19 @@ SCENARIOS: dict[str, Callable[[ScenarioRun], list[PromiseLine]]] = {
     for function in (cold_start, power_return, web_restart, postgres_restart, slow_database, locked_database, half_bad)
 }
 
-LONG_SCENARIOS: dict[str, Callable[[ScenarioRun], list[PromiseLine]]] = {"soak": soak}
+
+def hostile_neighbours(run: ScenarioRun) -> list[PromiseLine]:
+    """A hostile agent and tenant beside slow services for --hostile seconds, and two control runs without them."""
+    return neighbours.hostile_neighbours(run)
+
+
+LONG_SCENARIOS: dict[str, Callable[[ScenarioRun], list[PromiseLine]]] = {
+    "soak": soak,
+    "hostile-neighbours": hostile_neighbours,
+}
 """Scenarios that take minutes; they run only by name, not as part of `all`."""
+NEIGHBOURS = "hostile-neighbours"
+"""The scenario that needs an installation of its own (`neighbours.running_beside_neighbours`)."""
 
 
 def run_and_judge(name: str, run: ScenarioRun) -> list[PromiseLine]:

@@ -16,8 +16,10 @@ import pytest
 
 from agents import wire
 from agents.host.backoff import ConnectionTiming, PendingAcks
-from tests.fleet import verdict
+from cyborgweb.settings.keys import Keys
+from tests.fleet import latencies, verdict
 from tests.fleet.__main__ import HELP_EPILOG
+from tests.fleet.hostile import NEW_DEVICES, VARIANTS, make_report_parts
 from tests.fleet.hosts import FleetCounters, SimulatedAgent, count_open_files
 from tests.fleet.installation import FleetSnapshot
 from tests.fleet.kills import FIND, PARTS, Killer, draw_order
@@ -36,6 +38,7 @@ class FakeInstallation:
     """A fake installation with the given tables and one host."""
 
     count = 1
+    extra_memory_kb = 0
 
     def __init__(self, host: SimulatedAgent, *stored: tuple[str, str, int, str]) -> None:
         self.stored, self.states = list(stored), [list(host.state())]
@@ -202,3 +205,80 @@ def test_a_part_that_was_not_killed_or_did_not_come_back_breaks_the_promise() ->
     killer.missing.clear()
     del killer.killed["web"]
     assert not judge_kills(killer).holds
+
+
+def test_percentiles_are_measured_values_and_nothing_measured_is_not_quick() -> None:
+    hundred = [float(n) for n in range(1, 101)]
+    assert [latencies.percentile(hundred, percent) for percent in (0, 50, 99, 100)] == [1.0, 50.0, 99.0, 100.0]
+    assert latencies.percentile([3.0, 1.0], 99) == 3.0
+    assert latencies.percentile([], 50) == latencies.NEVER
+
+
+def test_a_report_is_visible_with_the_first_later_report_of_its_own_host() -> None:
+    timings = [("a", 1, 1, 10.0, 10.5), ("a", 1, 2, 11.0, None), ("b", 1, 1, 10.0, 10.1), ("a", 2, 1, 12.0, 12.5)]
+    sightings = [("a", 1, 0, 9.0), ("b", 1, 7, 10.25), ("a", 1, 2, 13.0), ("a", 2, 0, 14.0)]
+    found = latencies.compute_latencies(timings, sightings, [0.25], failed_binds=1)
+    assert found.visible == [3.0, 2.0, 0.25, latencies.NEVER]
+    assert found.acknowledged == [0.5, latencies.NEVER, pytest.approx(0.1), 0.5]
+    assert found.bound == [0.25, latencies.NEVER]
+
+
+def make_latencies(visible: float, acknowledged: float = 0.1, bound: float = 0.2) -> latencies.Latencies:
+    """Return the latencies of a run in which everything took the same time."""
+    return latencies.Latencies(*([seconds] * 200 for seconds in (visible, acknowledged, bound)))
+
+
+def test_each_p99_is_compared_with_that_of_each_control_run() -> None:
+    controls = {"quick": make_latencies(0.5), "slow": make_latencies(1.0)}
+    lines = latencies.compare_runs(make_latencies(1.1, 0.2, 0.41), controls, 2.0)
+    assert {line.promise: line.holds for line in lines} == {
+        "report to visible, quick": False,
+        "acknowledgement, quick": True,
+        "bind, quick": False,
+        "report to visible, slow": True,
+        "acknowledgement, slow": True,
+        "bind, slow": False,
+    }
+    assert lines[0].value == pytest.approx(2.2) and "control p50 500 ms, p99 500 ms of 200: 2.2 times" in lines[0].found
+    assert all(line.holds for line in latencies.compare_runs(make_latencies(9.0), controls, None)), "only reported"
+
+
+def test_a_run_or_a_control_run_without_an_end_breaks_the_promise() -> None:
+    never = make_latencies(latencies.NEVER, latencies.NEVER, latencies.NEVER)
+    for found, control in ((never, make_latencies(1.0)), (make_latencies(1.0), never), (never, never)):
+        assert not any(line.holds for line in latencies.compare_runs(found, {"c": control}, 2.0))
+
+
+def test_a_culprit_that_a_page_does_not_name_breaks_the_promise() -> None:
+    wanted = {"host": [("/", "cmp1"), ("/", "fault")], "client": [("/c", "192.0.2.1")]}
+    assert not latencies.find_unnamed({"/": "fault of cmp1", "/c": "192.0.2.1"}, wanted)
+    missing = latencies.find_unnamed({"/": "fault of cmp2"}, wanted)
+    assert missing == {"host": "'cmp1' on /", "client": "'192.0.2.1' on /c"}
+    lines = latencies.judge_names(missing, [*wanted, "receiver"])
+    assert [line.holds for line in lines] == [False, False, True]
+
+
+def test_a_hostile_request_that_was_served_or_an_attack_that_never_ran_breaks_the_promise() -> None:
+    refused = {attack: dict.fromkeys(labels or ["closed"], 1) for attack, labels in latencies.EXPECTED.items()}
+    rates = dict.fromkeys(refused, 1.0)
+    assert [line.holds for line in latencies.judge_refusals(refused, rates, 10, 10)] == [True, True]
+    assert [line.holds for line in latencies.judge_refusals(refused, rates, 11, 10)] == [True, False]
+    for attack, outcome in (("forged", "101"), ("markers", "200, unknown 400"), ("subscribe", "crafted 201")):
+        (line, _) = latencies.judge_refusals(refused | {attack: {outcome: 1}}, rates, 0, 10)
+        assert not line.holds and outcome in line.found
+    (line, _) = latencies.judge_refusals(refused | {"forged": {}}, rates, 0, 10)
+    assert line.holds, "its turns have begun and not ended"
+    (line, _) = latencies.judge_refusals(refused, rates | {"forged": 0.0}, 0, 10)
+    assert not line.holds and "no turn of forged" in line.found
+
+
+def test_hostile_reports_name_more_devices_than_are_stored_and_another_hosts_provider() -> None:
+    keys = set()
+    for variant in (0, VARIANTS - 1):
+        head, middle, tail = make_report_parts(variant, "bench-00007")
+        report = wire.decode_from_agent(f"{head}7{middle}{7:040x}{tail}")
+        assert isinstance(report, wire.Report) and report.urgent
+        own, stolen = report.drivers
+        keys |= {device.key for device in own.devices}
+        assert stolen.devices[0].deployables[0].name.startswith("bench-00007_")
+    assert len(keys) == 2 * NEW_DEVICES and Keys().max_devices_per_host < VARIANTS * NEW_DEVICES

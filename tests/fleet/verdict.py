@@ -88,7 +88,7 @@ def judge(
     wrong = find_lost_hosts(installation)
     stuck = installation.query(STUCK)
     most = max(snapshot.web_kb for snapshot in installation.snapshots)
-    bound = before.web_kb + MEMORY_FREE_KB + MEMORY_KB * installation.count
+    bound = before.web_kb + MEMORY_FREE_KB + MEMORY_KB * installation.count + installation.extra_memory_kb
     tried = ", ".join(f"{count} {what}" for what, count in sorted(last.refused.items())) or "none"
     strange = [what for what in last.refused if what not in COME_BACK and not is_connection_failure(what)]
     acknowledged, told = last.counts.get("acknowledged", 0), f" ({'; '.join(wrong[:3])})" if wrong else ""

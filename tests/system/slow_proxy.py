@@ -1,21 +1,23 @@
 """A proxy for any service on a TCP port or a UNIX socket, which delays or withholds the service's answers.
 
-It copies bytes and knows no protocol, so that PostgreSQL, Keystone, Placement and Nova can all be made slow with it. It
-runs in a thread of the test process and ends with it.
+It copies bytes and knows no protocol, so that PostgreSQL, Keystone, Placement and Nova can all be made slow with it.
+The delay is a latency, as on a long line: an answer of many chunks comes late by the delay, and not by a multiple of
+it. `http_proxy` and `postgres_proxy` run a proxy in a thread of the test process, with which it ends.
 """
 
 from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Coroutine, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-CHUNK = 16_384
+CHUNK = 262_144
+SOCKET_NAME = ".s.PGSQL.5432"
 LOOK_S = 0.02
 
 
@@ -24,68 +26,91 @@ class SlowProxy:
     """The proxy's controls, which a test may change at any time, and its counters."""
 
     delay_s: float = 0.0
-    """How many seconds each chunk of an answer is delayed."""
+    """How many seconds after its arrival each chunk of an answer is passed on."""
     silent: bool = False
     """Whether answers are withheld completely. Connections stay open, so that a client waits until its own time-out."""
     url: str = ""
     delayed: int = 0
     """How many chunks were delayed."""
 
-    async def hold_back(self) -> None:
-        """Return when the next chunk of an answer may be passed on."""
-        self.delayed += bool(self.delay_s or self.silent)
-        await asyncio.sleep(self.delay_s)
-        while self.silent:
-            await asyncio.sleep(LOOK_S)
-
-    async def copy(self, source: asyncio.StreamReader, sink: asyncio.StreamWriter, is_answer: bool) -> None:
-        """Copy one direction of a connection until either end closes it."""
+    async def copy_at_once(self, source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> None:
+        """Copy the questions of a connection until either end closes it."""
         with suppress(OSError):
             while data := await source.read(CHUNK):
-                if is_answer:
-                    await self.hold_back()
                 sink.write(data)
                 await sink.drain()
         sink.close()
 
+    async def copy_late(self, source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> None:
+        """Copy the answers of a connection until either end closes it; each chunk waits for its time."""
+        loop = asyncio.get_running_loop()
+        chunks: asyncio.Queue[tuple[float, bytes]] = asyncio.Queue()
+
+        async def read() -> None:
+            try:
+                while data := await source.read(CHUNK):
+                    self.delayed += bool(self.delay_s or self.silent)
+                    chunks.put_nowait((loop.time() + self.delay_s, data))
+            except OSError:
+                pass  # the service has closed the connection, which ends the answers
+            finally:
+                chunks.put_nowait((0.0, b""))
+
+        reading = loop.create_task(read())
+        try:
+            with suppress(OSError):
+                while chunk := await self._wait_for_chunk(chunks):
+                    sink.write(chunk)
+                    await sink.drain()
+        finally:
+            reading.cancel()
+            sink.close()
+
+    async def _wait_for_chunk(self, chunks: asyncio.Queue[tuple[float, bytes]]) -> bytes:
+        """Return the next chunk when it may be passed on, b'' at the end."""
+        due, data = await chunks.get()
+        if (wait_s := due - asyncio.get_running_loop().time()) > 0:
+            await asyncio.sleep(wait_s)
+        while self.silent and data:
+            await asyncio.sleep(LOOK_S)
+        return data
+
+
+async def serve_http(proxy: SlowProxy, target: str) -> asyncio.Server:
+    """Start `proxy` on a free port in front of the HTTP service at the URL `target`; its `url` gets the same path."""
+    there = urlsplit(target)
+
+    async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await _connect(proxy, reader, writer, asyncio.open_connection(there.hostname, there.port, limit=CHUNK))
+
+    server = await asyncio.start_server(accept, "127.0.0.1", 0, limit=CHUNK)
+    proxy.url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}{there.path}"
+    return server
+
+
+async def serve_postgres(proxy: SlowProxy, server: Path, folder: Path) -> asyncio.Server:
+    """Start `proxy` in `folder`, libpq's `host`, in front of the PostgreSQL whose socket is in the folder `server`."""
+    folder.mkdir(parents=True, exist_ok=True)
+
+    async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await _connect(proxy, reader, writer, asyncio.open_unix_connection(str(server / SOCKET_NAME), limit=CHUNK))
+
+    return await asyncio.start_unix_server(accept, str(folder / SOCKET_NAME), limit=CHUNK)
+
 
 @contextmanager
 def http_proxy(target: str) -> Iterator[SlowProxy]:
-    """Run a proxy on a free port in front of the HTTP service at the URL `target`; its `url` has the same path."""
-    there = urlsplit(target)
+    """Run a proxy in front of the HTTP service at the URL `target` for the block (`serve_http`)."""
     proxy = SlowProxy()
-
-    async def listen(loop_is_over: asyncio.Event) -> None:
-        async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            await _connect(proxy, reader, writer, asyncio.open_connection(there.hostname, there.port))
-
-        server = await asyncio.start_server(accept, "127.0.0.1", 0)
-        proxy.url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}{there.path}"
-        async with server:
-            started.set()
-            await loop_is_over.wait()
-
-    started = threading.Event()
-    with _running(listen, started):
+    with _running(serve_http(proxy, target)):
         yield proxy
 
 
 @contextmanager
 def postgres_proxy(server: Path, folder: Path) -> Iterator[SlowProxy]:
-    """Run a proxy in `folder`, libpq's `host`, in front of the PostgreSQL whose socket is in the folder `server`."""
-    proxy, name = SlowProxy(), ".s.PGSQL.5432"
-
-    async def listen(loop_is_over: asyncio.Event) -> None:
-        async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            await _connect(proxy, reader, writer, asyncio.open_unix_connection(str(server / name)))
-
-        async with await asyncio.start_unix_server(accept, str(folder / name)):
-            started.set()
-            await loop_is_over.wait()
-
-    started = threading.Event()
-    folder.mkdir(parents=True, exist_ok=True)
-    with _running(listen, started):
+    """Run a proxy in `folder` in front of a PostgreSQL for the block (`serve_postgres`)."""
+    proxy = SlowProxy()
+    with _running(serve_postgres(proxy, server, folder)):
         yield proxy
 
 
@@ -101,17 +126,22 @@ async def _connect(
     except OSError:
         writer.close()
         return
-    await asyncio.gather(proxy.copy(reader, questions, False), proxy.copy(answers, writer, True))
+    await asyncio.gather(proxy.copy_at_once(reader, questions), proxy.copy_late(answers, writer))
 
 
 @contextmanager
-def _running(listen: Callable[[asyncio.Event], Coroutine[Any, Any, None]], started: threading.Event) -> Iterator[None]:
-    """Run `listen` on an event loop in a thread until the end of the block."""
-    over, loop = asyncio.Event(), asyncio.new_event_loop()
+def _running(starting: Coroutine[Any, Any, asyncio.Server]) -> Iterator[None]:
+    """Run the server that `starting` starts on an event loop in a thread until the end of the block."""
+    over, loop, started = asyncio.Event(), asyncio.new_event_loop(), threading.Event()
+
+    async def serve() -> None:
+        async with await starting:
+            started.set()
+            await over.wait()
 
     def run() -> None:
         asyncio.set_event_loop(loop)
-        loop.run_until_complete(listen(over))
+        loop.run_until_complete(serve())
         left = asyncio.all_tasks(loop)
         for task in left:
             task.cancel()

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from accelerators import slow_neighbours
 from cyborgweb.http import request_threads
 from cyborgweb.http.bodies import FREE_BYTES, BodyReader
 from cyborgweb.http.deadlines import make_client_limits
@@ -359,6 +360,29 @@ def test_too_many_connections_end_those_that_wait_for_their_clients(server: Serv
     silent = [server.connect(SLOW_BODY if number % 2 else b"") for number in range(20)]
     assert server.ask(GET) == (200, b"0")
     assert [read_all(connection) for connection in silent[:14]] == [b""] * 14
+
+
+@pytest.mark.parametrize("sent", [SLOW_BODY, b"GET /v2/x HTTP/1.1\r\nHost: a\r\nX-A: b"])
+def test_the_address_of_a_client_that_misses_deadlines_is_noted(
+    server: Server, monkeypatch: pytest.MonkeyPatch, sent: bytes
+) -> None:
+    noted: list[str] = []
+    monkeypatch.setattr(slow_neighbours, "note", lambda name, *_, **options: noted.append(name))
+    server.start(body_timeout_s=DEADLINE_S, header_timeout_s=DEADLINE_S)
+    assert server.ask(GET) == (200, b"0")
+    assert not noted
+    assert split_answer(server.connect(sent))[0] == 408
+    assert noted == ["The client 127.0.0.1"]
+
+
+def test_the_address_of_a_client_that_does_not_read_its_answer_is_noted(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    noted: list[str] = []
+    monkeypatch.setattr(slow_neighbours, "note", lambda name, *_, **options: noted.append(name))
+    server.start(write_timeout_s=DEADLINE_S)
+    server.connect(GET.replace(b"/x", b"/x?12000000"), receive_buffer=4_096)
+    until(lambda: noted == ["The client 127.0.0.1"])
 
 
 def test_the_address_with_the_most_connections_gives_way_to_others(server: Server) -> None:

@@ -28,7 +28,7 @@ from keystoneauth1.session import Session
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as openmetrics
 from prometheus_client.parser import text_string_to_metric_families as parsed
 
-from accelerators import conductor
+from accelerators import conductor, slow_neighbours
 from accelerators.domain.errors import RefusedError
 from accelerators.domain.states import EventSource
 from accelerators.models import (
@@ -201,6 +201,19 @@ def test_cloud_calls_are_counted_by_service_method_and_status(port: int) -> None
     assert after("cyborg_cloud_calls_total", service="nova", method="GET", status="401") == 1
     assert after("cyborg_cloud_calls_total", service="keystone", method="POST", status="unreachable") == 1
     assert after("cyborg_cloud_call_seconds_count", service="nova", method="GET") == 1
+
+
+def test_a_service_whose_calls_take_a_second_or_longer_is_noted_as_slow(
+    port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    noted: list[str] = []
+    monkeypatch.setattr(slow_neighbours, "note", lambda name, *_, **options: noted.append(name))
+    session = calls.count_calls(Session(auth=NoAuth()))
+    session.get(f"http://127.0.0.1:{port}/healthz", endpoint_filter={"service_type": "placement"})
+    assert not noted
+    monkeypatch.setattr(calls, "SLOW_CALL_S", 0.0)
+    session.get(f"http://127.0.0.1:{port}/healthz", endpoint_filter={"service_type": "compute"})
+    assert noted == ["Nova"]
 
 
 @pytest.mark.parametrize(
