@@ -39,8 +39,8 @@ def begin_again(operator: str, reason: str) -> Seal:
     """Let the key of CYBORG_AUDIT_KEY_FILE sign from now on, without a signature of the old key; return the seal that
     introduces it. Verification reports it until the person who verifies trusts the new key.
 
-    It also lets the key go on after seals of strange keys, because of which nothing is sealed. Verification goes on to
-    report those. The key is created if there is no such file. Raises AuditKeyError if there is no signed seal, or if
+    It also lets the key go on after forged seals, because of which nothing is sealed. Verification goes on to report
+    those. The key is created if there is no such file. Raises AuditKeyError if there is no signed seal, or if
     this key can seal without it.
     """
     path = settings.KEYS.audit_key_path
@@ -48,13 +48,14 @@ def begin_again(operator: str, reason: str) -> Seal:
         raise AuditKeyError("CYBORG_AUDIT_KEY_FILE is off: name the file of the new key")
     with conductor.writing():
         last = sealing.get_newest_seal()
-        if not Seal.objects.exclude(signature="").exists():
+        if not sealing.list_possible_seals().exclude(signature="").exists():
             raise AuditKeyError("no seal is signed yet: the first seal begins with the key, nothing was lost")
         key = signing.create_key(path)
         if sealing.get_next_key(last) == signing.get_public_key(key) and _can_seal(last):
             raise AuditKeyError(f"{path} has the key that signs already: nothing was lost")
         chain = SealChain(last, key)
-        return _record_key(chain, signing.get_public_key(key), "audit.key_lost", operator, reason)
+        skipped = max(0, sealing.get_highest_number(above=last.number) - last.number)
+        return _record_key(chain, signing.get_public_key(key), "audit.key_lost", operator, reason, skipped)
 
 
 def _can_seal(last: Seal) -> bool:
@@ -66,11 +67,12 @@ def _can_seal(last: Seal) -> bool:
     return True
 
 
-def _record_key(chain: SealChain, new_key: str, action: str, operator: str, reason: str) -> Seal:
-    """Append the seal that introduces `new_key`, with an event; in the caller's transaction."""
+def _record_key(chain: SealChain, new_key: str, action: str, operator: str, reason: str, skipped: int = 0) -> Seal:
+    """Append the seal that introduces `new_key`, with an event; in the caller's transaction. `skipped` as in
+    `append_seal`."""
     details = {"new_key": new_key, "reason": reason[:MAX_REASON], "by": operator}
     changes = {"key": [sealing.get_next_key(chain.last), new_key]}
     conductor.record_event(
         action, EventSource.SYSTEM, operator, subject=(None, "seals"), changes=changes, reason=reason[:MAX_REASON]
     )
-    return sealing.append_mark(chain, SealKind.KEY, details)
+    return sealing.append_mark(chain, SealKind.KEY, details, skipped=skipped)

@@ -43,7 +43,7 @@ def run() -> None:
     """Run the job `seals`: seal all events that can be sealed, then drop the months past their retention.
 
     If this process may not seal, log and store why, for the console and the metrics, and do nothing; if
-    CYBORG_AUDIT_KEY_FILE is off, only do nothing.
+    CYBORG_AUDIT_KEY_FILE is off, only do nothing. Any other error is stored, too, and raised.
     """
     if settings.KEYS.audit_key_path is None:
         jobs.clear_tick(sealing.SEALS_JOB)
@@ -53,6 +53,9 @@ def run() -> None:
     except AuditKeyError as error:
         log.error("nothing is sealed: %s", error)
         status.store_refusal(str(error))
+    except Exception as error:
+        status.store_refusal(f"the job failed: {error}")
+        raise
     else:
         status.store_refusal("")
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -20,6 +21,8 @@ from typing import Any
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from django.conf import settings
+from django.db.models import OuterRef, Q, QuerySet, Subquery, Value
+from django.db.models.functions import Coalesce
 
 from accelerators import conductor
 from accelerators.audit import signing
@@ -36,9 +39,16 @@ GO_ON = (
     "Run verify_events; when you know what happened, go on with `manage.py seal_events --begin-again` (docs/audit.md)"
 )
 SKIPPED_BY_RESTORE = 1_000_000
-"""How many numbers of seals a restore skips: about as many as are used in two years."""
+"""Minimum number of seals that a restore skips: about as many as are made in two years."""
 MAX_EVENTS_PER_SEAL = 10_000
 """Maximum number of events per seal."""
+IS_POSSIBLE_SEAL = Q(
+    number__gte=1,
+    events__range=(0, MAX_EVENTS_PER_SEAL),
+    sealed_at__range=(datetime(1970, 1, 1, tzinfo=UTC), datetime(9999, 1, 1, tzinfo=UTC)),
+)
+"""Condition that every seal of this product meets. Other rows are forged; Python cannot read some of their times."""
+PUBLIC_KEY = re.compile(r"[0-9a-f]{64}")
 
 EVENT_TEXT = """json_build_array(e.id, to_char(e.at AT TIME ZONE 'UTC', 'YYYY-MM-DD"T"HH24:MI:SS.US"Z"'), e.source,
   e.actor, e.request_id, e.action, e.subject_type, e.subject, e.subject_name, e.host, e.changes::text,
@@ -92,10 +102,15 @@ def seal_oldest_events(max_events: int = MAX_EVENTS_PER_SEAL) -> bool:
 
 
 def get_newest_seal() -> Seal:
-    """Return the last seal. If there is none, return a seal with number 0 that is not stored; the first seal follows
-    it."""
+    """Return the last seal whose values are possible. If there is none, return a seal with number 0 that is not stored;
+    the first seal follows it."""
     before_first = Seal(number=0, month="", tx=-1, event=0, events=0, digest="", hash=hash_chain.FIRST_PREVIOUS_HASH)
-    return Seal.objects.order_by("-number").first() or before_first
+    return list_possible_seals().order_by("-number").first() or before_first
+
+
+def list_possible_seals() -> QuerySet[Seal]:
+    """Return the seals without those whose values no seal can have (IS_POSSIBLE_SEAL)."""
+    return Seal.objects.filter(IS_POSSIBLE_SEAL)
 
 
 def open_chain(last: Seal) -> SealChain:
@@ -103,14 +118,17 @@ def open_chain(last: Seal) -> SealChain:
 
     Creates the key if there is no signed seal yet. Raises AuditKeyError if there is no key, or if `last` was not signed
     with this key, and does not introduce it: then it may be forged, and nothing may be appended. Also raises
-    AuditKeyError if `last` introduces this key again, after another key that this one did not introduce. Costs one
-    statement, and some more if another key has signed `last`.
+    AuditKeyError if `last` introduces this key again, after another key that this one did not introduce, or if there
+    is a forged seal after `last` (`list_possible_seals`). Costs two statements, and some more if another key has signed
+    `last`.
     """
     path = settings.KEYS.audit_key_path
     if path is None:
         raise AuditKeyError("CYBORG_AUDIT_KEY_FILE is off: this process seals nothing")
+    if forged := get_highest_number(above=last.number):
+        raise AuditKeyError(f"seal №{forged} has values that no seal has: it is forged. Nothing is sealed. {GO_ON}")
     if not last.signature:
-        if Seal.objects.exclude(signature="").exists():
+        if list_possible_seals().exclude(signature="").exists():
             raise AuditKeyError(f"seal №{last.number} is not signed, but seals before it are: run verify_events")
         return SealChain(last, signing.create_key(path))
     key = signing.load_key(path)
@@ -119,7 +137,7 @@ def open_chain(last: Seal) -> SealChain:
             f"the newest seal, №{last.number}, is signed with another key than that in {path}: copy the right key to"
             f" this file; if it is lost, run `manage.py seal_events --begin-again` (docs/audit.md)"
         )
-    previous = Seal.objects.defer("marks").filter(number__lt=last.number).order_by("-number").first()
+    previous = list_possible_seals().defer("marks").filter(number__lt=last.number).order_by("-number").first()
     # A seal that introduces our key is signed by the key before it, or, after a loss (`begin_again`), by our key.
     signers = {signing.get_public_key(key), get_next_key(previous) if previous and last.kind == SealKind.KEY else ""}
     previous_hash = previous.hash if previous else hash_chain.FIRST_PREVIOUS_HASH
@@ -129,25 +147,44 @@ def open_chain(last: Seal) -> SealChain:
         raise AuditKeyError(
             f"seal №{strange.number} brings the key {strange.key}, which the key before it did not sign, and a later"
             f" seal brings back the key in {path}: somebody has written seals with keys that are not yours. Nothing is"
-            f" sealed. {GO_ON}"
+            f" sealed. If that key is yours, name it in CYBORG_AUDIT_TRUSTED_KEYS. {GO_ON}"
         )
     return SealChain(last, key)
 
 
 def _find_strange_key(own_key: str) -> Seal | None:
-    """Return the first seal that brings a key which the key in force did not sign, since the first seal of `own_key`;
-    None if there is none, or if `own_key` has signed no seal yet."""
-    first = Seal.objects.filter(key=own_key).order_by("number").values_list("number", flat=True).first()
+    """Return the first seal that brings a key which the key in force did not sign, unless CYBORG_AUDIT_TRUSTED_KEYS
+    names it; None if there is none.
+
+    Only seals since the first one of `own_key` count, or all signed seals if `own_key` has signed none yet.
+    """
+    signed = list_possible_seals().defer("marks").exclude(signature="").order_by("number")
+    first = signed.filter(key=own_key).first() or signed.first()
     if first is None:
         return None
-    marks = list(Seal.objects.defer("marks").filter(kind=SealKind.KEY, number__gt=first).order_by("number"))
-    hashes = dict(Seal.objects.filter(number__in=[mark.number - 1 for mark in marks]).values_list("number", "hash"))
-    key_in_force = own_key
-    for mark in marks:
-        if not has_valid_signature(mark, hashes.get(mark.number - 1, ""), key_in_force):
+    key_in_force = get_next_key(first)
+    for mark in add_previous_hash(signed.filter(kind=SealKind.KEY, number__gt=first.number)):
+        new_key = get_next_key(mark)
+        previous_hash: str = mark.previous_hash  # type: ignore[attr-defined]  # it is annotated
+        signers = {key_in_force, new_key} if new_key in settings.KEYS.audit_trusted_keys else {key_in_force}
+        if not any(has_valid_signature(mark, previous_hash, key) for key in signers):
             return mark
-        key_in_force = get_next_key(mark)
+        key_in_force = new_key
     return None
+
+
+def add_previous_hash(seals: QuerySet[Seal]) -> QuerySet[Seal]:
+    """Add the attribute `previous_hash` to the seals: the hash of the seal before each, which need not have the number
+    before."""
+    before = list_possible_seals().filter(number__lt=OuterRef("number")).order_by("-number")
+    previous_hash = Coalesce(Subquery(before.values("hash")[:1]), Value(hash_chain.FIRST_PREVIOUS_HASH))
+    return seals.annotate(previous_hash=previous_hash)
+
+
+def get_highest_number(above: int) -> int:
+    """Return the highest number of all rows of seals, forged ones included, 0 if none is above `above`."""
+    numbers = Seal.objects.filter(number__gt=above).order_by("-number")
+    return numbers.values_list("number", flat=True).first() or 0
 
 
 def append_seal(chain: SealChain, kind: SealKind, month: str, skipped: int = 0, **columns: Any) -> Seal:
@@ -194,27 +231,35 @@ def append_mark(
 def record_restore(operator: str, reason: str) -> Seal | None:
     """Append the seal that records that the database was restored, and return it; None if there is no seal yet.
 
-    Its number is SKIPPED_BY_RESTORE above that of the last seal of the backup. So the seals that were lost keep their
-    numbers for themselves, and an anchor that names one of them is explained. Raises AuditKeyError.
+    Its number is the present UNIX time in milliseconds, or if that is lower, SKIPPED_BY_RESTORE above that of the last
+    seal of the backup. So the seals that were lost keep their numbers for themselves, even those that were made after
+    an earlier restore of the same backup, and an anchor that names one of them is explained. Raises AuditKeyError.
     """
     with conductor.writing():
         last = get_newest_seal()
         if not last.number:
             return None
         details = {"after": last.number, "reason": reason, "by": operator}
-        return append_mark(open_chain(last), SealKind.RESTORED, details, skipped=SKIPPED_BY_RESTORE)
+        skipped = max(SKIPPED_BY_RESTORE, int(read_earlier_clock().timestamp() * 1000) - last.number - 1)
+        return append_mark(open_chain(last), SealKind.RESTORED, details, skipped=skipped)
 
 
 def get_next_key(seal: Seal) -> str:
     """Return the public key that must sign the seal after this one, '' if this one is not signed."""
-    return str(read_details(seal).get("new_key", "")) if seal.kind == SealKind.KEY else seal.key
+    return get_introduced_key(seal) if seal.kind == SealKind.KEY else seal.key
+
+
+def get_introduced_key(seal: Seal) -> str:
+    """Return the public key that a seal of the kind `key` introduces, '' if it names none, as in a forged seal."""
+    new_key = read_details(seal).get("new_key")
+    return new_key if isinstance(new_key, str) and PUBLIC_KEY.fullmatch(new_key) else ""
 
 
 def read_details(seal: Seal) -> dict[str, Any]:
     """Return the details of a seal; {} if they are no JSON object, as in a forged seal."""
     try:
         details = json.loads(seal.details or "{}")
-    except ValueError:
+    except (ValueError, RecursionError):
         return {}
     return details if isinstance(details, dict) else {}
 
@@ -236,5 +281,5 @@ def build_link(seal: Seal, previous_hash: str) -> SealContent:
 
 def find_seal_of_event(event: Event) -> Seal | None:
     """Return the seal that covers an event, None if the event is not sealed yet."""
-    later = Seal.objects.filter(tx=event.tx, event__gte=event.pk) | Seal.objects.filter(tx__gt=event.tx)
-    return later.filter(events__gt=0).order_by("number").first()
+    is_later = Q(tx=event.tx, event__gte=event.pk) | Q(tx__gt=event.tx)
+    return list_possible_seals().filter(is_later, events__gt=0).order_by("number").first()

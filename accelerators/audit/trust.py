@@ -10,7 +10,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Collection
 from dataclasses import dataclass, field
-from datetime import UTC
+from datetime import UTC, datetime
 
 from django.db.models import Q, Sum
 
@@ -32,6 +32,8 @@ class ChainTrust:
     """Each month whose drop is proven → the number of the seal that proves it: seals before it need no events."""
     restores: dict[int, tuple[int, str]] = field(default_factory=dict)
     """Number of each valid seal that records a restore → the number of the seal before it, and a sentence."""
+    restored_at: datetime | None = None
+    """When the last of them was made."""
     problems: list[tuple[int, str]] = field(default_factory=list)
     notices: list[tuple[int, str]] = field(default_factory=list)
 
@@ -50,11 +52,11 @@ def read_trust(trusted_keys: Collection[str] = ()) -> ChainTrust:
     signatures in order.
 
     `trusted_keys` are public keys that the caller knows from elsewhere. If there are any, the key of the first signed
-    seal must be one of them, as must be each key that the key before it did not sign. Costs four statements, and one
+    seal must be one of them, as must be each key that the key before it did not sign. Costs three statements, and one
     for each month that was dropped.
     """
     trust = ChainTrust()
-    first_signed = Seal.objects.exclude(signature="").order_by("number").first()
+    first_signed = sealing.list_possible_seals().exclude(signature="").order_by("number").first()
     if first_signed is None:
         if Seal.objects.exists():
             trust.notices.append((0, "no seal is signed: anyone who can write to the database may have made them"))
@@ -62,15 +64,10 @@ def read_trust(trusted_keys: Collection[str] = ()) -> ChainTrust:
             trust.problems.append((0, "no seal is signed with the key that you trust"))
     else:
         _add_first_key(first_signed, trusted_keys, trust)
-    marks = list(
-        Seal.objects.filter(~Q(drops="") | Q(kind__in=(SealKind.DROP, SealKind.KEY, SealKind.RESTORED))).order_by(
-            "number"
-        )
-    )
-    numbers = [mark.number - 1 for mark in marks]
-    hashes = dict(Seal.objects.filter(number__in=numbers).values_list("number", "hash"))
-    for mark in marks:
-        previous_hash = hashes.get(mark.number - 1, hash_chain.FIRST_PREVIOUS_HASH)
+    is_mark = ~Q(drops="") | Q(kind__in=(SealKind.DROP, SealKind.KEY, SealKind.RESTORED))
+    marks = sealing.list_possible_seals().defer("marks").filter(is_mark).order_by("number")
+    for mark in list(sealing.add_previous_hash(marks)):
+        previous_hash: str = mark.previous_hash  # type: ignore[attr-defined]  # it is annotated
         if mark.kind == SealKind.RESTORED:
             _add_restore(mark, trust)
         elif mark.kind == SealKind.KEY:
@@ -95,7 +92,7 @@ def _add_first_key(first_signed: Seal, trusted_keys: Collection[str], trust: Cha
 def _add_key(mark: Seal, previous_hash: str, trusted_keys: Collection[str], trust: ChainTrust) -> None:
     """Let the new key of a mark be in force, if the key before it, or at least the new key itself, signed the mark."""
     details = sealing.read_details(mark)
-    new_key, reason = str(details.get("new_key", "")), details.get("reason", "")
+    new_key, reason = sealing.get_introduced_key(mark), details.get("reason", "")
     if sealing.has_valid_signature(mark, previous_hash, trust.get_key(mark.number)):
         trust.first_numbers.append(mark.number + 1)
         trust.keys.append(new_key)
@@ -113,7 +110,7 @@ def _add_key(mark: Seal, previous_hash: str, trusted_keys: Collection[str], trus
 def _add_restore(mark: Seal, trust: ChainTrust) -> None:
     """Accept that the seals before this one were lost in a restore, if it is signed with the key in force."""
     details = sealing.read_details(mark)
-    previous = Seal.objects.filter(number__lt=mark.number).order_by("-number").first()
+    previous = sealing.list_possible_seals().filter(number__lt=mark.number).order_by("-number").first()
     previous_hash = previous.hash if previous else hash_chain.FIRST_PREVIOUS_HASH
     number = previous.number if previous else 0
     if details.get("after") != number or not sealing.has_valid_signature(
@@ -126,7 +123,7 @@ def _add_restore(mark: Seal, trust: ChainTrust) -> None:
         f" {details.get('by', '')} ({details.get('reason', '')!r}): what was sealed after seal №{number} was lost, seal"
         f" №{mark.number} goes on"
     )
-    trust.restores[mark.number] = number, text
+    trust.restores[mark.number], trust.restored_at = (number, text), mark.sealed_at
     trust.notices.append((mark.number, text))
 
 
@@ -145,7 +142,11 @@ def _add_drop(mark: Seal, previous_hash: str, trust: ChainTrust) -> None:
         return
     details = sealing.read_details(mark)
     months, events = details.get("retention_months"), details.get("events")
-    sealed = Seal.objects.filter(month=month, number__lt=mark.number).aggregate(events=Sum("events", default=0))
+    sealed = (
+        sealing.list_possible_seals()
+        .filter(month=month, number__lt=mark.number)
+        .aggregate(events=Sum("events", default=0))
+    )
     is_due = (
         isinstance(months, int) and months > 0 and (month < hash_chain.get_oldest_month_to_keep(mark.sealed_at, months))
     )

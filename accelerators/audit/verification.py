@@ -11,11 +11,19 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
+from datetime import datetime
 
 from django.db import connection
-from django.db.models import Sum
+from django.db.models import Q, Sum
 
-from accelerators.audit.sealing import EVENT_DIGEST, build_link, get_newest_seal, has_valid_signature
+from accelerators.audit.sealing import (
+    EVENT_DIGEST,
+    IS_POSSIBLE_SEAL,
+    build_link,
+    get_newest_seal,
+    has_valid_signature,
+    list_possible_seals,
+)
 from accelerators.audit.trust import ChainTrust, read_trust
 from accelerators.domain import hash_chain
 from accelerators.models import Event, Seal
@@ -79,6 +87,8 @@ class VerificationResult:
     """Number of the last seal that was verified."""
     is_complete: bool = True
     """False if there was no time left for all seals, or if there were too many findings."""
+    restored: tuple[datetime, str] | None = None
+    """When the database was last restored by a valid seal, and a sentence about it."""
     notices: list[str] = field(default_factory=list)
     """Facts that are not errors, but that the person who verifies must know: seals that are not signed, changes of the
     key, and months that were dropped without a signature."""
@@ -107,22 +117,26 @@ def verify_seals(
     run = _Run(read_trust(trusted_keys), anchors or {}, result)
     result.findings += [SealFinding(number, 0, text) for number, text in run.trust.problems]
     result.notices += [text for _, text in run.trust.notices]
-    seals = Seal.objects.filter(number__gte=first, number__lte=newest_seal.number if last is None else last)
+    if run.trust.restored_at:
+        result.restored = run.trust.restored_at, run.trust.restores[max(run.trust.restores)][1]
+    impossible = _find_impossible_seals(first, last, result)
+    problems_before = len(result.findings)
+    seals = list_possible_seals().filter(number__gte=first, number__lte=newest_seal.number if last is None else last)
     events_total = seals.aggregate(events=Sum("events", default=0))["events"]
-    previous = Seal.objects.filter(number__lt=first).order_by("-number").first() or Seal(
+    previous = list_possible_seals().filter(number__lt=first).order_by("-number").first() or Seal(
         number=0, tx=-1, event=0, hash=hash_chain.FIRST_PREVIOUS_HASH
     )
     for seal in seals.order_by("number").iterator(chunk_size=500):
-        if len(result.findings) >= MAX_FINDINGS or time.monotonic() >= give_up_at:
+        if len(result.findings) - problems_before >= MAX_FINDINGS or time.monotonic() >= give_up_at:
             result.is_complete = False
             break
         if run.trust.restores.get(seal.number, (None, ""))[0] != previous.number:
-            _report_gap(previous.number, seal.number, result)
+            _report_gap(previous.number, seal.number, impossible, result)
         _verify_seal(seal, previous, run)
         previous, result.last_verified = seal, seal.number
         progress(result.events + result.dropped, events_total)
     else:
-        _report_gap(previous.number, min(newest_seal.number, last or newest_seal.number) + 1, result)
+        _report_gap(previous.number, min(newest_seal.number, last or newest_seal.number) + 1, impossible, result)
     for number, anchor in sorted((anchors or {}).items()):
         for restored_number, (last_number, text) in run.trust.restores.items():
             if last_number < number < restored_number:
@@ -143,10 +157,22 @@ def verify_seals(
     return result
 
 
-def _report_gap(present: int, next_present: int, result: VerificationResult) -> None:
-    """Add a finding to `result` if the seals between these two numbers are gone."""
+def _find_impossible_seals(first: int, last: int | None, result: VerificationResult) -> set[int]:
+    """Add a finding for each row in this range, and for each with a number below 1, whose values no seal of this
+    product has; return their numbers, at most MAX_FINDINGS of them."""
+    in_range = Q(number__gte=first) if last is None else Q(number__range=(first, last))
+    rows = Seal.objects.filter(Q(number__lt=1) | in_range).exclude(IS_POSSIBLE_SEAL).order_by("number")
+    numbers = list(rows.values_list("number", flat=True)[:MAX_FINDINGS])
+    for number in numbers:
+        text = f"seal №{number} is forged: no seal has such a number, number of events, or time"
+        result.findings.append(SealFinding(number, 0, text))
+    return set(numbers)
+
+
+def _report_gap(present: int, next_present: int, impossible: set[int], result: VerificationResult) -> None:
+    """Add a finding to `result` if the seals between these two numbers are gone, and not only `impossible`."""
     first, last = present + 1, next_present - 1
-    if first <= last:
+    if not all(number in impossible for number in range(first, last + 1)):
         which = f"seal №{last} is" if first == last else f"seals №{first} to №{last} are"
         result.findings.append(SealFinding(last, 0, f"{which} gone"))
 

@@ -1,6 +1,7 @@
 """Add the pauses between holder checks of jobs, and the table of the jobs that seal and verify events."""
 
 from django.db import migrations, models
+from django.db.models.functions import Now
 
 ATTEMPTS = {"default": 0, "db_default": 0}
 DUE = {"null": True, "blank": True, "help_text": "Not tried again before this time."}
@@ -38,8 +39,26 @@ class Migration(migrations.Migration):
         migrations.CreateModel(
             "AuditStatus",
             [
-                ("id", models.BigAutoField(auto_created=True, primary_key=True, serialize=False, verbose_name="ID")),
-                ("refusal", models.TextField(help_text="Why nothing is sealed.", **TEXT)),
+                (
+                    "node",
+                    models.CharField(
+                        primary_key=True,
+                        serialize=False,
+                        max_length=255,
+                        db_collation="C",
+                        help_text="The name of the machine.",
+                    ),
+                ),
+                ("updated_at", models.DateTimeField(db_default=Now(), help_text="When a job last wrote this row.")),
+                (
+                    "sealed_at",
+                    models.DateTimeField(
+                        null=True,
+                        blank=True,
+                        help_text="When the job `seals` last succeeded, with a precision of a minute.",
+                    ),
+                ),
+                ("refusal", models.TextField(help_text="Why this node seals nothing.", **TEXT)),
                 ("refused_since", models.DateTimeField(null=True, blank=True)),
                 (
                     "verified_number",
@@ -58,6 +77,11 @@ class Migration(migrations.Migration):
                     models.IntegerField(help_text="How many differences the verification found.", **ATTEMPTS),
                 ),
                 ("finding", models.TextField(help_text="The first difference.", **TEXT)),
+                (
+                    "restored_at",
+                    models.DateTimeField(null=True, blank=True, help_text="When the database was last restored."),
+                ),
+                ("restore", models.TextField(help_text="What the seal of that restore says.", **TEXT)),
             ],
             options={"verbose_name_plural": "audit status"},
         ),

@@ -135,12 +135,17 @@ class Seal(models.Model):
 
 
 class AuditStatus(models.Model):
-    """What the jobs that seal and verify events found in their last run; one row.
+    """What the jobs that seal and verify events found in their last run on one node.
 
     It is only shown: who can write to the database can change it, until the next run of the jobs.
     """
 
-    refusal = models.TextField(default="", db_default="", blank=True, help_text="Why nothing is sealed.")
+    node = models.CharField(primary_key=True, max_length=255, db_collation="C", help_text="The name of the machine.")
+    updated_at = models.DateTimeField(db_default=Now(), help_text="When a job last wrote this row.")
+    sealed_at = models.DateTimeField(
+        null=True, blank=True, help_text="When the job `seals` last succeeded, with a precision of a minute."
+    )
+    refusal = models.TextField(default="", db_default="", blank=True, help_text="Why this node seals nothing.")
     refused_since = models.DateTimeField(null=True, blank=True)
     verified_number = models.BigIntegerField(
         default=0, db_default=0, help_text="All seals up to this number were verified since the verification began."
@@ -150,12 +155,14 @@ class AuditStatus(models.Model):
     )
     findings = models.IntegerField(default=0, db_default=0, help_text="How many differences the verification found.")
     finding = models.TextField(default="", db_default="", blank=True, help_text="The first difference.")
+    restored_at = models.DateTimeField(null=True, blank=True, help_text="When the database was last restored.")
+    restore = models.TextField(default="", db_default="", blank=True, help_text="What the seal of that restore says.")
 
     class Meta:
         verbose_name_plural = "audit status"
 
     def __str__(self) -> str:
-        return self.refusal or self.finding or "as it should be"
+        return f"{self.node}: {self.refusal or self.finding or 'as it should be'}"
 
 
 class Intent(fields.Row):

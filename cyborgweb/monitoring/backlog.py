@@ -42,8 +42,13 @@ SELECT json_build_object(
   'unsealed_oldest', (SELECT e.at FROM accelerators_event e WHERE (e.tx, e.id) > (
     coalesce((SELECT tx FROM accelerators_seal ORDER BY number DESC LIMIT 1), -1),
     coalesce((SELECT event FROM accelerators_seal ORDER BY number DESC LIMIT 1), 0)) ORDER BY e.tx, e.id LIMIT 1),
-  'audit', (SELECT json_build_object('refusal', refusal, 'refused_since', refused_since, 'verified_at', verified_at,
-    'findings', findings, 'finding', finding) FROM accelerators_auditstatus WHERE id = 1),
+  'audit', (SELECT json_build_object('verified_at', max(verified_at), 'findings', max(findings),
+    'finding', (array_agg(finding ORDER BY findings DESC, node))[1],
+    'refusal', CASE WHEN coalesce(bool_or(refusal = '' AND sealed_at > now() - interval '10 minutes'), false) THEN ''
+      ELSE coalesce((array_agg(refusal ORDER BY refused_since) FILTER (WHERE refusal <> ''))[1], '') END,
+    'refused_since', min(refused_since), 'restored_at', max(restored_at), 'restore',
+    (array_agg(restore ORDER BY restored_at DESC NULLS LAST))[1])
+    FROM accelerators_auditstatus HAVING count(*) > 0),
   'degraded', (SELECT count(*) FROM accelerators_device WHERE status = 'degraded'),
   'broken', (SELECT count(*) FROM accelerators_device WHERE status = 'failed'),
   'devices', (SELECT coalesce(json_agg(json_build_array(state, type, n)), '[]') FROM (
@@ -84,13 +89,19 @@ class IntentBacklog:
 
 @dataclass(frozen=True)
 class AuditState:
-    """What the jobs that seal and verify events found (`accelerators.models.AuditStatus`)."""
+    """What the jobs that seal and verify events found on all nodes (`accelerators.models.AuditStatus`).
+
+    `findings` and `finding` are those of the node with the most findings. `refusal` is '' if another node has sealed
+    within the last ten minutes.
+    """
 
     refusal: str = ""
     refused_since: datetime | None = None
     verified_at: datetime | None = None
     findings: int = 0
     finding: str = ""
+    restored_at: datetime | None = None
+    restore: str = ""
 
 
 @dataclass(frozen=True)

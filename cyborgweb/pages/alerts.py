@@ -23,6 +23,8 @@ MAX_CLOUD_DELAY = timedelta(seconds=60)
 """How far Placement and Nova may be behind before it is shown."""
 MAX_WORKER_DELAY = timedelta(seconds=15)
 """How long reports and wake-ups may wait for our own workers before it is shown."""
+SHOW_RESTORE_FOR = timedelta(days=3)
+"""How long a restore is shown."""
 MAX_ERROR_LENGTH = 160
 
 
@@ -197,7 +199,7 @@ def _neighbour_alerts(system_state: SystemState) -> Iterator[Alert]:
 
 
 def _audit_alerts(system_state: SystemState) -> Iterator[Alert]:
-    """Yield alerts about events that do not match their seals, and about a refusal to seal events."""
+    """Yield alerts about events that do not match their seals, a refusal to seal events, and a recent restore."""
     audit = system_state.backlog.audit
     if audit and audit.findings:
         differs = _append_error("between events and their seals: run manage.py verify_events", audit.finding)
@@ -205,6 +207,9 @@ def _audit_alerts(system_state: SystemState) -> Iterator[Alert]:
     if audit and audit.refusal:
         since = f" for {format_duration(audit.refused_since, system_state.now)}" if audit.refused_since else ""
         yield Alert("bad", "audit", "Events", _append_error(f"are not sealed{since}", audit.refusal), list_url("event"))
+    if audit and audit.restored_at and system_state.now - audit.restored_at < SHOW_RESTORE_FOR:
+        url = list_url("event", q="action:database.restored")
+        yield Alert("warn", "audit", "A restore", _append_error("is recorded by a seal", audit.restore), url)
 
 
 def _capacity_alerts(system_state: SystemState) -> Iterator[Alert]:

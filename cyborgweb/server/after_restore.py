@@ -19,13 +19,21 @@ from cyborgweb.auth import read_only
 from cyborgweb.server import backup
 
 SEQUENCE_SKIP = 1_000_000
-"""How many numbers each sequence skips: agents and callers may still name rows that were numbered after the backup."""
+"""Minimum of numbers that each sequence skips: agents and callers may still name rows that were numbered after the
+backup."""
 GENERATION_SKIP = 2**40
-"""Added to every generation, so that no ETag from before the restore is valid after it."""
+"""Minimum that is added to every generation, so that no ETag from before the restore is valid after it."""
 ADVANCE_SEQUENCES = """
-SELECT setval(format('%%I.%%I', schemaname, sequencename)::regclass, coalesce(last_value, 0) + %s)
+SELECT setval(format('%%I.%%I', schemaname, sequencename)::regclass,
+  greatest(coalesce(last_value, 0) + %s, (extract(epoch FROM clock_timestamp()) * 1000)::bigint))
 FROM pg_sequences WHERE schemaname = current_schema() AND data_type = 'bigint'::regtype
 """
+"""Lets each sequence go on from the present UNIX time in milliseconds. If the same backup is restored again, the
+numbers are above those that were given out after the first restore."""
+ADVANCE_GENERATIONS = """
+UPDATE generation SET value = greatest(value + %s, (extract(epoch FROM clock_timestamp()) * 1000)::bigint)
+"""
+"""Lets each generation go on from the present UNIX time in milliseconds, for the same reason."""
 EXTENSION = "1 day"
 EXTEND_COMMANDS = f"""
 UPDATE accelerators_command SET start_by = now() + interval '{EXTENSION}', end_by = now() + interval '{EXTENSION}',
@@ -65,7 +73,7 @@ def prepare_restored_database(caller: Caller, reason: str) -> str:
     with conductor.writing():
         with connection.cursor() as cursor:
             cursor.execute(ADVANCE_SEQUENCES, [SEQUENCE_SKIP])
-            cursor.execute("UPDATE generation SET value = value + %s", [GENERATION_SKIP])
+            cursor.execute(ADVANCE_GENERATIONS, [GENERATION_SKIP])
             cursor.execute(EXTEND_COMMANDS)
             cursor.execute(EXTEND_RELEASES)
             cursor.execute(EXTEND_BINDS)

@@ -31,6 +31,7 @@ EXEMPT = {
     ("UPDATE", "accelerators_seal"): "the same",
     ("INSERT", "accelerators_auditstatus"): "what the jobs that seal and verify events found, for the console",
     ("UPDATE", "accelerators_auditstatus"): "the same",
+    ("DELETE", "accelerators_auditstatus"): "the same, of a node that is gone",
     ("INSERT", "accelerators_intent"): "an outbox: what raised it has its event",
     ("UPDATE", "accelerators_intent"): "the same: attempts are bookkeeping",
     ("DELETE", "accelerators_intent"): "the same: it is done",

@@ -7,6 +7,7 @@ import argparse
 import json
 import sys
 from dataclasses import asdict
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -75,7 +76,7 @@ class Command(shell.OperatorCommand):
             options["first"], options["last"], known, self._show_progress, options["trust_key"]
         )
         if options["json"]:
-            self.stdout.write(json.dumps(asdict(proof) | {"ok": not proof.findings}))
+            self.stdout.write(json.dumps(asdict(proof) | {"ok": not proof.findings}, default=datetime.isoformat))
         else:
             self._print_proof(proof)
         if proof.findings:

@@ -154,6 +154,18 @@ def restore_older_database() -> None:
     create_seals()
 
 
+def add_seal_number_0_and_hide_an_event_behind_it() -> None:
+    """Insert an event that lies between the first seal and a seal №0 before it, so that no seal's range has it."""
+    execute(
+        "INSERT INTO accelerators_seal (number, month, tx, event, events, digest, drops, sealed_at, hash, marks, kind,"
+        " details, key, signature) SELECT 0, month, 0, 1000000000000000, 0, '', '', sealed_at, repeat('0', 64), '',"
+        " 'events', '', key, 'x' FROM accelerators_seal WHERE number = 1;"
+        "INSERT INTO accelerators_event (id, tx, source, actor, request_id, action, subject_type, subject_name, host,"
+        " changes, reason) VALUES (77, 0, 'system', 'me', '', 'device.odd', 'device', 'hidden', '', '{}', '')"
+    )()
+
+
+NEST_DETAILS = "UPDATE accelerators_seal SET kind = 'key', details = repeat('[', 100000) WHERE number = 2"
 CHANGE_E5 = "UPDATE accelerators_event SET reason = 'it was somebody else' WHERE subject_name = 'e5'"
 FORGERIES: dict[str, tuple[Callable[[], None], str]] = {
     "forged drop without signature": (make_drop_of_month(signed=False), "does not prove that 2024-01 was dropped"),
@@ -196,6 +208,24 @@ FORGERIES: dict[str, tuple[Callable[[], None], str]] = {
             "DELETE FROM accelerators_seal WHERE number = 4"
         ),
         "seal №4 (",
+    ),
+    "event hidden behind a seal №0": (add_seal_number_0_and_hide_an_event_behind_it, "seal №0 is forged"),
+    "details of a seal nested too deeply": (execute(NEST_DETAILS), "seal №2 does not fit"),
+    "seal at no time": (
+        execute("UPDATE accelerators_seal SET sealed_at = 'infinity' WHERE number = 2"),
+        "seal №2 is forged",
+    ),
+    "newest seal at no time": (
+        execute("UPDATE accelerators_seal SET sealed_at = '-infinity' WHERE number = 4"),
+        "seal №4 is forged",
+    ),
+    "seal with a negative number of events": (
+        execute("UPDATE accelerators_seal SET events = -5 WHERE number = 2"),
+        "seal №2 is forged",
+    ),
+    "seal with more events than any": (
+        execute("UPDATE accelerators_seal SET events = 2000000000 WHERE number = 2"),
+        "seal №2 is forged",
     ),
     "truncated": (execute("DELETE FROM accelerators_event; DELETE FROM accelerators_seal"), "seal №4 ("),
 }
@@ -351,6 +381,37 @@ def test_X6_nothing_is_sealed_after_strange_keys_of_which_the_last_introduces_ou
         run("seal_events", "--begin-again", "--reason", "again")
 
 
+def test_X6_a_strange_key_is_found_although_the_new_key_has_signed_no_seal_yet(key_file: Path, tmp_path: Path) -> None:
+    record_events("a")
+    create_seals()
+    new_file, theirs = tmp_path / "new.pem", signing.get_public_key(FORGER_KEY)
+    run("seal_events", "--new-key", str(new_file), "--reason", "yearly")
+    shutil.copy(new_file, key_file)
+    append_forged(SealKind.KEY, True, json.dumps({"new_key": theirs, "reason": "lost", "by": "me"}))
+    ours = run("seal_events", "--show-key").strip()
+    append_forged(SealKind.KEY, True, json.dumps({"new_key": ours, "reason": "found again", "by": "me"}))
+    record_events("b")
+    with pytest.raises(AuditKeyError, match=f"seal №3 brings the key {theirs}"):
+        sealing.seal_oldest_events()
+
+
+def test_a_key_that_follows_a_lost_one_may_be_replaced_where_it_is_trusted(
+    key_file: Path, tmp_path: Path, settings: Any
+) -> None:
+    record_events("a")
+    create_seals()
+    key_file.unlink()
+    run("seal_events", "--begin-again", "--reason", "lost")
+    second_key, third = run("seal_events", "--show-key").strip(), tmp_path / "third.pem"
+    run("seal_events", "--new-key", str(third), "--reason", "yearly")
+    shutil.copy(third, key_file)
+    with pytest.raises(AuditKeyError, match="CYBORG_AUDIT_TRUSTED_KEYS"):
+        sealing.open_chain(sealing.get_newest_seal())
+    settings.KEYS = replace(settings.KEYS, audit_trusted_keys=(second_key,))
+    create_seals()
+    assert Seal.objects.latest("number").kind == SealKind.EVENTS
+
+
 def test_a_key_that_was_replaced_regularly_may_sign_again(key_file: Path, tmp_path: Path) -> None:
     record_events("a")
     create_seals()
@@ -379,13 +440,15 @@ def test_a_restore_is_reported_and_explains_the_anchors_of_the_lost_seals_and_no
     run("seal_events", "--restored", "--reason", reason)
     record_events("e10")
     create_seals()
-    number = sealing.SKIPPED_BY_RESTORE + 2
+    number = Seal.objects.get(kind=SealKind.RESTORED).number
+    assert abs(number / 1000 - time.time()) < 600
     assert [*Seal.objects.order_by("number").values_list("number", flat=True)] == [1, number, number + 1]
     file = tmp_path / "anchors"
     file.write_text(f"{lost_anchor}\n{run('verify_events', '--anchor')}")
     shown = run("verify_events", "--seal-file", str(file))
     assert "they match" in shown
     text = rf"the database was restored at 20\d\d-.* UTC by \S+ \('{reason}'\): what was sealed after seal №1 was lost"
+    assert json.loads(run("verify_events", "--json"))["restored"][1].startswith("the database was restored")
     assert re.search(rf"NOTICE: {text}", shown) and re.search(
         rf"NOTICE: seal №2 \(.*kept elsewhere and is gone: {text}", shown
     )
@@ -394,6 +457,49 @@ def test_a_restore_is_reported_and_explains_the_anchors_of_the_lost_seals_and_no
     assert f"seal №{number + 1} differs from the one that was kept" in run(
         "verify_events", "--seal-file", str(file), fails=True
     )
+
+
+def test_X6_after_a_seal_at_no_time_nothing_is_sealed_and_a_person_can_go_on() -> None:
+    record_events("a")
+    create_seals()
+    record_events("b")
+    append_forged(SealKind.EVENTS, signed=True)
+    execute("UPDATE accelerators_seal SET sealed_at = 'infinity' WHERE number = 2")()
+    retention.run()
+    assert AuditStatus.objects.get().refusal.startswith("seal №2 has values that no seal has: it is forged")
+    run("seal_events", "--begin-again", "--reason", "the intruder is gone")
+    assert "newest seal: 4 " in run("seal_events")
+    findings = [line for line in run("verify_events", fails=True).splitlines() if line.startswith("!")]
+    assert findings == ["! seal №2 is forged: no seal has such a number, number of events, or time"]
+
+
+def test_any_error_of_the_job_that_seals_is_shown_until_it_seals_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    record_events("a")
+    with monkeypatch.context() as broken:
+        broken.setattr(sealing, "SELECT_UNSEALED", "SELECT 1/0 WHERE %s + %s + %s + %s > 0")
+        with pytest.raises(DatabaseError):
+            retention.run()
+    assert AuditStatus.objects.get().refusal.startswith("the job failed: division by zero")
+    retention.run()
+    assert AuditStatus.objects.get().refusal == ""
+
+
+def test_seals_made_after_one_restore_are_explained_by_a_second_restore_of_the_same_backup(tmp_path: Path) -> None:
+    record_events("e1")
+    create_seals()
+    run("seal_events", "--restored", "--reason", "first try")
+    record_events("e8")
+    create_seals()
+    file = tmp_path / "anchors"
+    file.write_text(run("verify_events", "--anchor"))
+    execute(
+        "DELETE FROM accelerators_event WHERE subject_name = 'e8'; DELETE FROM accelerators_seal WHERE number > 1"
+    )()
+    run("seal_events", "--restored", "--reason", "second try")
+    record_events("e9")
+    create_seals()
+    shown = run("verify_events", "--seal-file", str(file))
+    assert "kept elsewhere and is gone: the database was restored" in shown and "they match" in shown
 
 
 def test_X6_a_forged_record_of_a_restore_is_found() -> None:

@@ -67,6 +67,15 @@ def test_differences_between_events_and_seals_and_a_refusal_to_seal_are_alerts()
     assert list_alert_lines(audit=backlog.AuditState(verified_at=NOW)) == []
 
 
+def test_a_restore_is_shown_for_three_days() -> None:
+    audit = backlog.AuditState(restored_at=NOW - timedelta(days=2), restore="the database was restored by olga")
+    assert list_alert_lines(audit=audit) == [
+        "warn audit: A restore is recorded by a seal: the database was restored by olga"
+    ]
+    old = backlog.AuditState(restored_at=NOW - timedelta(days=4), restore="the database was restored by olga")
+    assert list_alert_lines(audit=old) == []
+
+
 def test_instances_that_an_unproven_nova_does_not_know_are_an_alert_that_says_what_to_do() -> None:
     (line,) = list_alert_lines(unknown_to_nova=3)
     assert line.startswith("bad not proven: Nova answers 404 for 3 instances that hold requests, and for every")
