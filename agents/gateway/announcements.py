@@ -6,7 +6,6 @@ import logging
 import time
 from pathlib import Path
 
-from accelerators.runtime import database_clock
 from agents import certificates, wire
 from agents.errors import AgentsError
 
@@ -51,6 +50,8 @@ class AnnouncementFile:
 
     def _load(self) -> None:
         """Read the file. If it cannot be used, log that; then the former announcements stay."""
+        from accelerators.runtime import database_clock  # not at the top: the supervisor does without Django
+
         try:
             announcements = read_announcements(self.public_key, self._path)
             own = certificates.PinnedCertificates(self.own_fingerprint, self.public_key, announcements)
