@@ -154,7 +154,7 @@ class RequestThreads:
                 is_chunked = read_content_length(scope) is None
                 arriving = _ArrivingBody(receive, self._limits.body_s, is_chunked)
                 buffered = io.BufferedReader(arriving, STREAM_BUFFER_BYTES)
-                answer = await self._run_on_thread(client, scope, buffered, send)
+                answer = await self._run_on_thread(client, scope, buffered, send, None, not has_body(scope))
             else:
                 answer = await self._read_body_and_run(client, scope, receive, send)
             if answer.body is not None:
@@ -176,7 +176,13 @@ class RequestThreads:
             return await self._run_on_thread(client, scope, io.BytesIO(body), send, len(body))
 
     async def _run_on_thread(
-        self, client: str, scope: Any, body: Any, send: Any, body_bytes: int | None = None
+        self,
+        client: str,
+        scope: Any,
+        body: Any,
+        send: Any,
+        body_bytes: int | None = None,
+        is_body_complete: bool = True,
     ) -> Answer:
         """Run the application on a thread and return its answer. A streamed answer is sent by the thread."""
         loop = asyncio.get_running_loop()
@@ -196,7 +202,7 @@ class RequestThreads:
             asyncio.run_coroutine_threadsafe(send_in_time(message), loop).result()
 
         with self._memory.serving(scope):
-            async with self._queue.take_thread(client):
+            async with self._queue.take_thread(client, is_body_complete):
                 run = contextvars.copy_context().run
                 return await loop.run_in_executor(self._executor, run, self._run, environ, send_from_thread)
 
