@@ -11,6 +11,7 @@ All exceptions of this package, each with the module that defines it:
       PolicyFileError                   cyborgweb.auth.policy
       ReadOnlyError                     cyborgweb.auth.read_only
       TokenCheckUnavailableError        cyborgweb.auth.token_cache
+        NoAnswerAboutOneError           cyborgweb.auth.keystone
       CensusBusyError                   cyborgweb.telemetry.census
       ClientDisconnectedError           cyborgweb.http.refusals
       RefusedRequestError               cyborgweb.http.refusals

@@ -50,8 +50,9 @@ REVIEWED_STEPS: dict[str, str] = {
     "cyborgweb 0002_mail_server: RunSQL": "it sets a time limit for the migration's locks",
     "cyborgweb 0003_mail_confirmations: RunSQL": "it sets a time limit for the migration's locks, and fills the new "
     "column, which the former release does not read",
-    "cyborgweb 0004_subscription_owners: RunSQL": "it sets a time limit for the migration's locks, and fills a new "
-    "column, which the former release does not read",
+    "cyborgweb 0004_subscription_owners: RunSQL": "it sets a time limit for the migration's locks, fills a new "
+    "column, which the former release does not read, and the column user where it was empty, which the former release "
+    "does when it creates a subscription",
     "cyborgweb 0004_subscription_owners: RemoveConstraint cyborgweb.subscription.subscription_standing_known": "the "
     "constraint is replaced by a wider one",
     "cyborgweb 0004_subscription_owners: AddConstraint cyborgweb.subscription": "it allows what the former one did, "

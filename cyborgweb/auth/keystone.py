@@ -157,6 +157,10 @@ class ListingNotAllowedError(CyborgwebError):
     """Keystone does not let the service user read users or role assignments. The text says so."""
 
 
+class NoAnswerAboutOneError(TokenCheckUnavailableError):
+    """Keystone works, but gave no answer about one user or project: it may give answers about others."""
+
+
 @dataclass(frozen=True)
 class Account:
     """A user of Keystone. The roles of one who `is_federated` can come from groups that only a login tells."""
@@ -186,11 +190,30 @@ def find_account(user_id: str) -> Account | None:
 def list_roles(user_id: str, project_id: str) -> frozenset[str]:
     """Ask Keystone for the names of the roles that a user has in a project, also by groups, by inheritance and implied
     by other roles. Empty if the user or the project does not exist: Keystone answers 404 then. Call it only after
-    `find_account` has found the user, so that this 404 does not come from a wrong address. Raises like `find_account`.
+    `find_account` has found the user, so that this 404 does not come from a wrong address. Raises like `find_account`;
+    ListingNotAllowedError also if the service user's token is for a domain, to which Keystone would limit its answer.
     """
+    with _translate_errors():
+        scope = service_session().auth.get_access(service_session())
+    if not (scope.project_scoped or scope.system_scoped):
+        raise ListingNotAllowedError(
+            "Keystone tells the service user nothing about the roles in other domains, because its token is for a"
+            " domain: give it a project instead of a domain."
+        )
     query = {"user.id": user_id, "scope.project.id": project_id, "effective": "1", "include_names": "1"}
     found = _get_identity("role_assignments", _AssignmentsAnswer, query)
     return frozenset(one.role.name for one in found.role_assignments) if found else frozenset()
+
+
+def is_project_enabled(project_id: str) -> bool:
+    """Ask Keystone whether a project and its domain are enabled. True for a project that Keystone does not know: nobody
+    has roles in it. Raises like `find_account`.
+    """
+    found = _get_identity(f"projects/{quote(project_id, safe='')}", _ProjectAnswer)
+    if found is None or not found.project.enabled:
+        return found is None
+    domain = _get_identity(f"domains/{quote(found.project.domain_id, safe='')}", _DomainAnswer)
+    return domain is None or domain.domain.enabled
 
 
 def _get_identity(path: str, answer: type[SomeAnswer], query: dict[str, str] | None = None) -> SomeAnswer | None:
@@ -204,14 +227,17 @@ def _get_identity(path: str, answer: type[SomeAnswer], query: dict[str, str] | N
                 return msgspec.json.decode(response.content, type=answer)
             except msgspec.MsgspecError as error:
                 reason = f"Keystone's answer cannot be read: {error}"
-                raise TokenCheckUnavailableError(reason, unreachable=False) from None
+                raise NoAnswerAboutOneError(reason, unreachable=False) from None
         case 403:
             raise ListingNotAllowedError(
                 "Keystone does not let the service user read users and role assignments (403): it needs the role admin,"
-                " or Keystone's rules identity:get_user and identity:list_role_assignments must allow it."
+                " or Keystone's rules identity:get_user, identity:list_role_assignments, identity:get_project and"
+                " identity:get_domain must allow it."
             )
         case 404:
             return None
+        case 500:  # for example, the directory that has this user is broken
+            raise NoAnswerAboutOneError("Keystone answered 500", unreachable=True)
         case status:
             raise TokenCheckUnavailableError(f"Keystone answered {status}", unreachable=status >= 500)
 
@@ -288,6 +314,25 @@ class _UserAnswer(msgspec.Struct):
     """Keystone's answer to `GET /v3/users/{id}`."""
 
     user: _User
+
+
+class _Enabled(msgspec.Struct):
+    """A project or domain in Keystone's answer."""
+
+    enabled: bool = True
+    domain_id: str = ""
+
+
+class _ProjectAnswer(msgspec.Struct):
+    """Keystone's answer to `GET /v3/projects/{id}`."""
+
+    project: _Enabled
+
+
+class _DomainAnswer(msgspec.Struct):
+    """Keystone's answer to `GET /v3/domains/{id}`."""
+
+    domain: _Enabled
 
 
 class _Assignment(msgspec.Struct):

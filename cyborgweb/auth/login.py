@@ -154,7 +154,7 @@ def update_user(person: keystone.AuthenticatedPerson) -> Any:
     caller, console_roles = person.caller, (get_keys().console_viewer_roles, get_keys().console_tenant_roles)
     group = roles.choose_group(caller.roles, caller.project_id, *console_roles)
     users, username = get_user_model().objects, f"{person.caller.name}@{person.domain}"[:140]
-    roles_confirmed.send(None, caller=caller)
+    roles_confirmed.send_robust(None, caller=caller)  # Django logs the error of a receiver
     with transaction.atomic():
         with connection.cursor() as cursor:  # two first logins of one person, or with one name, may come together
             for key in (person.caller.user_id, username):

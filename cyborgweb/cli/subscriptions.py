@@ -39,13 +39,14 @@ def subscription_resend(cli_context: CliContext, subscription: UUID) -> None:
 )
 @click.argument("subscription", type=click.UUID)
 @click.argument("owner")
+@click.option("--target", default="", help="The new URL of a webhook; needed if it is personal.")
 @click.option("--reason", default="", help="Why; the event has it.")
 @pass_cli_context
-def subscription_hand_over(cli_context: CliContext, subscription: UUID, owner: str, reason: str) -> None:
+def subscription_hand_over(cli_context: CliContext, subscription: UUID, owner: str, target: str, reason: str) -> None:
     """Give a subscription another owner: an id of Keystone, or without Keystone a user's name. An ended subscription is
     active again; a mail address may have to be confirmed anew.
     """
-    body = {"owner": owner, "reason": reason}
+    body = {"owner": owner, "reason": reason, "target": target}
     row = cli_context.api.post(f"subscriptions/{subscription}/hand_over/", body)
     click.echo(f"The subscription {row['name']} is handed over to {owner}.", err=True)
     print_row(_show_confirmation(row), cli_context.output)

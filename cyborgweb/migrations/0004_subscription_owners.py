@@ -11,6 +11,10 @@ UPDATE cyborgweb_subscription s SET owner = CASE WHEN s.person <> '' THEN s.pers
   ELSE coalesce((SELECT k.keystone_id FROM cyborgweb_keystoneuser k WHERE k.user_id = s.user_id), s.user_id::text, '')
   END
 """
+LINK_USERS = """
+UPDATE cyborgweb_subscription s SET user_id = k.user_id
+FROM cyborgweb_keystoneuser k WHERE k.keystone_id = s.owner AND s.user_id IS NULL
+"""
 
 
 class Migration(migrations.Migration):
@@ -74,6 +78,7 @@ class Migration(migrations.Migration):
             ),
         ),
         migrations.RunSQL(FILL_OWNERS, migrations.RunSQL.noop),
+        migrations.RunSQL(LINK_USERS, migrations.RunSQL.noop),
         migrations.AlterField(
             model_name="subscription",
             name="standing",

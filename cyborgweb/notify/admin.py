@@ -69,6 +69,22 @@ def filter_visible(request: HttpRequest, rows: QuerySet[Subscription]) -> QueryS
     return rows if is_allowed(request, "subscription:elevated") else rows.filter(scope=SubscriptionScope.PROJECT)
 
 
+def is_of_other_person(request: HttpRequest, row: Model | None) -> bool:
+    """Return whether this is a personal subscription of somebody else than this user."""
+    caller = get_caller(request)
+    return isinstance(row, Subscription) and caller is not None and subscriptions.belongs_to_other_person(row, caller)
+
+
+def filter_deliveries(request: HttpRequest, rows: QuerySet[Delivery]) -> QuerySet[Delivery]:
+    """Return those of these deliveries that this user may see: all for administrators, otherwise those that are not of
+    other people. Without a caller in the session there are none.
+    """
+    caller = get_caller(request)
+    if caller is None:
+        return rows.none()
+    return rows if caller.is_admin else rows.filter(subscriptions.filter_deliveries_for_caller(caller))
+
+
 class SubscriptionForm(SubscriptionModelForm):
     """Form of a subscription. Values that do not fit together give one error above the form, worded as in the API."""
 
@@ -197,8 +213,10 @@ class SubscriptionAdmin(RefusalAsMessage, ConsoleModelAdmin):
         return is_allowed(request, "subscription:create")
 
     def has_change_permission(self, request: HttpRequest, obj: Model | None = None) -> bool:
-        """Return whether the rule `cyborg:subscription:update` allows this user; `get_queryset` limits the rows."""
-        return is_allowed(request, "subscription:update")
+        """Return whether the rule `cyborg:subscription:update` allows this user, and the subscription is not another
+        person's; `get_queryset` limits the rows.
+        """
+        return is_allowed(request, "subscription:update") and not is_of_other_person(request, obj)
 
     def has_delete_permission(self, request: HttpRequest, obj: Model | None = None) -> bool:
         """Return whether the rule `cyborg:subscription:delete` allows this user; `get_queryset` limits the rows."""
@@ -280,7 +298,7 @@ class SubscriptionAdmin(RefusalAsMessage, ConsoleModelAdmin):
         whether the user may change it.
         """
         if (row := obj) is not None:
-            recent_deliveries = row.deliveries.order_by("-id")[:MAX_RECENT_DELIVERIES]
+            recent_deliveries = filter_deliveries(request, row.deliveries.order_by("-id"))[:MAX_RECENT_DELIVERIES]
             context["row"], context["standing"] = row, self.shown_standing(row)
             context["failing"] = badges.render_relative_time(row.failing_since) if row.failing_since else ""
             context["recent_messages"] = [
@@ -289,6 +307,7 @@ class SubscriptionAdmin(RefusalAsMessage, ConsoleModelAdmin):
             ]
             context["may_change"] = self.has_change_permission(request, row)
             context["may_hand_over"] = self.has_hand_over_permission(request, row)
+            context["needs_target"] = row.personal and row.way == DeliveryWay.WEBHOOK
             context["owner"] = self.describe_owner(row)
             context["confirmed"] = badges.render_relative_time(row.owner_confirmed_at)
         return super().render_change_form(request, context, add, change, form_url, obj)
@@ -323,8 +342,8 @@ class SubscriptionAdmin(RefusalAsMessage, ConsoleModelAdmin):
                 subscriptions.resend_confirmation(row.pk, caller, EventSource.PERSON)
                 messages.success(request, "The request to confirm the address is being sent again.")
             elif verb == "hand_over":
-                owner, reason = request.POST.get("owner", "").strip(), request.POST.get("reason", "").strip()
-                subscriptions.hand_over(row.pk, owner, reason, caller, EventSource.PERSON)
+                owner, reason, target = (request.POST.get(name, "").strip() for name in ("owner", "reason", "target"))
+                subscriptions.hand_over(row.pk, owner, reason, caller, EventSource.PERSON, target=target)
                 messages.success(request, f"The subscription is handed over to {owner}.")
             else:
                 _, secret = subscriptions.rotate_secret(row.pk, caller, EventSource.PERSON)
@@ -427,8 +446,10 @@ class DeliveryAdmin(ReadOnlyModelAdmin):
         return is_allowed(request, "delivery:get_all")
 
     def get_queryset(self, request: HttpRequest) -> QuerySet[Delivery]:
-        """Return the deliveries of the subscriptions that this user may see."""
-        rows: QuerySet[Delivery] = super().get_queryset(request)
+        """Return the deliveries of the subscriptions that this user may see, without those of other people; all for
+        administrators.
+        """
+        rows: QuerySet[Delivery] = filter_deliveries(request, super().get_queryset(request))
         return rows.filter(subscription__in=filter_visible(request, Subscription.objects.all()))
 
 

@@ -1,17 +1,19 @@
 """The API resources subscriptions, deliveries and inbox, for projects and for operators.
 
-A project sees its own subscriptions and the personal ones of the caller. Subscriptions to the whole cloud are only for
+A project sees its own subscriptions and the personal ones of the caller; its managers also see the ended ones of its
+members, but neither their whole URLs nor their deliveries. Subscriptions to the whole cloud are only for
 callers that the rule `cyborg:subscription:elevated` allows. An inbox can be read by its owner alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import django_filters as filters
 from django.db.models import QuerySet
 from rest_framework import serializers
+from rest_framework.exceptions import PermissionDenied
 from rest_framework.request import Request
 from rest_framework.response import Response
 
@@ -19,7 +21,7 @@ from accelerators.api.own.fields import ClosedSerializer, RowSerializer, StrictB
 from accelerators.api.own.filters import single_choice_filter
 from accelerators.api.own.views import CollectionView
 from accelerators.domain.errors import RefusalReason, RefusedError
-from accelerators.domain.states import DeviceType
+from accelerators.domain.states import DeviceType, EventSource
 from cyborgweb.auth import policy
 from cyborgweb.models.event_types import (
     DeliveryProgress,
@@ -133,10 +135,12 @@ class SubscriptionSerializer(RowSerializer):
 
     def to_representation(self, instance: Subscription) -> dict[str, Any]:
         """Return the subscription's fields for an answer. `target` is complete only if the context has `whole`;
-        otherwise it is `Subscription.destination`, because a webhook's URL may hold a token.
+        otherwise it is `Subscription.destination`, because a webhook's URL may hold a token. For a personal one it is
+        complete only for the person it belongs to.
         """
         shown: dict[str, Any] = super().to_representation(instance)
-        if "target" in shown and not self.context.get("whole"):
+        is_of_other = instance.person not in ("", self.context.get("person", ""))
+        if "target" in shown and (is_of_other or not self.context.get("whole")):
             shown["target"] = instance.destination if instance.target else ""
         return shown
 
@@ -163,6 +167,12 @@ class HandOverSerializer(ClosedSerializer):
         max_length=255, help_text="The new owner's id, or without Keystone also the user's name. May be your own."
     )
     reason = StrictTextField(max_length=1000, allow_blank=True, required=False, help_text="Why; the event has it.")
+    target = StrictTextField(
+        max_length=2000,
+        allow_blank=True,
+        required=False,
+        help_text="The webhook's new URL. A personal webhook needs it; other ways take none.",
+    )
 
 
 class DeliveryFilter(filters.FilterSet):
@@ -260,10 +270,25 @@ class SubscriptionView(CollectionView):
 
     def get_serializer_context(self) -> dict[str, Any]:
         """Add `whole` to the context: True if the rule `cyborg:subscription:update` allows the caller, who then sees
-        webhook URLs in full.
+        webhook URLs in full; and `person`, the caller's id, because those of other people's are never shown in full.
         """
         whole = bool(self.request) and self.is_rule_satisfied("cyborg:subscription:update")
-        return super().get_serializer_context() | {"whole": whole}
+        return super().get_serializer_context() | {
+            "whole": whole,
+            "person": self.caller.user_id if self.request else "",
+        }
+
+    def get_offered_actions(self, data: Mapping[str, Any]) -> Iterable[str]:
+        """Return the actions that are possible: of another person's subscription only `hand_over`."""
+        is_of_other = data.get("personal") and data.get("owner") != self.caller.user_id
+        return ("hand_over",) if is_of_other else super().get_offered_actions(data)
+
+    def _get_changeable(self) -> Subscription:
+        """Return the subscription of this URL. Raises PermissionDenied if it is another person's."""
+        row: Subscription = self.get_object()
+        if subscriptions.belongs_to_other_person(row, self.caller):
+            raise PermissionDenied("This subscription belongs to another person. You can delete it or hand it over.")
+        return row
 
     def create(self, request: Request) -> Response:
         """Create a subscription. 409: you already have the largest number allowed, fifty."""
@@ -280,7 +305,7 @@ class SubscriptionView(CollectionView):
 
         409: `way` and `personal` cannot change.
         """
-        subscription = self.get_object()
+        subscription = self._get_changeable()
         values = self.validate_body(subscription)
         if values.pop("personal", subscription.personal) != subscription.personal:
             raise RefusedError(
@@ -301,7 +326,7 @@ class SubscriptionView(CollectionView):
         409: the subscription is not active, or a test of it is already waiting.
         """
         self.validate_body()
-        delivery = subscriptions.queue_test_message(self.get_object().pk, self.caller)
+        delivery = subscriptions.queue_test_message(self._get_changeable().pk, self.caller)
         representation = DeliverySerializer(delivery, context=super().get_serializer_context() | {"fields": ()}).data
         return Response(representation, 202, headers={"Location": representation["url"]})
 
@@ -311,17 +336,21 @@ class SubscriptionView(CollectionView):
         409: the subscription is not active, it waits for no confirmation, or too many requests were sent.
         """
         self.validate_body()
-        row = subscriptions.resend_confirmation(self.get_object().pk, self.caller)
+        row = subscriptions.resend_confirmation(self._get_changeable().pk, self.caller)
         return Response(self.get_serializer(row).data, 202)
 
     def hand_over(self, request: Request, **kwargs: str) -> Response:
         """Give the subscription another owner, who must be allowed to create it. An ended one is active again. A mail
         address that the new owner has not proven is confirmed anew.
 
-        400: the new owner may not have it. 409: this person owns it already, or has fifty in the project.
+        400: the new owner may not have it, or a personal webhook gets no new target. 409: this person owns
+        it already, or has fifty in the project.
         """
         values = self.validate_body()
-        row = subscriptions.hand_over(self.get_object().pk, values["owner"], values.get("reason", ""), self.caller)
+        reason, target = values.get("reason", ""), values.get("target", "")
+        row = subscriptions.hand_over(
+            self.get_object().pk, values["owner"], reason, self.caller, EventSource.API, target=target
+        )
         return Response(self.get_serializer(row).data)
 
     def rotate(self, request: Request, **kwargs: str) -> Response:
@@ -329,7 +358,8 @@ class SubscriptionView(CollectionView):
         the subscription is not a webhook.
         """
         self.validate_body()
-        return Response(self._serialize_with_secret(*subscriptions.rotate_secret(self.get_object().pk, self.caller)))
+        row, secret = subscriptions.rotate_secret(self._get_changeable().pk, self.caller)
+        return Response(self._serialize_with_secret(row, secret))
 
     def _serialize_with_secret(self, row: Subscription, secret: str) -> dict[str, Any]:
         """Return the representation of the subscription with its secret in plain text; '' for ways without one."""
@@ -351,14 +381,13 @@ class DeliveryView(CollectionView):
 
     def get_queryset(self) -> QuerySet[Delivery]:
         """Return all deliveries for a caller who sees all projects, otherwise those of the subscriptions that the
-        caller may see (`filter_visible`).
+        caller may see (`filter_visible`), without those of other people.
         """
         rows = super().get_queryset()
-        return (
-            rows
-            if self.can_see_all_projects()
-            else rows.filter(subscription__in=filter_visible(self, Subscription.objects.all()))
-        )
+        if self.can_see_all_projects():
+            return rows
+        visible = filter_visible(self, Subscription.objects.all())
+        return rows.filter(subscriptions.filter_deliveries_for_caller(self.caller), subscription__in=visible)
 
     def replay(self, request: Request, **kwargs: str) -> Response:
         """Deliver the message again with the same id. A delivery that is still waiting is left as it is.

@@ -12,9 +12,10 @@ subscription ends when no login has confirmed its owner for CYBORG_SUBSCRIPTION_
 
 from __future__ import annotations
 
+import functools
 import logging
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any
@@ -22,9 +23,9 @@ from typing import Any
 from django.contrib.auth import get_user_model
 from django.contrib.auth.models import User
 from django.db import transaction
-from django.db.models import Q, QuerySet
-from django.db.models.functions import Now
-from django.db.models.signals import pre_delete
+from django.db.models import DurationField, ExpressionWrapper, F, QuerySet, Value
+from django.db.models.functions import Greatest, Least, Now
+from django.db.models.signals import post_save, pre_delete
 from django.dispatch import receiver
 
 from accelerators import conductor
@@ -35,6 +36,7 @@ from accelerators.runtime import database_clock, jobs
 from cyborgweb.auth import keystone, policy, roles
 from cyborgweb.auth.login import roles_confirmed
 from cyborgweb.auth.token_cache import TokenCheckUnavailableError
+from cyborgweb.models import KeystoneUser
 from cyborgweb.models.event_types import DeliveryProgress, SubscriptionScope, SubscriptionStanding
 from cyborgweb.models.notify import Subscription
 from cyborgweb.settings.keys import get_keys
@@ -43,20 +45,25 @@ log = logging.getLogger(__name__)
 
 JOB_NAME = "owners"
 CHECK_INTERVAL_S, RETRY_S = 900, 60
-"""Seconds until Keystone is asked about an owner again, and until it is asked again after it gave no answer."""
+"""Seconds until Keystone is asked about an owner again, and the fewest until it is asked again after no answer."""
+RETRY_PART = 10
+"""After no answer, the pause is this part of the time since the owner was confirmed, so that pauses grow."""
 MAX_RUN_S, MAX_OWNERS = 20.0, 500
 """Seconds after which a run asks Keystone about no further owner, and the most owners about whom one run asks."""
 MAX_FAILURES = 3
-"""Owners about whom Keystone gave no answer in one run, after which it is asked about no others in this run."""
+"""Failures of Keystone itself in one run, after which it is asked about no others in this run."""
+_UNCONFIRMED_FOR = ExpressionWrapper((Now() - F("owner_confirmed_at")) / RETRY_PART, DurationField())
+PAUSE = Least(Greatest(_UNCONFIRMED_FOR, Value(timedelta(seconds=RETRY_S))), Value(timedelta(seconds=CHECK_INTERVAL_S)))
 NO_OWNER = "It is not known who created it."
 FEDERATED = "Keystone learns the roles of its owner, a federated user, only at a login."
 
 
 def may_own(caller: Caller, project_id: str, scope: str) -> bool:
-    """Return whether this caller may have a subscription with this scope in this project. Administrators may have them
-    in every project.
+    """Return whether this caller may have a subscription with this scope in this project. Without Keystone,
+    administrators may have them in every project. With Keystone, only roles in the same project count: those are what
+    the job asks for.
     """
-    if caller.project_id != project_id and not caller.is_admin:
+    if caller.project_id != project_id and not (caller.is_admin and get_keys().auth != "keystone"):
         return False
     in_project = replace(caller, project_id=project_id)
     needed = ["cyborg:subscription:create"]
@@ -160,7 +167,15 @@ def _note_login(sender: Any, caller: Caller, **_: Any) -> None:
     end those that these roles do not allow. Subscriptions in other projects stay as they are.
     """
     if policy.has_rules():
-        _settle_rights(caller, caller.project_id, "Keystone")
+        with transaction.atomic():  # if it fails, the login goes on
+            _settle_rights(caller, caller.project_id, "Keystone")
+
+
+@receiver(post_save, sender=KeystoneUser)
+def _link_user(sender: Any, instance: KeystoneUser, created: bool, **_: Any) -> None:
+    """Give a person's subscriptions the user that was just made for the person, whose end is also theirs."""
+    if created:
+        Subscription.objects.filter(owner=instance.keystone_id, user=None).update(user=instance.user_id)
 
 
 def _settle_rights(caller: Caller, project_id: str, actor: str, ends: bool = True) -> bool:
@@ -189,9 +204,9 @@ def _settle_rights(caller: Caller, project_id: str, actor: str, ends: bool = Tru
 def ask_keystone() -> None:
     """Ask Keystone about the owners that are due, with no transaction open, and end what they may not have any more.
 
-    The longest due come first. It asks about no further owner after `MAX_RUN_S` seconds; the next run goes on. An owner
-    about whom Keystone gives no answer waits for `RETRY_S` seconds, and nothing is ended; after `MAX_FAILURES` of them,
-    all that are due wait.
+    The longest due come first. It asks about no further owner after `MAX_RUN_S` seconds, or if Keystone itself has
+    failed `MAX_FAILURES` times; the next run goes on. An owner about whom Keystone gives no answer waits, at first for
+    `RETRY_S` seconds and later longer, and nothing is ended.
     """
     if not policy.has_rules():
         return
@@ -200,25 +215,27 @@ def ask_keystone() -> None:
     due = rows.filter(owner_check_at__lte=Now())
     _doubt(due.filter(owner=""), NO_OWNER)
     owners = due.exclude(owner="").order_by("owner_check_at", "pk").values_list("owner", "project_id")
+    is_usable = functools.cache(keystone.is_project_enabled)
+    unanswered: set[str] = set()
     for owner, project_id in dict.fromkeys(owners[:MAX_OWNERS]):
-        if time.monotonic() > deadline:
+        if time.monotonic() > deadline or failures >= MAX_FAILURES:
             return
+        if owner in unanswered:
+            continue
         try:
-            _ask_about(owner, project_id)
+            _ask_about(owner, project_id, is_usable)
         except keystone.ListingNotAllowedError as error:
             _doubt(rows.filter(owner=owner, project_id=project_id), str(error))
         except TokenCheckUnavailableError as error:
             log.warning("the owner %s of subscriptions could not be checked: %s", owner, error.reason)
-            failures += 1
-            waiting = due if failures >= MAX_FAILURES else due.filter(owner=owner)
-            waiting.update(owner_check_at=Now() + timedelta(seconds=RETRY_S))
-            if failures >= MAX_FAILURES:
-                return
+            failures += not isinstance(error, keystone.NoAnswerAboutOneError)
+            unanswered.add(owner)
+            due.filter(owner=owner).update(owner_check_at=Now() + PAUSE)
 
 
-def _ask_about(owner: str, project_id: str) -> None:
-    """Ask Keystone about an owner's rights in this project, and store what follows. Raises ListingNotAllowedError and
-    TokenCheckUnavailableError.
+def _ask_about(owner: str, project_id: str, is_usable: Callable[[str], bool]) -> None:
+    """Ask Keystone about an owner's rights in this project, and store what follows. `is_usable` tells whether a project
+    is enabled. Raises ListingNotAllowedError and TokenCheckUnavailableError.
     """
     account = keystone.find_account(owner)
     of_owner = Subscription.objects.filter(owner=owner)
@@ -229,6 +246,9 @@ def _ask_about(owner: str, project_id: str) -> None:
         end(of_owner, f"Its owner {account.name} is disabled in Keystone.", "Keystone")
         return
     caller = Caller(account.name, owner, keystone.list_roles(owner, project_id), project_id)
+    if not is_usable(project_id):
+        end(of_owner.filter(project_id=project_id), f"The project {project_id} is disabled in Keystone.", "Keystone")
+        return
     if not _settle_rights(caller, project_id, "Keystone", ends=not account.is_federated):
         _doubt(of_owner.filter(project_id=project_id, owner_check_at__lte=Now()), FEDERATED)
 
@@ -254,25 +274,31 @@ def _doubt(rows: QuerySet[Subscription], doubt: str) -> None:
 def find_owner(named: str, project_id: str, scope: str, caller: Caller) -> Caller:
     """Return the person to whom `caller` hands over a subscription with this scope in this project.
 
-    `named` is an id, or without Keystone also a user's name. Callers who name themselves need nothing but the rights
-    that they have now. Others are looked up in the database, or by a request to Keystone: call it outside transactions.
+    `named` is an id, or without Keystone also a user's name, which comes first. Callers of the same project who name
+    themselves need nothing but the rights that they have now; without Keystone, also administrators of another project.
+    Others are looked up in the database, or by a request to Keystone: call it outside transactions.
     Raises RefusedError INVALID if there is no such person, or if the person may not have the subscription, UNAVAILABLE
     if Keystone does not tell.
     """
-    if named == caller.user_id:
-        found = [caller]
-    elif get_keys().auth == "keystone":
-        found = _find_in_keystone(named, project_id)
+    with_keystone = get_keys().auth == "keystone"
+    if with_keystone:
+        is_known = named == caller.user_id and project_id == caller.project_id
+        found = [caller] if is_known else _find_in_keystone(named, project_id)
     else:
-        is_named = Q(username=named) | (Q(pk=int(named)) if named.isdecimal() and len(named) < 10 else Q())
-        found = [one for user in _load_users(User.objects.filter(is_named)) for one in _list_local_callers(user)]
+        users = User.objects.filter(username=named)
+        if not users.exists() and named.isdecimal() and len(named) < 10:
+            users = User.objects.filter(pk=int(named))
+        found = [one for user in _load_users(users) for one in _list_local_callers(user)]
+        if named == caller.user_id and not users.exists():
+            found = [caller]
     for one in found:
         if may_own(one, project_id, scope):
             return replace(one, project_id=project_id)
     raise RefusedError(
         RefusalReason.INVALID,
         f"There is no active user {named} who may have this subscription: the new owner must be allowed to create it in"
-        f" the project {project_id}{' for the whole cloud' if scope == SubscriptionScope.CLOUD else ''}.",
+        f" the project {project_id}{' for the whole cloud' if scope == SubscriptionScope.CLOUD else ''}."
+        + (" Roles in other projects, also admin, do not count." if with_keystone else ""),
     )
 
 
@@ -284,10 +310,12 @@ def _find_in_keystone(user_id: str, project_id: str) -> list[Caller]:
         account = keystone.find_account(user_id)
         if account is None or not account.is_enabled:
             return []
+        if not keystone.is_project_enabled(project_id):
+            return []
         return [Caller(account.name, user_id, keystone.list_roles(user_id, project_id), project_id)]
     except (keystone.ListingNotAllowedError, TokenCheckUnavailableError) as error:
         raise RefusedError(
             RefusalReason.UNAVAILABLE,
-            f"The rights of the new owner cannot be checked: {error} The new owner can take the subscription over, if"
-            " that is a manager of the project or an administrator.",
+            f"The rights of the new owner cannot be checked: {error} The new owner can take the subscription over with"
+            f" a token of the project {project_id}, if that is a manager of the project or an administrator.",
         ) from None

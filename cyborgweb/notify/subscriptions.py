@@ -22,7 +22,7 @@ from accelerators.domain.errors import RefusalReason, RefusedError
 from accelerators.domain.states import EventSource
 from accelerators.runtime import database_clock, jobs
 from accelerators.runtime.after_commit import call_after_commit
-from cyborgweb.auth import policy
+from cyborgweb.auth import policy, roles
 from cyborgweb.models.event_types import (
     CONFIRMATION_KIND,
     JOB_BY_WAY,
@@ -65,12 +65,30 @@ def allowed_destinations() -> webhook.AllowedDestinations:
 
 def filter_for_caller(caller: Caller) -> Q:
     """Return a filter for the subscriptions in the caller's project that belong to the project or to the caller, and
-    for the ended ones of its members, if the rule `cyborg:subscription:hand_over` allows the caller.
+    for the ended ones of its members, if the caller manages the project.
+
+    Without Keystone, everybody in the console without a project's group is in the project `local`, and every viewer has
+    the role manager. Its members share no work, so only administrators manage it.
     """
     of_project_or_caller = Q(person="") | Q(person=caller.user_id)
-    if policy.is_allowed(caller, "cyborg:subscription:hand_over"):
+    is_shared_by_strangers = get_keys().auth != "keystone" and caller.project_id == roles.LOCAL_PROJECT
+    if policy.is_allowed(caller, "cyborg:subscription:hand_over") and (caller.is_admin or not is_shared_by_strangers):
         of_project_or_caller |= Q(standing=SubscriptionStanding.ENDED)
     return Q(project_id=caller.project_id) & of_project_or_caller
+
+
+def filter_deliveries_for_caller(caller: Caller) -> Q:
+    """Return a filter that leaves out deliveries of other people: of their personal subscriptions, and in their
+    inboxes.
+    """
+    return Q(subscription__person__in=("", caller.user_id), reader__in=("", caller.user_id))
+
+
+def belongs_to_other_person(row: Subscription, caller: Caller) -> bool:
+    """Return whether the subscription is personal, and not the caller's. Such a one can only be handed over or deleted,
+    and its webhook's URL is not shown.
+    """
+    return row.person not in ("", caller.user_id)
 
 
 def create(
@@ -112,10 +130,11 @@ def edit(pk: int, values: Mapping[str, Any], caller: Caller, source: EventSource
 
     The row is locked meanwhile. A change also resets the failures and the back-off, so a paused subscription that is
     made active starts afresh. Without any change no event is recorded and nothing is reset; a `target` in `values`
-    always counts as a change. A subscription whose owner is not known gets the caller as its owner. Raises RefusedError
-    NOT_FOUND if the subscription does not exist, CONFLICT if `way` would change or too many requests to confirm an
-    address were sent, INVALID if the values do not fit together, WRONG_STATE if it has ended and the caller is not its
-    owner, or may not have it, and would change its standing.
+    always counts as a change. A caller who changes the target, or any field if the owner is not known, becomes the
+    owner. Raises RefusedError NOT_FOUND if the subscription does not exist, CONFLICT if `way` would change, if the
+    caller would change the target and may not own it, or if too many requests to confirm an address were sent, INVALID
+    if the values do not fit together, WRONG_STATE if it has ended and the caller is not its owner, or may not have it,
+    and would change its standing.
 
     A new mail address that the same owner has not proven yet gets a request to confirm it.
     """
@@ -141,12 +160,16 @@ def edit(pk: int, values: Mapping[str, Any], caller: Caller, source: EventSource
             name: [before[name], value] for name, value in _recorded_values(row).items() if before[name] != value
         }
         if changes or before != _recorded_values(row) or "target" in values:
-            row.failures, row.failing_since, row.last_error, row.retry_at = 0, None, "", database_clock.now()
+            row.failures, row.failing_since, row.retry_at = 0, None, database_clock.now()
             row.updated_at = database_clock.now()
-            if not row.owner:
-                row.owner, row.user = caller.user_id, _owning_user(caller)
-            if row.owner == caller.user_id:
+            if row.standing != SubscriptionStanding.ENDED:
+                row.last_error = ""  # otherwise it says why it has ended
+            if not row.owner or row.target != target_before:
+                _make_owner(row, caller, is_needed=row.target != target_before)
+            if _is_rightful_owner(row, caller):
                 row.owner_confirmed_at = row.updated_at
+            if "scope" in changes:
+                row.owner_check_at = row.updated_at
             row.save()
             _record_event("changed", row, changes, caller, source)
             if row.way == DeliveryWay.EMAIL and find_plain_form(row.target) != find_plain_form(target_before):
@@ -172,17 +195,18 @@ def delete(pk: int, caller: Caller, source: EventSource = EventSource.API) -> No
 
 
 def hand_over(
-    pk: int, new_owner: str, reason: str, caller: Caller, source: EventSource = EventSource.API
+    pk: int, new_owner: str, reason: str, caller: Caller, source: EventSource = EventSource.API, target: str = ""
 ) -> Subscription:
     """Give the subscription another owner, record an event, and return it. One that has ended is active again.
 
     `new_owner` names a person as `owners.find_owner` expects. Call it outside transactions: it may ask Keystone. A
     personal subscription then belongs to the new owner; messages in the inbox of the former owner stay there. A mail
-    address that the new owner has not proven gets a request to confirm it.
+    address that the new owner has not proven gets a request to confirm it. A personal webhook gets another secret, and
+    needs a new URL as `target`, because its URL may hold a token of the former owner; other webhooks may get one.
 
-    Raises RefusedError NOT_FOUND if the subscription does not exist, INVALID if the new owner may not have it,
-    UNAVAILABLE if the rights of the new owner cannot be checked, CONFLICT if the person is its owner already, or has
-    `MAX_SUBSCRIPTIONS`, or if too many requests to confirm an address were sent.
+    Raises RefusedError NOT_FOUND if the subscription does not exist, INVALID if the new owner may not have it, or if
+    the target is missing or not allowed, UNAVAILABLE if the rights of the new owner cannot be checked, CONFLICT if the
+    person is its owner already, or has `MAX_SUBSCRIPTIONS`, or if too many requests to confirm an address were sent.
     """
     row = Subscription.objects.filter(pk=pk).first()
     if row is None:
@@ -200,6 +224,10 @@ def hand_over(
         if row.personal and person.user_id != row.person:
             _check_count(row.project_id, person.user_id)
         changes = {"owner": [row.owner, person.user_id]}
+        destination_before, target_before = row.destination, row.target
+        _replace_target(row, person, target)
+        if row.destination != destination_before:
+            changes["target"] = [destination_before, row.destination]
         row.owner, row.user = person.user_id, _owning_user(person)
         row.person = person.user_id if row.personal else ""
         row.owner_confirmed_at = row.owner_check_at = row.updated_at = row.retry_at = database_clock.now()
@@ -207,12 +235,45 @@ def hand_over(
         if has_ended:
             changes["standing"] = [row.standing, SubscriptionStanding.ACTIVE.value]
             row.standing, row.failures, row.failing_since, row.last_error = SubscriptionStanding.ACTIVE, 0, None, ""
+        if row.target != target_before:
+            validate_subscription(row)
         row.save()
         _record_event("handed_over", row, changes, caller, source, reason)
         if row.way == DeliveryWay.EMAIL:
             _require_confirmation(row, caller, source)
     _enqueue_delivery_jobs(row.way)
     return row
+
+
+def _replace_target(row: Subscription, person: Caller, target: str) -> None:
+    """Set the new target of a webhook that is handed over to this person. If it was another person's, replace its
+    secret, too. Raises RefusedError INVALID if the target is needed and missing, or if the subscription is no webhook.
+    """
+    if target and row.way != DeliveryWay.WEBHOOK:
+        raise RefusedError(RefusalReason.INVALID, "Only a webhook can get a new target when it is handed over.")
+    if row.way == DeliveryWay.WEBHOOK and belongs_to_other_person(row, person):
+        if not target:
+            raise RefusedError(
+                RefusalReason.INVALID,
+                "This webhook is personal, and its URL may hold a token of its former owner: give a new target.",
+            )
+        row.secret = keyring.encrypt_secret(webhook.generate_secret())
+    row.target = target or row.target
+
+
+def _make_owner(row: Subscription, caller: Caller, is_needed: bool) -> None:
+    """Make the caller the owner of the subscription, if the caller may own it. If not, raise RefusedError CONFLICT if
+    it `is_needed`.
+    """
+    if owners.may_own(caller, row.project_id, row.scope):
+        row.owner, row.user, row.owner_doubt = caller.user_id, _owning_user(caller), ""
+        row.owner_check_at = database_clock.now()
+    elif is_needed:
+        raise RefusedError(
+            RefusalReason.CONFLICT,
+            "A person who changes the target becomes the owner, and needs the right to this subscription in the project"
+            f" {row.project_id}: use a token of this project.",
+        )
 
 
 def _is_rightful_owner(row: Subscription, caller: Caller) -> bool:

@@ -58,6 +58,8 @@ class Keystone:
     fails_with: int = 0
     may_list: bool = True
     deleted_projects: set[str] = field(default_factory=set)
+    disabled: set[str] = field(default_factory=set)
+    """The ids of disabled projects and domains. All projects are in the domain `default`."""
     failing_users: set[str] = field(default_factory=set)
     """Users about whom it answers 500, as if the directory that has them were broken."""
     held: threading.Event | None = None
@@ -99,14 +101,22 @@ class Keystone:
     def log_in(self, wanted: dict[str, Any]) -> str | None:
         """Return a new token for a login request; None if the name, password, domain or project is wrong."""
         asked = wanted["auth"]["identity"]["password"]["user"]
-        scope = wanted["auth"].get("scope", {}).get("project", {})
+        wanted_scope = wanted["auth"].get("scope", {})
+        scope = wanted_scope.get("project", {})
         project, project_domain = scope.get("name", ""), scope.get("domain", {}).get("name", "Default")
         for user in self.users:
             if (user.name, user.password, user.domain) == (asked["name"], asked["password"], asked["domain"]["name"]):
+                if "domain" in wanted_scope:
+                    return self.token("admin", user=user, domain=wanted_scope["domain"]["name"])
                 if project not in user.roles or project_domain != user.project_domain:
                     return None
                 return self.token(*user.roles[project], project=project, user=user)
         return None
+
+    def show(self, kind: str, name: str) -> tuple[int, dict[str, Any]]:
+        """Return the status and the body of an answer about a project or domain; `kind` is `projects` or `domains`."""
+        body: dict[str, Any] = {"id": name, "enabled": name not in self.disabled}
+        return 200, {kind[:-1]: body | ({"domain_id": "default"} if kind == "projects" else {})}
 
     def list(self, path: str, query: dict[str, list[str]]) -> tuple[int, dict[str, Any]]:
         """Return the status and the body of an answer about a user, or about role assignments."""
@@ -189,7 +199,9 @@ class _Handler(BaseHTTPRequestHandler):
         if not self.keystone.valid(self.headers["X-Auth-Token"], {}):
             self._answer("validate", 401, {"error": {"code": 401, "message": "who are you?"}})
         elif secret is None:
-            self._answer("list", *self.keystone.list(url.path, query))
+            kind, _, name = url.path.removeprefix("/v3/").partition("/")
+            is_place = kind in ("projects", "domains") and self.keystone.may_list
+            self._answer("list", *(self.keystone.show(kind, name) if is_place else self.keystone.list(url.path, query)))
         elif self.keystone.valid(secret, query):
             self._answer("validate", 200, {"token": self.keystone.tokens[secret]})
         else:

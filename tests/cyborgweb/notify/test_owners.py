@@ -7,6 +7,7 @@ import logging
 from collections.abc import Iterator
 from dataclasses import replace
 from datetime import timedelta
+from importlib import import_module
 from typing import Any
 
 import pytest
@@ -289,7 +290,134 @@ def test_a_subscription_without_a_known_owner_ends_after_the_same_time(
     assert get_state(row)[0] == "ended"
 
 
+def test_a_disabled_project_or_domain_ends_its_subscriptions(keystone: Keystone, subscribe: Subscribe) -> None:
+    rows = [subscribe(caller=replace(ANN, project_id=project), scope="project") for project in ("p1", "p2")]
+    keystone.disabled.add("p1")
+    check_owners()
+    reason = "The project p1 is disabled in Keystone."
+    assert [get_state(row) for row in rows] == [("ended", reason), ("active", "")]
+    keystone.disabled = {"default"}
+    check_owners()
+    assert get_state(rows[1]) == ("ended", "The project p2 is disabled in Keystone.")
+
+
+def test_owners_without_an_answer_wait_longer_each_time_and_the_others_do_not_wait(
+    keystone: Keystone, subscribe: Subscribe
+) -> None:
+    for number in range(4):
+        subscribe(caller=replace(ANN, user_id=f"u-unknown{number}"), scope="project")
+        keystone.failing_users.add(f"u-unknown{number}")
+    gone = subscribe(caller=replace(ANN, user_id="u-gone"), scope="project")
+    check_owners()
+    assert get_state(gone)[0] == "ended"
+    pauses = []
+    for minutes in (0, 60, 600):
+        Subscription.objects.update(owner_confirmed_at=database_clock.now() - timedelta(minutes=minutes))
+        check_owners()
+        row = Subscription.objects.exclude(pk=gone.pk).first()
+        assert row
+        pauses.append(round((row.owner_check_at - database_clock.now()).total_seconds(), -1))
+    assert pauses == [60, 360, 900]
+
+
+def test_a_keystone_that_is_down_is_asked_three_times_and_the_other_owners_stay_due(
+    keystone: Keystone, subscribe: Subscribe
+) -> None:
+    for number in range(5):
+        subscribe(caller=replace(ANN, user_id=f"u-{number}"), scope="project")
+    owners.keystone.service_session().get_token()
+    keystone.fails_with = 503
+    check_owners()
+    assert keystone.calls["list"] == 3
+    assert Subscription.objects.filter(owner_check_at=PAST_TIME).count() == 2
+    owners.run()
+    assert keystone.calls["list"] == 5, "the others come first"
+
+
+def test_a_user_made_at_a_first_login_is_linked_to_the_subscriptions_that_the_person_has(
+    keystone: Keystone, subscribe: Subscribe
+) -> None:
+    row = subscribe(caller=ANN, scope="project")
+    assert row.user is None
+    user = update_user(AuthenticatedPerson(replace(ANN, roles=frozenset({"admin", *MEMBER})), "Default"))
+    user.is_active = False
+    user.save()
+    owners.run()
+    assert get_state(row) == ("ended", "Its owner ann@Default was deactivated.")
+
+
+def test_the_migration_links_subscriptions_that_are_older_than_their_owners_user(
+    keystone: Keystone, subscribe: Subscribe
+) -> None:
+    row, other = subscribe(caller=ANN, scope="project"), subscribe(caller=replace(ANN, user_id="u-bob"))
+    user = update_user(AuthenticatedPerson(replace(ANN, roles=frozenset({"admin", *MEMBER})), "Default"))
+    Subscription.objects.update(user=None)
+    with connection.cursor() as cursor:
+        cursor.execute(import_module("cyborgweb.migrations.0004_subscription_owners").LINK_USERS)
+    assert dict(Subscription.objects.values_list("pk", "user")) == {row.pk: user.pk, other.pk: None}
+
+
+def test_a_login_succeeds_if_the_subscriptions_cannot_be_confirmed(
+    keystone: Keystone, subscribe: Subscribe, caplog: pytest.LogCaptureFixture
+) -> None:
+    row = subscribe(caller=ANN, scope="project")
+    with connection.cursor() as cursor:
+        cursor.execute(
+            "CREATE FUNCTION pg_temp.refuse() RETURNS trigger LANGUAGE plpgsql AS"
+            " $$ BEGIN IF new.owner_confirmed_at <> old.owner_confirmed_at THEN RAISE 'the table is broken'; END IF;"
+            " RETURN new; END $$;"
+            "CREATE TRIGGER refuse BEFORE UPDATE ON cyborgweb_subscription FOR EACH ROW"
+            " EXECUTE FUNCTION pg_temp.refuse()"
+        )
+    Subscription.objects.update(name="same")
+    user = update_user(AuthenticatedPerson(replace(ANN, roles=frozenset({"admin", *MEMBER})), "Default"))
+    assert user.is_active and "the table is broken" in caplog.text
+    assert get_state(row)[0] == "active"
+
+
+def test_a_login_succeeds_if_the_subscriptions_cannot_be_read(keystone: Keystone) -> None:
+    auditor = AuthenticatedPerson(replace(ANN, roles=frozenset({policy.AUDITOR, "reader"})), "Default")
+    update_user(auditor)
+    with connection.cursor() as cursor:
+        cursor.execute("ALTER TABLE cyborgweb_subscription RENAME COLUMN owner TO former_owner")
+    assert update_user(auditor).is_active
+
+
+def test_a_service_user_with_a_token_for_a_domain_ends_nothing(
+    keystone: Keystone, subscribe: Subscribe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    row = subscribe(caller=ANN, scope="project")
+    for name in ("OS_PROJECT_NAME", "OS_PROJECT_DOMAIN_NAME"):
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("OS_DOMAIN_NAME", "Default")
+    owners.keystone.service_session.cache_clear()
+    keystone.users[-1].roles = {}  # Keystone answers with an empty list
+    check_owners()
+    assert get_state(row)[0] == "active" and "its token is for a domain" in row.owner_doubt
+
+
 # Handing over
+
+
+def test_with_keystone_an_administrator_needs_a_role_in_the_project_to_take_a_subscription_over(
+    keystone: Keystone, subscribe: Subscribe
+) -> None:
+    row = subscribe("webhook", caller=ANN, target="https://hook.example/", scope="project")
+    admin = Caller("root", "u-root", frozenset({"admin", *MEMBER}), "p9")
+    keystone.users.append(Person("root", "", {"p9": ["admin", *MEMBER]}, id="u-root"))
+    with pytest.raises(RefusedError, match="Roles in other projects, also admin, do not count"):
+        subscriptions.hand_over(row.pk, "u-root", "", admin)
+    with pytest.raises(RefusedError, match="use a token of this project"):
+        subscriptions.edit(row.pk, {"target": "https://root.example/"}, admin)
+    Subscription.objects.update(owner="")
+    subscriptions.edit(row.pk, {"name": "renamed"}, admin)
+    row.refresh_from_db()
+    assert (row.name, row.owner) == ("renamed", ""), "the owner stays unknown"
+    keystone.users[-1].roles["p1"] = MEMBER
+    subscriptions.hand_over(row.pk, "u-root", "", admin)
+    check_owners()
+    row.refresh_from_db()
+    assert (row.owner, row.standing) == ("u-root", "active")
 
 
 def test_only_its_owner_with_the_right_can_make_an_ended_subscription_active_again(subscribe: Subscribe) -> None:
@@ -330,23 +458,112 @@ def test_a_manager_sees_ended_subscriptions_of_members_and_hands_them_over(ask: 
         *("ended", "Its owner ann was deactivated."),
         ann.user_id,
     )
+    assert shown["target"] == "https://hook.example", "the URL holds a token"
+    for verb, values in (("rotate/", {}), ("test/", {}), ("resend/", {}), ("", {"name": "yours"})):
+        method = "POST" if verb else "PATCH"
+        for who in ("manager", "admin"):
+            answer = ask(f"{path}{verb}", who, "p1", method, values)
+            assert "belongs to another person" in get_error_message(answer, 403), verb
     hand_over = f"{path}hand_over/"
     assert ask(hand_over, "member", "p1", "POST", {"owner": "bob"}).status_code == 403
     for wrong in ("nobody", "ann", reader.user_id, "99999999999999999999"):
         answer = ask(hand_over, "manager", "p1", "POST", {"owner": wrong})
         assert "no active user" in get_error_message(answer, 400, "invalid")
-    answer = ask(hand_over, "manager", "p1", "POST", {"owner": "bob", "reason": "Ann left."})
-    assert answer.status_code == 200, answer.content
+    body = {"owner": "bob", "reason": "Ann left."}
+    assert "give a new target" in get_error_message(ask(hand_over, "manager", "p1", "POST", body), 400, "invalid")
+    refused = ask(hand_over, "manager", "p1", "POST", body | {"target": "ftp://x/"})
+    assert get_error_message(refused, 400, "invalid")
+    former_secret = row.secret
+    answer = ask(hand_over, "manager", "p1", "POST", body | {"target": "https://bob.example/his"})
+    assert answer.status_code == 200 and answer.json()["target"] == "https://bob.example", answer.content
     row.refresh_from_db()
     assert (row.standing, row.person, row.owner, row.user_id) == ("active", bob.user_id, bob.user_id, int(bob.user_id))
     event = Event.objects.get(action="subscription.handed_over")
     assert (event.actor, event.reason, event.request_id != "") == ("manager-p1", "Ann left.", True)
-    assert event.changes == {"owner": [ann.user_id, bob.user_id], "standing": ["ended", "active"]}
+    assert event.changes == {
+        "owner": [ann.user_id, bob.user_id],
+        "standing": ["ended", "active"],
+        "target": ["https://hook.example", "https://bob.example"],
+    }
+    assert row.target == "https://bob.example/his" and row.secret != former_secret
     assert ask(path, "manager").status_code == 404, "it is another member's now"
     again = ask(hand_over, "admin", "p1", "POST", {"owner": "bob"})
     assert "is the owner" in get_error_message(again, 409, "conflict")
     owners.run()
     assert get_state(row)[0] == "active"
+
+
+def test_a_manager_deletes_an_ended_subscription_of_a_member_but_does_not_read_its_messages(ask: Ask) -> None:
+    ann = create_member()
+    values = {"name": "mine", "kinds": ["request.bound"]}
+    inbox, _ = subscriptions.create(values | {"way": "inbox"}, ann)
+    hook, _ = subscriptions.create(values | {"way": "webhook", "target": "https://hook.example/"}, ann, personal=True)
+    inbox.deliveries.create(kind="request.bound", data={}, reader=ann.user_id, progress="delivered")
+    add_message(hook)
+    owners.end(Subscription.objects.all(), "Because.", "tests")
+    assert get_results(ask("/api/deliveries/", "manager")) == []
+    subscriptions.hand_over(inbox.pk, str(User.objects.get(username="rita").pk), "", OLGA)
+    assert get_results(ask("/api/deliveries/", "manager")) == [], "messages in the inbox of the former owner stay there"
+    assert ask(f"/api/subscriptions/{hook.uuid}/", "manager", "p1", "DELETE").status_code == 204
+    assert not Subscription.objects.filter(pk=hook.pk).exists()
+
+
+def test_a_viewer_does_not_see_ended_personal_subscriptions_of_others_in_the_local_project(client: Client) -> None:
+    root, viewer = User.objects.create_superuser("root"), User.objects.create(username="vera", is_staff=True)
+    viewer.groups.add(roles.get_group(roles.VIEWERS.group))
+    caller = roles.get_session_caller(root, {})
+    assert caller
+    values = {"name": "of-root", "kinds": ["request.bound"], "way": "webhook", "target": "https://hook.example/t0ken"}
+    row, _ = subscriptions.create(values, caller, personal=True)
+    owners.end(Subscription.objects.all(), "Because.", "tests")
+    other = User.objects.create_superuser("other")
+    for user, is_shown in ((viewer, False), (other, True)):
+        client.force_login(user)
+        page = client.get("/admin/cyborgweb/subscription/").content.decode()
+        assert ("of-root" in page) == is_shown
+        page = client.get(f"/admin/cyborgweb/subscription/{row.pk}/change/").content.decode()
+        assert ("https://hook.example" in page) == is_shown and "t0ken" not in page
+        client.post(f"/admin/cyborgweb/subscription/{row.pk}/do/rotate/")
+    assert not Event.objects.filter(action="subscription.rotated").exists()
+
+
+def test_a_person_who_changes_the_target_becomes_the_owner_and_loses_it_with_the_right(subscribe: Subscribe) -> None:
+    ann, bob = create_member(), create_member("bob")
+    row = subscribe("webhook", caller=ann, target="https://ann.example/", scope="project")
+    subscriptions.edit(row.pk, {"name": "renamed", "target": "https://ann.example/"}, bob)
+    row.refresh_from_db()
+    assert row.owner == ann.user_id, "the target is the same"
+    subscriptions.edit(row.pk, {"target": "https://bob.example/"}, bob)
+    row.refresh_from_db()
+    assert (row.owner, row.user_id, row.person) == (bob.user_id, int(bob.user_id), "")
+    User.objects.filter(username="bob").update(is_active=False)
+    owners.run()
+    assert get_state(row) == ("ended", "Its owner bob was deactivated.")
+
+
+def test_the_reason_of_an_end_stays_when_the_subscription_is_renamed(subscribe: Subscribe) -> None:
+    ann, bob = create_member(), create_member("bob")
+    row = subscribe("webhook", caller=ann, target="https://hook.example/", scope="project")
+    owners.end(Subscription.objects.all(), "Because.", "tests")
+    subscriptions.edit(row.pk, {"name": "renamed"}, bob)
+    assert get_state(row) == ("ended", "Because.")
+
+
+def test_a_change_of_the_scope_lets_the_owner_be_checked_again_now(subscribe: Subscribe) -> None:
+    row = subscribe("webhook", target="https://hook.example/", scope="project")
+    Subscription.objects.update(owner_check_at=database_clock.now() + timedelta(hours=1))
+    subscriptions.edit(row.pk, {"scope": "cloud"}, create_member())
+    row.refresh_from_db()
+    assert row.owner_check_at <= database_clock.now()
+
+
+def test_a_name_that_is_also_an_id_means_the_user_with_this_name(subscribe: Subscribe) -> None:
+    ann = create_member()
+    named = create_member(ann.user_id)  # the name of this user is the id of ann
+    row = subscribe("webhook", target="https://hook.example/", scope="project")
+    subscriptions.hand_over(row.pk, ann.user_id, "", OLGA)
+    row.refresh_from_db()
+    assert row.owner == named.user_id
 
 
 def test_a_subscription_that_is_handed_over_counts_for_its_new_owner(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -397,15 +614,18 @@ def test_with_keystone_the_new_owners_rights_are_asked_of_keystone(keystone: Key
 def test_an_administrator_hands_over_in_the_console_and_sees_why_it_ended(client: Client, subscribe: Subscribe) -> None:
     ann = create_member()
     create_member("bob")
-    row = subscribe("webhook", caller=ann, target="https://hook.example/", scope="project", personal=True)
+    row = subscribe("webhook", caller=ann, target="https://hook.example/t0ken", scope="project", personal=True)
     User.objects.filter(username="ann").update(is_active=False)
     owners.run()
     client.force_login(User.objects.create_superuser("root"))
     page = client.get(f"/admin/cyborgweb/subscription/{row.pk}/change/").content.decode()
-    assert "Its owner ann was deactivated." in page and "Hand over" in page
+    assert "Its owner ann was deactivated." in page and "Hand over" in page and "t0ken" not in page
+    rotated = client.post(f"/admin/cyborgweb/subscription/{row.pk}/do/rotate/")
+    assert rotated.status_code == 403
     url = f"/admin/cyborgweb/subscription/{row.pk}/do/hand_over/"
     refused = client.post(url, {"owner": "carl"}, follow=True).content.decode()
     assert "There is no active user carl" in refused
-    assert "is handed over to bob" in client.post(url, {"owner": "bob", "reason": "left"}, follow=True).content.decode()
+    values = {"owner": "bob", "reason": "left", "target": "https://bob.example/"}
+    assert "is handed over to bob" in client.post(url, values, follow=True).content.decode()
     assert get_state(row)[0] == SubscriptionStanding.ACTIVE
     assert json.dumps(Event.objects.get(action="subscription.handed_over").reason) == '"left"'
