@@ -19,7 +19,7 @@ from urllib.parse import urlsplit
 
 import uvicorn
 
-from cyborgweb.server.file_limit import raise_file_limit
+from cyborgweb.http.file_limit import raise_file_limit
 from cyborgweb.server.garbage import pause_while_loading
 from cyborgweb.settings.keys import Keys, get_keys
 from drivers.isolation.process import die_with_parent
