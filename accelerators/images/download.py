@@ -199,8 +199,7 @@ def _fetch_missing_images(missing: Mapping[WantedImage, list[int]], deadline: fl
     if deadline <= time.monotonic():
         return True
     service = IMAGE_SERVICE.only()
-    offers, command_ids_by_uuid = _find_service_images(service, missing, deadline)
-    unfinished = False
+    offers, command_ids_by_uuid, unfinished = _find_service_images(service, missing, deadline)
     fetches = call_in_parallel(
         lambda uuid: _fetch_image(service, offers[uuid], deadline),
         offers,
@@ -233,13 +232,15 @@ def _fetch_missing_images(missing: Mapping[WantedImage, list[int]], deadline: fl
 
 def _find_service_images(
     service: ImageService, missing: Mapping[WantedImage, list[int]], deadline: float
-) -> tuple[dict[str, ServiceImage], dict[str, list[int]]]:
+) -> tuple[dict[str, ServiceImage], dict[str, list[int]], bool]:
     """Ask the service for the descriptions of these images, until the deadline and for LOOKUP_TIMEOUT_S at most.
 
-    Returns the descriptions, and the ids of the commands that wait, both by the image's id. Images without a usable
-    description are left out: their commands are refused, or show why they wait.
+    Returns the descriptions, and the ids of the commands that wait, both by the image's id; and whether the deadline
+    came before all questions were asked. Images without a usable description are left out: their commands are refused,
+    or show why they wait.
     """
     offers, command_ids_by_uuid = dict[str, ServiceImage](), dict[str, list[int]]()
+    unfinished = False
     max_bytes = store.get_max_image_bytes()
     answers = call_in_parallel(
         lambda wanted: _find_service_image(service, *wanted, max_bytes),
@@ -248,6 +249,9 @@ def _find_service_images(
         MAX_PARALLEL_FETCHES,
     )
     for wanted, command_ids in missing.items():
+        if answers[wanted].cancelled():
+            unfinished = True
+            continue
         try:
             if not is_ended(answers[wanted]):
                 raise ImageServiceUnavailableError(NO_ANSWER_IN_TIME)
@@ -259,7 +263,7 @@ def _find_service_images(
         else:
             offers[offer.uuid] = offer
             command_ids_by_uuid.setdefault(offer.uuid, []).extend(command_ids)
-    return offers, command_ids_by_uuid
+    return offers, command_ids_by_uuid, unfinished
 
 
 def _find_service_image(service: ImageService, kind: str, value: str, max_bytes: int) -> ServiceImage:
@@ -289,7 +293,11 @@ def _fetch_image(service: ImageService, offer: ServiceImage, deadline: float) ->
     the image is complete. Raises ImageServiceUnavailableError if the transfer breaks off, ImageUnusableError if the
     size or the digest is wrong (the file is deleted then) or the service refuses, and RefusedError UNAVAILABLE if the
     file cannot be written, or if an earlier fetch of the image has not ended.
+
+    If an earlier fetch was completed after its run had ended, the file exists already and is only checked.
     """
+    if sha256 := _check_complete_file(offer):
+        return sha256, offer.size
     with store.open_partial_file(offer.uuid, "r+b") as file:
         digests = [hashlib.sha256(), hashlib.new(offer.algorithm if offer.algorithm in DIGEST_ALGORITHMS else "sha256")]
         received_bytes = 0
@@ -323,6 +331,22 @@ def _fetch_image(service: ImageService, offer: ServiceImage, deadline: float) ->
             )
         store.finalize_file(file, offer.uuid)
         return digests[0].hexdigest(), received_bytes
+
+
+def _check_complete_file(offer: ServiceImage) -> str:
+    """Return the SHA-256 of the image's complete file, '' if it does not exist or has another size or digest."""
+    path = store.get_image_path(offer.uuid)
+    digests = [hashlib.sha256(), hashlib.new(offer.algorithm if offer.algorithm in DIGEST_ALGORITHMS else "sha256")]
+    try:
+        if path.stat().st_size != offer.size:
+            return ""
+        with path.open("rb") as file:
+            while stored_chunk := file.read(store.CHUNK_BYTES):
+                _update_digests(digests, stored_chunk)
+    except FileNotFoundError:
+        return ""
+    is_right = offer.algorithm not in DIGEST_ALGORITHMS or digests[1].hexdigest() == offer.digest
+    return digests[0].hexdigest() if is_right else ""
 
 
 def _update_digests(digests: Sequence[Any], chunk: bytes) -> None:

@@ -22,7 +22,7 @@ from typing import TypeVar
 
 from django.http import HttpRequest
 
-from cyborgweb.auth.clients import get_network
+from cyborgweb.auth.clients import find_address, get_network
 from cyborgweb.errors import CyborgwebError
 from cyborgweb.settings.keys import get_keys
 
@@ -161,10 +161,6 @@ throttle = LoginThrottle()
 
 
 def get_client_address(request: HttpRequest) -> str:
-    """Return the address of the client; behind a proxy (CYBORG_PUBLIC_URL), the one that the proxy saw.
-
-    That is the last address in `X-Forwarded-For`: a proxy sets the header or appends to it, so a client cannot choose
-    the last one. Without a proxy the header is ignored.
-    """
-    forwarded: str = request.META.get("HTTP_X_FORWARDED_FOR", "") if get_keys().public_url else ""
-    return forwarded.rpartition(",")[2].strip() or str(request.META.get("REMOTE_ADDR", ""))
+    """Return the address of the client of a request (`clients.find_address`)."""
+    meta = request.META
+    return find_address(str(meta.get("REMOTE_ADDR", "")), str(meta.get("HTTP_X_FORWARDED_FOR", "")), get_keys())

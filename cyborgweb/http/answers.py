@@ -29,9 +29,11 @@ class _WaitingAnswer:
     size: int
     timeout: asyncio.Timeout
     extensions: dict[str, Any] = field(default_factory=dict)
+    is_ended: bool = False
 
     def end(self) -> None:
         """End the answer: reset the connection, if the server can do that, and stop waiting for the client."""
+        self.is_ended = True
         if RESET_EXTENSION in self.extensions:
             self.extensions[RESET_EXTENSION]["reset"]()
         if not self.timeout.expired():
@@ -75,6 +77,8 @@ class AnswerSender:
                     await send(start)
                     part_bytes = PART_BYTES if RESET_EXTENSION in answer.extensions else SMALL_BYTES
                     for begin in range(0, len(body), part_bytes):
+                        if answer.is_ended:  # the last part was accepted in the same round of the event loop
+                            raise ClientDisconnectedError
                         timeout.reschedule(loop.time() + 2 * self._write_s)
                         part = body[begin : begin + part_bytes]
                         await send({"type": "http.response.body", "body": part, "more_body": True})

@@ -58,7 +58,9 @@ class BodyReader:
                             raise RefusedRequestError(503)
             except TimeoutError:
                 raise RefusedRequestError(408) from None
-            yield bytes(body)
+            data = bytes(body)
+            del body
+            yield data
         finally:
             self.buffered_bytes -= counted
 

@@ -6,6 +6,7 @@ accepted. Our own protocol class (`cyborgweb.http.protocol`) needs none of this.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import logging
 import os
@@ -17,11 +18,12 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator
-from contextlib import suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from cyborgweb.auth.clients import get_network
 from cyborgweb.http.deadlines import ClientLimits
+from cyborgweb.http.slow_clients import note_slow_client
 
 log = logging.getLogger(__name__)
 
@@ -35,10 +37,11 @@ Peer = tuple[str, int]
 
 @dataclass
 class _Connection:
-    """An open connection: `inode` identifies it, also when its file descriptor is used again."""
+    """An open connection: `inode` identifies it, also when its file descriptor `number` is used again."""
 
     inode: int
-    socket: socket.socket
+    number: int
+    local_port: int
     peer: Peer
     waiting_bytes: int
     acked_bytes: int
@@ -78,20 +81,17 @@ class ConnectionGuard:
 
     def sweep(self, now: float) -> None:
         """End the connections whose clients have accepted too little, and the excess of too many connections."""
-        connections = list(_list_connections())
-        try:
-            inodes = {each.inode for each in connections}
-            self._waits = {inode: wait for inode, wait in self._waits.items() if inode in inodes}
-            self._first_seen = {each.inode: self._first_seen.get(each.inode, now) for each in connections}
-            ended = {each.inode for each in connections if self._is_stalled(each, now)}
-            remaining = [each for each in connections if each.inode not in ended]
-            ended |= {each.inode for each in self._choose_excess(remaining)}
-            for each in connections:
-                if each.inode in ended:
-                    _end_connection(each.socket)
-        finally:
-            for each in connections:
-                each.socket.close()
+        connections = _list_connections()
+        inodes = {each.inode for each in connections}
+        self._waits = {inode: wait for inode, wait in self._waits.items() if inode in inodes}
+        self._first_seen = {each.inode: self._first_seen.get(each.inode, now) for each in connections}
+        stalled = [each for each in connections if self._is_stalled(each, now)]
+        ended = {each.inode for each in stalled}
+        remaining = [each for each in connections if each.inode not in ended]
+        for each in stalled:
+            note_slow_client(each.peer)
+        for each in [*stalled, *self._choose_excess(remaining)]:
+            _end_connection(each)
 
     def _is_stalled(self, connection: _Connection, now: float) -> bool:
         """Return whether the client has accepted too little of its answer for `write_s` seconds."""
@@ -129,38 +129,63 @@ class ConnectionGuard:
         return chosen
 
 
-def _list_connections() -> Iterator[_Connection]:
-    """Yield the accepted TCP connections of this process. Each has its own file descriptor, which the caller closes."""
-    found: list[tuple[int, socket.socket]] = []
+def _list_connections() -> list[_Connection]:
+    """Return the accepted TCP connections of this process."""
+    found: list[_Connection] = []
     ports: set[int] = set()
     for name in os.listdir("/proc/self/fd"):
-        with suppress(OSError):  # the descriptor was closed meanwhile, or is no socket with a peer
-            if not stat.S_ISSOCK(os.stat(int(name)).st_mode):
-                continue
-            copy = socket.socket(fileno=os.dup(int(name)))
+        with _ignoring_closed(), _open_copy(int(name)) as copy:
             if copy.family not in (socket.AF_INET, socket.AF_INET6) or copy.type != socket.SOCK_STREAM:
-                copy.close()
-            elif copy.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                continue
+            if copy.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
                 ports.add(copy.getsockname()[1])
-                copy.close()
-            else:
-                found.append((os.fstat(copy.fileno()).st_ino, copy))
-    for inode, copy in found:
-        try:
-            if copy.getsockname()[1] not in ports:
-                raise OSError
-            peer = copy.getpeername()[:2]
+                continue
             (waiting,) = struct.unpack("i", fcntl.ioctl(copy.fileno(), termios.TIOCOUTQ, bytes(4)))
             info = copy.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, TCP_INFO_BYTES)
             (acked,) = struct.unpack_from("Q", info, ACKED_OFFSET)
-        except OSError:
-            copy.close()
-            continue
-        yield _Connection(inode, copy, peer, waiting, acked)
+            inode, local_port, peer = os.fstat(copy.fileno()).st_ino, copy.getsockname()[1], copy.getpeername()[:2]
+            found.append(_Connection(inode, int(name), local_port, peer, waiting, acked))
+    return [each for each in found if each.local_port in ports]
 
 
-def _end_connection(connection: socket.socket) -> None:
-    """End a connection at once: the server sees that it is closed, and the kernel drops what was not accepted yet."""
-    with suppress(OSError):
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-        connection.shutdown(socket.SHUT_RDWR)
+@contextmanager
+def _open_copy(number: int) -> Iterator[socket.socket]:
+    """Yield the socket with this file descriptor, as one with a descriptor of its own, which is closed afterwards.
+
+    The server may close its descriptor meanwhile and use the number for another file. Raises OSError ENOTSOCK if it is
+    no socket. Only one copy is open at a time: a process near its limit of open files has no room for more.
+    """
+    # A descriptor of a regular file is not copied: closing the copy would end the process's locks of the file.
+    if not stat.S_ISSOCK(os.stat(number).st_mode):
+        raise OSError(errno.ENOTSOCK, "not a socket")
+    descriptor = os.dup(number)
+    try:
+        copy = socket.socket(fileno=descriptor)
+    except BaseException:
+        os.close(descriptor)
+        raise
+    with copy:
+        yield copy
+
+
+@contextmanager
+def _ignoring_closed() -> Iterator[None]:
+    """Ignore that a descriptor was closed meanwhile, or is no socket with a peer. Raise other errors, such as EMFILE:
+    then the connections cannot be checked.
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM):
+            raise
+
+
+def _end_connection(connection: _Connection) -> None:
+    """End a connection at once: the server sees that it is closed, and the kernel drops what was not accepted yet.
+
+    Does nothing if the server has closed the connection meanwhile.
+    """
+    with _ignoring_closed(), _open_copy(connection.number) as copy:
+        if os.fstat(copy.fileno()).st_ino == connection.inode:
+            copy.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            copy.shutdown(socket.SHUT_RDWR)

@@ -20,7 +20,8 @@ LONG_THREADS = 12
 request beyond its limit is refused at once and does not wait for a thread."""
 
 KEPT_FREE_PART = 4
-"""One client gets at most all threads for short requests but a quarter, so that those of others begin at once."""
+"""One client gets at most all threads for short requests but a quarter, rounded down, so that those of others begin at
+once. With fewer than four threads it may get all."""
 
 
 class DjangoThreads:
@@ -32,7 +33,7 @@ class DjangoThreads:
 
     def __init__(self, django: Any, keys: Keys, long_threads: int = LONG_THREADS) -> None:
         limits = make_client_limits(keys)
-        self.memory = make_client_memory(limits, is_behind_proxy=bool(keys.public_url))
+        self.memory = make_client_memory(limits, keys)
         kept_free = keys.request_threads // KEPT_FREE_PART
         self.short = RequestThreads(django, keys.request_threads, keys.request_queue, limits, self.memory, kept_free)
         self.long = RequestThreads(django, long_threads, keys.request_queue, limits, self.memory)

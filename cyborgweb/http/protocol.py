@@ -8,6 +8,7 @@ import struct
 from asyncio import TimerHandle
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, ClassVar
 
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
@@ -266,9 +267,14 @@ class HttpProtocol(HttpToolsProtocol):
             self._start_write_check()
 
     def _reset_connection(self) -> None:
-        """End the connection at once. The kernel drops what the client has not accepted yet, and tells the client."""
-        no_linger = struct.pack("ii", 1, 0)
-        self.transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, no_linger)
+        """End the connection at once. The kernel drops what the client has not accepted yet, and tells the client.
+
+        The transport may have closed its socket already: uvloop then returns None for it, or one without a descriptor.
+        """
+        connection = self.transport.get_extra_info("socket")
+        if connection is not None and connection.fileno() >= 0:
+            with suppress(OSError):
+                connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         self.transport.abort()
 
     def _stop_deadlines(self) -> None:

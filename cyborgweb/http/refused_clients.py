@@ -7,7 +7,7 @@ import logging
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 
-from django.db import DatabaseError, connection
+from django.db import Error, connection
 
 from accelerators import conductor
 from accelerators.domain.states import EventSource
@@ -72,7 +72,7 @@ def _write_report(counts: Counter[str]) -> None:
     )
     try:
         conductor.record_events([event])
-    except DatabaseError:
+    except Error:  # also InterfaceError, which is no DatabaseError
         log.exception("the event client.refused cannot be recorded")
     finally:
         connection.close()

@@ -28,7 +28,7 @@ from cyborgweb.http.refusals import ClientDisconnectedError, RefusedRequestError
 from cyborgweb.http.refused_clients import RefusedClients
 from cyborgweb.http.slow_clients import note_slow_client
 from cyborgweb.monitoring.served import busy_refusals
-from cyborgweb.settings.keys import get_keys
+from cyborgweb.settings.keys import Keys, get_keys
 
 REFUSAL_DRAIN_S = 2.0
 """How long the rest of a refused body is read and dropped before the connection is closed. If it were closed at once,
@@ -87,7 +87,7 @@ class ClientMemory:
     bodies: BodyReader
     answers: AnswerSender
     refused: RefusedClients
-    is_behind_proxy: bool = False
+    keys: Keys
     served_peers: Counter[tuple[str, int]] = field(default_factory=Counter)
 
     @contextmanager
@@ -103,13 +103,13 @@ class ClientMemory:
                 del self.served_peers[peer]
 
 
-def make_client_memory(limits: ClientLimits, is_behind_proxy: bool) -> ClientMemory:
-    """Return a ClientMemory with these limits. `is_behind_proxy`: a proxy names its clients in X-Forwarded-For."""
+def make_client_memory(limits: ClientLimits, keys: Keys) -> ClientMemory:
+    """Return a ClientMemory with these limits. `keys` say which proxies name their clients in X-Forwarded-For."""
     return ClientMemory(
         BodyReader(limits.body_s, limits.body_buffer_bytes),
         AnswerSender(limits.write_s, limits.answer_buffer_bytes),
         RefusedClients(),
-        is_behind_proxy,
+        keys,
     )
 
 
@@ -134,7 +134,7 @@ class RequestThreads:
         self._executor = ThreadPoolExecutor(threads, thread_name_prefix="request")
         self._queue = FairQueue(threads, queue, kept_free)
         self._limits = limits or make_client_limits()
-        self._memory = memory or make_client_memory(self._limits, bool(get_keys().public_url))
+        self._memory = memory or make_client_memory(self._limits, get_keys())
 
     @property
     def active_requests(self) -> int:
@@ -147,14 +147,14 @@ class RequestThreads:
         With `streams_body`, the application reads the body while it arrives. Answers 503 if no further request of this
         client can wait, or too many bytes of bodies or answers are in memory; 408 and 413 for bodies.
         """
-        client = name_client(scope, self._memory.is_behind_proxy)
+        client = name_client(scope, self._memory.keys)
         try:
             self._queue.check(client, is_body_complete=not has_body(scope))
             if streams_body:
                 is_chunked = read_content_length(scope) is None
                 arriving = _ArrivingBody(receive, self._limits.body_s, is_chunked)
                 buffered = io.BufferedReader(arriving, STREAM_BUFFER_BYTES)
-                answer = await self._run_on_thread(client, scope, buffered, send)
+                answer = await self._run_on_thread(client, scope, buffered, send, None, not has_body(scope))
             else:
                 answer = await self._read_body_and_run(client, scope, receive, send)
             if answer.body is not None:
@@ -176,7 +176,13 @@ class RequestThreads:
             return await self._run_on_thread(client, scope, io.BytesIO(body), send, len(body))
 
     async def _run_on_thread(
-        self, client: str, scope: Any, body: Any, send: Any, body_bytes: int | None = None
+        self,
+        client: str,
+        scope: Any,
+        body: Any,
+        send: Any,
+        body_bytes: int | None = None,
+        is_body_complete: bool = True,
     ) -> Answer:
         """Run the application on a thread and return its answer. A streamed answer is sent by the thread."""
         loop = asyncio.get_running_loop()
@@ -196,7 +202,7 @@ class RequestThreads:
             asyncio.run_coroutine_threadsafe(send_in_time(message), loop).result()
 
         with self._memory.serving(scope):
-            async with self._queue.take_thread(client):
+            async with self._queue.take_thread(client, is_body_complete):
                 run = contextvars.copy_context().run
                 return await loop.run_in_executor(self._executor, run, self._run, environ, send_from_thread)
 

@@ -23,14 +23,21 @@ ANY_NAME = Warning(
     id="cyborgweb.W002",
 )
 
+ANY_PROXY = Warning(
+    "Each client that reaches a listener directly can name any address as its own in X-Forwarded-For.",
+    hint="Set CYBORG_PROXY_ADDRESSES to the addresses of the proxies.",
+    id="cyborgweb.W004",
+)
+
 
 @register(Tags.security, deploy=True)
 def check_exposure(app_configs: Any, **_: Any) -> list[CheckMessage]:
     """Return a warning if no public URL is configured (people connect without TLS), one if mails are sent without it,
-    and one if any host name is accepted.
+    one if any host name is accepted, and one if any peer can act as a proxy.
     """
     return [
         *([] if settings.KEYS.public_url else [NO_TLS]),
         *([NO_MAIL_LINKS] if settings.KEYS.mail_host and not settings.KEYS.public_url else []),
+        *([ANY_PROXY] if settings.KEYS.public_url and not settings.KEYS.proxy_addresses else []),
         *([ANY_NAME] if "*" in settings.ALLOWED_HOSTS else []),
     ]

@@ -74,19 +74,17 @@ class TlsListener:
     async def _shake_hands(self, accepted: socket.socket, address: str) -> None:
         """Do the handshake of one connection, which then belongs to its protocol. Close it if the handshake fails."""
         protocol = self._make_protocol()
-        protocol.handshake_begun(address, lambda: _shut_down(accepted))
         try:
+            protocol.handshake_begun(address, lambda: _shut_down(accepted))
             await self._loop.connect_accepted_socket(
                 lambda: protocol, accepted, ssl=self._context, ssl_handshake_timeout=protocol.limits.header_s
             )
-        except (OSError, TimeoutError):  # ssl.SSLError is an OSError
-            accepted.close()
-            protocol.handshake_failed()
-        except asyncio.CancelledError:
+        except BaseException as error:
             with suppress(OSError):
                 accepted.close()
             protocol.handshake_failed()
-            raise
+            if not isinstance(error, OSError):  # ssl.SSLError and TimeoutError are OSErrors
+                raise
 
 
 def _shut_down(connection: socket.socket) -> None:

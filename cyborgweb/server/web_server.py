@@ -11,7 +11,6 @@ import argparse
 import gc
 import logging
 import os
-import resource
 import socket
 import ssl
 from collections.abc import Callable
@@ -20,12 +19,10 @@ from urllib.parse import urlsplit
 
 import uvicorn
 
+from cyborgweb.http.file_limit import raise_file_limit
 from cyborgweb.server.garbage import pause_while_loading
 from cyborgweb.settings.keys import Keys, get_keys
 from drivers.isolation.process import die_with_parent
-
-RESERVED_FILES = 500
-"""Open files that are reserved for everything but connections of agents and HTTP clients: the database, code."""
 
 
 def main() -> None:
@@ -44,7 +41,7 @@ def main() -> None:
     pause_while_loading()
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
     logging.getLogger("uvicorn.error").setLevel(logging.WARNING)  # INFO logs every agent's connect and disconnect
-    _raise_file_limit(get_keys().agent_connections, get_keys().http_connections)
+    raise_file_limit(get_keys().agent_connections, get_keys().http_connections)
     from cyborgweb import asgi
 
     listener = socket.socket(fileno=arguments.fd)
@@ -138,6 +135,8 @@ def make_config(application: Any, connection_settings: dict[str, Any]) -> uvicor
         backlog=4096,
         timeout_graceful_shutdown=2,
         server_header=False,
+        # Otherwise uvicorn would take the client's address from any X-Forwarded-For that comes from this machine.
+        proxy_headers=False,
     )
 
 
@@ -184,22 +183,6 @@ class TwoListenerServer(uvicorn.Server):
             return made
 
         self.servers.append(TlsListener(listener, make_protocol, context))  # type: ignore[arg-type]
-
-
-def _raise_file_limit(agents: int, http_clients: int) -> None:
-    """Raise the limit of open files to the hard limit; log a warning if that is too low for so many agents and clients.
-
-    Every connection is an open file, and the usual soft limit of 1 024 is meant for a shell.
-    """
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    others = http_clients + RESERVED_FILES
-    if hard != resource.RLIM_INFINITY and hard < agents + others:
-        logging.getLogger(__name__).warning(
-            "only %d open files are allowed: about %d agents can be connected, not %d (CYBORG_AGENT_CONNECTIONS),"
-            " beside %d clients (CYBORG_HTTP_CONNECTIONS); raise LimitNOFILE of the service, or `ulimit -Hn`",
-            *(hard, max(0, hard - others), agents, http_clients),
-        )
 
 
 def _tune_garbage_collection() -> None:

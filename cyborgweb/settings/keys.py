@@ -351,6 +351,13 @@ class Keys:
         " redirected from http to this URL.",
         "*(absent: the console is served over http, which is meant for your own machine only)*",
     )
+    proxy_addresses: tuple[str, ...] = declare_key(
+        "CYBORG_PROXY_ADDRESSES",
+        (),
+        "Addresses or networks (`10.1.0.0/16`) of the proxies, separated by commas. With `CYBORG_PUBLIC_URL`,"
+        " `X-Forwarded-For` is read only in requests from them.",
+        "*(any: each client that reaches a listener directly can name any address)*",
+    )
     allowed_hosts: tuple[str, ...] = declare_key(
         "CYBORG_ALLOWED_HOSTS", ("*",), "Host names that the web process accepts, separated by commas.", "`*`"
     )
@@ -527,6 +534,10 @@ def _check_public_keys(loaded: Keys) -> None:
         [ip_network(word) for word in loaded.webhook_networks]
     except ValueError as error:
         raise ConfigurationError(f"CYBORG_WEBHOOK_NETWORKS is not usable: {error}") from None
+    try:
+        [ip_network(word) for word in loaded.proxy_addresses]
+    except ValueError as error:
+        raise ConfigurationError(f"CYBORG_PROXY_ADDRESSES is not usable: {error}") from None
 
 
 def parse_listen_address(listen: str, name: str = "CYBORG_LISTEN") -> tuple[str, int]:

@@ -289,6 +289,31 @@ def test_commands_wait_while_glance_is_away_and_an_interrupted_download_is_resum
     assert store.get_image_path(uuid).read_bytes() == IMAGE_CONTENT
 
 
+def test_a_fetch_that_was_completed_after_its_run_had_ended_is_not_repeated(
+    wait: OrderCommand, cloud: FakeGlance
+) -> None:
+    uuid = cloud.add_image(IMAGE_CONTENT)
+    command = wait(bitstream_id=uuid)
+    service = download.IMAGE_SERVICE.only()
+    store.get_image_path(uuid).write_bytes(bytes(len(IMAGE_CONTENT)))
+    download._fetch_image(service, service.image(uuid), time.monotonic() + 60)
+    assert store.get_image_path(uuid).read_bytes() == IMAGE_CONTENT, "a file with the wrong digest is replaced"
+    download.run()
+    assert get_state_and_image_or_text(command) == ("queued", uuid)
+    assert cloud.calls["file from 0"] == 1
+
+
+def test_a_lookup_that_never_began_is_no_fault_of_the_service(
+    wait: OrderCommand, cloud: FakeGlance, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(download, "LOOKUP_TIMEOUT_S", 0.0)
+    monkeypatch.setattr(download, "MAX_PARALLEL_FETCHES", 0)
+    command = wait(bitstream_id=cloud.add_image(IMAGE_CONTENT))
+    missing = {("bitstream_id", "x"): [command.pk]}
+    assert download._fetch_missing_images(missing, time.monotonic() + 1) is True
+    assert "did not answer" not in get_state_and_image_or_text(command)[1]
+
+
 def test_a_download_is_done_in_slices_and_the_next_slice_continues_it(
     wait: OrderCommand, cloud: FakeGlance, monkeypatch: pytest.MonkeyPatch
 ) -> None:

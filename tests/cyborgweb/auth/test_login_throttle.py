@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 from django.test import RequestFactory
 
@@ -19,6 +17,7 @@ from cyborgweb.auth.login_throttle import (
     LoginThrottle,
     LoginThrottledError,
 )
+from cyborgweb.settings.keys import Keys
 
 
 def fail(throttle: LoginThrottle, name: str, address: str, times: int = 1) -> int:
@@ -177,21 +176,20 @@ def test_the_memory_for_counts_is_bounded(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.mark.parametrize(
-    ("public_url", "forwarded", "address"),
+    ("public_url", "proxies", "forwarded", "address"),
     [
-        ("", "192.0.2.9", "127.0.0.1"),
-        ("https://console.example", "192.0.2.9", "192.0.2.9"),
-        ("https://console.example", "203.0.113.5, 192.0.2.9", "192.0.2.9"),
-        ("https://console.example", "", "127.0.0.1"),
+        ("", (), "192.0.2.9", "127.0.0.1"),
+        ("https://console.example", (), "192.0.2.9", "192.0.2.9"),
+        ("https://console.example", (), "203.0.113.5, 192.0.2.9", "192.0.2.9"),
+        ("https://console.example", (), "", "127.0.0.1"),
+        ("https://console.example", ("127.0.0.1",), "192.0.2.9", "192.0.2.9"),
+        ("https://console.example", ("10.0.0.5",), "192.0.2.9", "127.0.0.1"),
     ],
 )
 def test_the_address_of_a_client_is_what_the_proxy_saw_and_never_what_the_client_says(
-    monkeypatch: pytest.MonkeyPatch, public_url: str, forwarded: str, address: str
+    monkeypatch: pytest.MonkeyPatch, public_url: str, proxies: tuple[str, ...], forwarded: str, address: str
 ) -> None:
-    class FakeKeys:
-        def __getattr__(self, name: str) -> Any:
-            return public_url
-
-    monkeypatch.setattr(login_throttle, "get_keys", FakeKeys)
+    keys = Keys(public_url=public_url, proxy_addresses=proxies)
+    monkeypatch.setattr(login_throttle, "get_keys", lambda: keys)
     request = RequestFactory().post("/admin/login/", headers={"x-forwarded-for": forwarded})
     assert login_throttle.get_client_address(request) == address

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import time
 from collections.abc import Iterator
@@ -10,6 +11,8 @@ from dataclasses import dataclass, field
 
 import pytest
 
+from accelerators import slow_neighbours
+from cyborgweb.http import connection_guard
 from cyborgweb.http.connection_guard import MIN_WRITE_BYTES, ConnectionGuard, Peer
 from cyborgweb.http.deadlines import make_client_limits
 from cyborgweb.settings.keys import Keys
@@ -141,3 +144,59 @@ def test_connections_of_this_process_to_others_are_left_alone(stack: ExitStack) 
     for now in (0.0, 2 * WRITE_S):
         listener.guard.sweep(now)
     assert not is_ended(client) and not is_ended(server)
+
+
+def test_one_free_descriptor_is_enough_to_end_connections(stack: ExitStack) -> None:
+    import resource
+
+    listener = Listener(stack)
+    servers = [listener.connect()[1] for _ in range(4)]
+    for server in servers:
+        fill(server)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    highest = os.dup(0)  # all lower descriptors are in use
+    resource.setrlimit(resource.RLIMIT_NOFILE, (highest + 1, hard))
+    try:
+        with pytest.raises(OSError, match="Too many open files"):
+            listener.guard.sweep(0.0)
+        os.close(highest)
+        listener.guard.sweep(0.0)
+        listener.guard.sweep(WRITE_S)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert all(map(is_ended, servers))
+
+
+def test_a_number_that_is_used_for_a_file_meanwhile_leaks_no_descriptor(
+    stack: ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    listener = Listener(stack)
+    listener.connect()
+    file = os.open(os.devnull, os.O_RDONLY)
+    stack.callback(os.close, file)
+    duplicate, before = os.dup, len(os.listdir("/proc/self/fd"))
+    monkeypatch.setattr(os, "dup", lambda number: duplicate(file))
+    listener.guard.sweep(0.0)
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_a_connection_that_was_replaced_by_another_one_is_not_ended(stack: ExitStack) -> None:
+    listener = Listener(stack)
+    _, stalled = listener.connect()
+    fill(stalled)
+    (connection,) = connection_guard._list_connections()
+    _, other = listener.connect()
+    os.dup2(other.fileno(), stalled.fileno())
+    connection_guard._end_connection(connection)
+    assert not is_ended(other)
+
+
+def test_a_client_that_is_disconnected_is_noted_as_slow(stack: ExitStack, monkeypatch: pytest.MonkeyPatch) -> None:
+    noted: list[str] = []
+    monkeypatch.setattr(slow_neighbours, "note", lambda name, *_, **options: noted.append(name))
+    listener = Listener(stack)
+    _, stalled = listener.connect(address="127.0.0.5")
+    fill(stalled)
+    listener.guard.sweep(0.0)
+    listener.guard.sweep(WRITE_S)
+    assert noted == ["The client 127.0.0.5"]

@@ -109,13 +109,13 @@ def test_a_client_that_is_alone_is_not_blamed() -> None:
 
 def test_a_request_that_would_be_refused_is_refused_before_its_body_is_read() -> None:
     async def story() -> None:
-        requests = Requests(threads=1, places=2)
-        await requests.send("a", "a", "a")
+        requests = Requests(threads=1, places=4)
+        await requests.send("a", "a", "a", "a", "a")
         requests.queue.check("b", is_body_complete=False)
         with pytest.raises(RefusedRequestError) as refused:
             requests.queue.check("a", is_body_complete=False)
         assert refused.value.status == 503 and not refused.value.is_body_complete
-        await requests.send("b")
+        await requests.send("b", "b")
         with pytest.raises(RefusedRequestError, match=SHARE_MESSAGE):
             requests.queue.check("a", is_body_complete=False)
         await requests.end_all()
@@ -144,7 +144,79 @@ def test_a_request_that_is_cancelled_while_it_waits_leaves_its_place_and_takes_n
     run(story)
 
 
-@given(st.lists(st.tuples(st.sampled_from("abc"), st.booleans()), max_size=60), st.integers(1, 4), st.integers(0, 5))
+def test_many_addresses_with_one_request_each_give_way_to_a_project_until_it_has_half_of_the_places() -> None:
+    async def story() -> None:
+        requests = Requests(threads=1, places=8)
+        await requests.send(*(f"address {number}" for number in range(9)))
+        assert requests.queue.waiting_requests == 8
+        await requests.send("address new")
+        assert requests.refused == [("address new", "")], "a tie is nobody's fault"
+        await requests.send(*["project p"] * 5)
+        assert [client.partition(" ")[0] for client, _ in requests.refused[1:]] == ["address"] * 4 + ["project"]
+        assert {over_share for _, over_share in requests.refused[:5]} == {""}
+        await requests.end_all()
+        assert requests.order.count("project p") == 4
+
+    run(story)
+
+
+def test_projects_leave_addresses_their_half_of_the_places() -> None:
+    async def story() -> None:
+        requests = Requests(threads=1, places=4)
+        await requests.send(*["project p"] * 5)
+        await requests.send("address a", "address b", "address c")
+        assert requests.refused == [("project p", "project p")] * 2 + [("address c", "")]
+        await requests.end_all()
+
+    run(story)
+
+
+def test_addresses_never_have_the_last_thread_and_one_address_leaves_one_to_others() -> None:
+    async def story() -> None:
+        requests = Requests(threads=4, places=10, kept_free=1)
+        await requests.send("address a", "address a", "address a", "address b", "address c")
+        assert requests.order == ["address a", "address a", "address b"]
+        await requests.send("project p")
+        assert requests.order[3:] == ["project p"]
+        await requests.end(3)
+        assert len(requests.order) == 4, "the thread of the project is not for an address"
+        await requests.end_all()
+
+    run(story)
+
+
+def test_a_client_whose_newest_request_is_evicted_keeps_its_turn() -> None:
+    async def story() -> None:
+        requests = Requests(threads=1, places=4)
+        await requests.send("x", "a", "a", "a", "a", "b", "c")
+        assert requests.refused == [("a", "a")] * 2
+        await requests.end_all()
+        assert requests.order == ["x", "a", "b", "c", "a"]
+
+    run(story)
+
+
+def test_an_upload_that_loses_its_place_has_a_body_that_is_not_complete() -> None:
+    async def story() -> None:
+        queue = FairQueue(threads=1, places=2)
+        async with queue.take_thread("x"):
+            uploads = [asyncio.create_task(queue.take_thread("a", is_body_complete=False).__aenter__()) for _ in "12"]
+            await asyncio.sleep(0)
+            other = asyncio.create_task(queue.take_thread("b").__aenter__())
+            with pytest.raises(RefusedRequestError) as refused:
+                await uploads[1]
+            assert not refused.value.is_body_complete
+            other.cancel()
+            uploads[0].cancel()
+            await asyncio.gather(other, uploads[0], return_exceptions=True)
+
+    run(story)
+
+
+CLIENTS = ["project a", "project b", "address a", "address b"]
+
+
+@given(st.lists(st.tuples(st.sampled_from(CLIENTS), st.booleans()), max_size=60), st.integers(1, 8), st.integers(0, 5))
 def test_no_thread_is_idle_while_a_client_waits_that_may_have_it(
     steps: list[tuple[str, bool]], threads: int, places: int
 ) -> None:
@@ -160,7 +232,12 @@ def test_no_thread_is_idle_while_a_client_waits_that_may_have_it(
             assert requests.queue.waiting_requests <= places
             assert all(count <= threads - kept_free for count in running.values())
             waiting = requests.queue._waiting
-            assert running.total() == threads or all(running[name] == threads - kept_free for name in waiting)
+            of_addresses = sum(count for name, count in running.items() if name.startswith("address"))
+            assert of_addresses <= threads - (kept_free > 0)
+            for name in waiting:
+                kept = 2 if kept_free == 1 and name.startswith("address") else kept_free
+                is_last_kept = name.startswith("address") and of_addresses == threads - (kept_free > 0)
+                assert running.total() == threads or running[name] == threads - kept or is_last_kept
         await requests.end_all()
         assert len(requests.order) + len(requests.refused) == len(steps)
 

@@ -11,9 +11,11 @@ from typing import Any
 import pytest
 from django.contrib.auth.models import User
 
+from accelerators import slow_neighbours
 from accelerators.models import Event
+from cyborgweb.auth import clients
 from cyborgweb.auth.clients import KnownTokens, known_tokens, name_client
-from cyborgweb.http import refused_clients
+from cyborgweb.http import refused_clients, slow_clients
 from cyborgweb.http.django_threads import DjangoThreads
 from cyborgweb.models import ApiToken
 from cyborgweb.settings.keys import Keys
@@ -21,7 +23,7 @@ from cyborgweb.wsgi import application
 from tests.support.webserver import serving, until
 
 pytestmark = pytest.mark.django_db(transaction=True)
-THREADS, QUEUE = 4, 8
+THREADS, QUEUE = 8, 8
 FLOODER = "127.0.0.3"
 
 
@@ -85,20 +87,20 @@ def test_X5_a_flood_from_one_address_leaves_a_thread_and_a_place_for_others(
 ) -> None:
     answers: list[tuple[int, dict[str, str], bytes]] = []
     with caplog.at_level(logging.WARNING):
-        clients = flood(service, answers, address=FLOODER)
+        flooders = flood(service, answers, address=FLOODER)
         assert service.get("/healthz")[0] == 200
         # All places are taken now, and both others have to wait because they come at the same time.
-        until(lambda: service.threads.short.active_requests == THREADS - 1 + QUEUE)
+        until(lambda: service.threads.short.active_requests == THREADS - 2 + QUEUE)
         blocked = threading.Thread(target=lambda: service.get("/v2/slow"))
         blocked.start()
-        until(lambda: service.threads.short.active_requests == THREADS + QUEUE)
+        until(lambda: service.threads.short.active_requests == THREADS - 1 + QUEUE)
         waiting = threading.Thread(target=lambda: service.get("/v2/slow"))
         waiting.start()
         until(lambda: any(f"address {FLOODER}" in record.message for record in caplog.records))
         until(lambda: Event.objects.filter(action="client.refused").exists())
-        finish(service, [*clients, blocked, waiting])
+        finish(service, [*flooders, blocked, waiting])
     statuses = sorted(status for status, _, _ in answers)
-    assert statuses[-1] == 503 and statuses.count(200) >= THREADS - 1
+    assert statuses[-1] == 503 and statuses.count(200) >= THREADS - 2
     (headers,) = (headers for _, headers, body in answers if b"send fewer at the same time" in body)
     assert headers["retry-after"] == "1"
     event = Event.objects.get(action="client.refused")
@@ -110,13 +112,13 @@ def test_a_project_is_one_client_whatever_addresses_it_uses(service: Service) ->
     for address in ("127.0.0.3", "127.0.0.4"):
         assert service.get("/v2/devices", address, X_Auth_Token=token)[0] == 200
     answers: list[tuple[int, dict[str, str], bytes]] = []
-    clients = flood(service, answers, address="127.0.0.3", X_Auth_Token=token)
+    flooders = flood(service, answers, address="127.0.0.3", X_Auth_Token=token)
     late = threading.Thread(target=lambda: answers.append(service.get("/v2/slow", "127.0.0.4", X_Auth_Token=token)))
     late.start()
-    until(lambda: len(answers) == 2)
-    assert service.threads.short._queue.running_requests == THREADS - 1, "its other address gets no further thread"
+    until(lambda: len(answers) == 3)
+    assert service.threads.short._queue.running_requests == THREADS - 2, "its other address gets no further thread"
     assert service.get("/v2/devices", "127.0.0.3", X_Auth_Token=make_token("nova", "service"))[0] == 200
-    finish(service, [*clients, late])
+    finish(service, [*flooders, late])
 
 
 def test_a_token_counts_for_its_project_only_after_it_was_accepted(service: Service) -> None:
@@ -137,24 +139,51 @@ def test_known_tokens_are_bounded() -> None:
 
 
 @pytest.mark.parametrize(
-    ("peer", "forwarded", "is_behind_proxy", "name"),
+    ("peer", "forwarded", "proxies", "name"),
     [
-        ("192.0.2.1", b"", False, "address 192.0.2.1"),
-        ("192.0.2.1", b"198.51.100.7", False, "address 192.0.2.1"),
-        ("192.0.2.1", b"203.0.113.9, 198.51.100.7", True, "address 198.51.100.7"),
-        ("192.0.2.1", b"", True, "address 192.0.2.1"),
-        ("192.0.2.1", b"nonsense", True, "address 192.0.2.1"),
-        ("2001:db8::1", b"", False, "address 2001:db8::"),
-        ("::ffff:192.0.2.1", b"", False, "address 192.0.2.1"),
-        (None, b"", False, "address unknown"),
+        ("192.0.2.1", b"", None, "address 192.0.2.1"),
+        ("192.0.2.1", b"198.51.100.7", None, "address 192.0.2.1"),
+        ("192.0.2.1", b"203.0.113.9, 198.51.100.7", (), "address 198.51.100.7"),
+        ("192.0.2.1", b"", (), "address 192.0.2.1"),
+        ("192.0.2.1", b"nonsense", (), "address 192.0.2.1"),
+        ("192.0.2.1", b"198.51.100.7", ("10.0.0.5", "192.0.2.0/24"), "address 198.51.100.7"),
+        ("::ffff:192.0.2.1", b"198.51.100.7", ("192.0.2.1",), "address 198.51.100.7"),
+        ("192.0.2.1", b"198.51.100.7", ("10.0.0.5", "2001:db8::/32"), "address 192.0.2.1"),
+        (None, b"198.51.100.7", ("10.0.0.5",), "address unknown"),
+        ("2001:db8::1", b"", None, "address 2001:db8::"),
+        ("::ffff:192.0.2.1", b"", None, "address 192.0.2.1"),
+        (None, b"", None, "address unknown"),
     ],
 )
 def test_clients_have_the_address_that_the_proxy_saw(
-    peer: str | None, forwarded: bytes, is_behind_proxy: bool, name: str
+    peer: str | None, forwarded: bytes, proxies: tuple[str, ...] | None, name: str
 ) -> None:
+    keys = Keys() if proxies is None else Keys(public_url="https://a.example", proxy_addresses=proxies)
     headers = [(b"x-forwarded-for", forwarded)] if forwarded else []
     scope = {"client": (peer, 1) if peer else None, "headers": headers}
-    assert name_client(scope, is_behind_proxy) == name
+    assert name_client(scope, keys) == name
+
+
+def test_a_request_with_two_tokens_counts_for_its_address() -> None:
+    known_tokens.remember("accepted", "p-two")
+    header = (b"x-auth-token", b"accepted")
+    scope = {"client": ("192.0.2.1", 1), "headers": [header]}
+    assert name_client(scope, Keys()) == "project p-two"
+    for headers in ([header, (b"x-auth-token", b"invented")], [(b"x-auth-token", b"invented"), header]):
+        assert name_client(scope | {"headers": headers}, Keys()) == "address 192.0.2.1"
+
+
+def test_a_known_token_that_is_not_used_any_more_expires() -> None:
+    now = 0.0
+    tokens = KnownTokens(clock=lambda: now)
+    tokens.remember("t", "p")
+    now = clients.REMEMBER_S - 1
+    assert tokens.find_project(b"t") == "p"
+    tokens.remember("t", "p")
+    now += clients.REMEMBER_S - 1
+    assert tokens.find_project(b"t") == "p"
+    now += 1
+    assert tokens.find_project(b"t") == ""
 
 
 def test_refusals_are_reported_at_once_and_then_once_in_an_interval(
@@ -178,3 +207,15 @@ def test_refusals_are_reported_at_once_and_then_once_in_an_interval(
 
     asyncio.run(story())
     assert reported == [{"address a": 2}, {"address a": 1, "project b": 1}]
+
+
+def test_a_process_without_a_gateway_records_its_slow_clients() -> None:
+    slow_neighbours.forget()
+    for _ in range(slow_clients.SLOW_REQUESTS):
+        slow_clients.note_slow_client(("192.0.2.77", 1))
+    stop = slow_clients.start_recording(interval_s=0.05)
+    try:
+        until(lambda: Event.objects.filter(action=slow_neighbours.ACTION).exists())
+    finally:
+        stop()
+        slow_neighbours.forget()

@@ -59,7 +59,7 @@ class Server:
         patient = dict.fromkeys(("header_timeout_s", "body_timeout_s", "write_timeout_s", "keep_alive_s"), PATIENT_S)
         settings = Keys(**(patient | keys))
         limits = make_client_limits(settings)
-        self.memory = make_client_memory(limits, is_behind_proxy=False)
+        self.memory = make_client_memory(limits, settings)
         self.bodies = self.memory.bodies
         self.threads = RequestThreads(echo, THREADS, queue, limits, self.memory)
 

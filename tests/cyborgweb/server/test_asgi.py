@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from cyborgweb.http.request_threads import RequestThreads
-from cyborgweb.server.web_server import find_own_url
+from cyborgweb.server.web_server import find_own_url, make_config, make_connection_settings
+from cyborgweb.settings.keys import Keys
 from tests.support.webserver import serving, until
 
 
@@ -85,3 +86,21 @@ def test_requests_beyond_threads_and_queue_are_answered_503_and_accepted_ones_co
         for client in clients:
             client.join(20)
         assert statuses == [200, 200, 200] and get_status_and_retry_after(port) == (200, None)
+
+
+def test_the_server_itself_takes_no_address_and_no_scheme_from_a_header() -> None:
+    config = make_config(lambda *_: None, make_connection_settings(Keys()))
+    seen: list[Any] = []
+
+    async def answer(scope: Any, receive: Any, send: Any) -> None:
+        seen.extend([scope["client"][0], scope["scheme"]])
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"0")]})
+        await send({"type": "http.response.body", "body": b""})
+
+    with serving(answer, proxy_headers=config.proxy_headers) as port:
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=20)
+        headers = {"X-Forwarded-For": "198.51.100.7", "X-Forwarded-Proto": "https"}
+        connection.request("GET", "/", headers=headers)
+        assert connection.getresponse().status == 200
+        connection.close()
+    assert seen == ["127.0.0.1", "http"]

@@ -38,8 +38,16 @@ def read_shipped_environment() -> dict[str, str]:
 
 @pytest.mark.system
 def test_the_deploy_check_passes_with_public_url_and_allowed_hosts() -> None:
-    done = run_deploy_check(CYBORG_PUBLIC_URL=PUBLIC_URL, CYBORG_ALLOWED_HOSTS="accelerators.example")
+    done = run_deploy_check(
+        CYBORG_PUBLIC_URL=PUBLIC_URL, CYBORG_ALLOWED_HOSTS="accelerators.example", CYBORG_PROXY_ADDRESSES="10.0.0.5"
+    )
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.system
+def test_the_deploy_check_asks_for_the_addresses_of_the_proxies() -> None:
+    done = run_deploy_check(CYBORG_PUBLIC_URL=PUBLIC_URL, CYBORG_ALLOWED_HOSTS="accelerators.example")
+    assert done.returncode == 1 and "CYBORG_PROXY_ADDRESSES" in done.stderr, done.stderr
 
 
 @pytest.mark.system
@@ -50,7 +58,7 @@ def test_the_deploy_check_is_clean_with_the_shipped_environment_files() -> None:
 
 def test_the_shipped_environment_file_sets_what_the_deploy_check_asks_for() -> None:
     keys = load_configuration(Keys, read_shipped_environment())
-    assert keys.public_url and "*" not in keys.allowed_hosts
+    assert keys.public_url and keys.proxy_addresses and "*" not in keys.allowed_hosts
     assert urlsplit(keys.public_url).hostname in keys.allowed_hosts, "the console would answer 400 at its own address"
 
 

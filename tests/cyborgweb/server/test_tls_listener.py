@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import select
 import socket
 import ssl
@@ -196,3 +197,48 @@ def test_the_listener_accepts_again_after_the_system_has_refused_a_connection(
     encrypted = servers.shake_hands(waiting)
     encrypted.sendall(GET)
     assert encrypted.recv(65_536).startswith(b"HTTP/1.1 200")
+
+
+def test_a_connection_whose_handshake_cannot_begin_is_closed_and_no_longer_counted(
+    servers: Servers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    servers.start(header_timeout_s=PATIENT_S)
+    begin = servers.protocol.handshake_begun
+
+    def fail(self: HttpProtocol, *arguments: Any) -> None:
+        begin(self, *arguments)
+        raise RuntimeError("another connection could not be ended")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(servers.protocol, "handshake_begun", fail)
+        connection = servers.connect(HELLO_BEGIN)
+        until(lambda: is_closed(connection))
+    until(lambda: not servers.protocol.open_connections)
+    assert not servers.protocol.connections_by_address
+    assert servers.ask().startswith(b"HTTP/1.1 200")
+
+
+def test_a_connection_beyond_the_limit_whose_socket_is_closed_already_does_not_harm_others(servers: Servers) -> None:
+    """The transport has dropped its socket, and its protocol has not been told yet."""
+    servers.start(header_timeout_s=PATIENT_S, http_connections=1)
+    victim = servers.shake_hands(servers.connect())
+    until(lambda: len(servers.protocol.open_connections) == 1)
+    (protocol,) = servers.protocol.open_connections
+    outcome: concurrent.futures.Future[bool] = concurrent.futures.Future()
+
+    def reset() -> None:
+        try:
+            protocol._reset_connection()
+        except Exception as error:  # noqa: BLE001 - raised again by the test's thread
+            outcome.set_exception(error)
+        else:
+            outcome.set_result(protocol in servers.protocol.open_connections)
+
+    def abort() -> None:
+        protocol.transport.abort()
+        protocol.loop.call_soon(reset)
+
+    protocol.loop.call_soon_threadsafe(abort)
+    assert outcome.result(20), "the protocol was told before"
+    until(lambda: is_closed(victim))
+    assert servers.ask().startswith(b"HTTP/1.1 200")
