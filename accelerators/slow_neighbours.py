@@ -11,7 +11,6 @@ import threading
 import time
 from dataclasses import dataclass
 
-from accelerators import conductor
 from accelerators.domain.states import EventSource
 
 ACTION = "neighbour.slow"
@@ -67,6 +66,8 @@ def record() -> None:
 
     Raises database errors; the counts are kept then.
     """
+    from accelerators import conductor  # not at the top: servers without Django count slow clients, too
+
     now = time.monotonic()
     with _lock:
         due = {name: tally for name, tally in _tallies.items() if _is_due(tally, now)}
@@ -90,6 +91,8 @@ def _is_due(tally: _Tally, now: float) -> bool:
 
 
 def _build_event(name: str, tally: _Tally) -> dict[str, object]:
+    from accelerators import conductor
+
     return conductor.build_event(
         ACTION,
         EventSource.SYSTEM,
