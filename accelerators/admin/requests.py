@@ -16,12 +16,16 @@ from unfold.decorators import display
 from accelerators.admin import request_timeline
 from accelerators.domain.states import RequestState
 from accelerators.models import AcceleratorRequest, Command, DeviceProfile, Event
-from accelerators.ui import badges
+from accelerators.ui import badges, permissions
 from accelerators.ui.changelist import ReadOnlyModelAdmin
+from accelerators.ui.empty_lists import Source
 from accelerators.ui.extensions import build_sections
 
 MAX_SIBLINGS = 20
 """Maximum number of other requests of the same instance on a request's page."""
+
+PROFILE_COMMAND = """openstack accelerator device profile create NAME '[{{"resources:{}": "1"}}]'"""
+"""The command that makes a device profile; the resource class has to be filled in."""
 
 
 @admin.register(DeviceProfile)
@@ -35,7 +39,15 @@ class DeviceProfileAdmin(ReadOnlyModelAdmin):
     search_fields = ("uuid__startswith", "name__icontains", "description__icontains")
     search_help_text = "name, description, uuid"
     exports = {"shown_groups": ("groups",)}
-    empty = "No device profiles yet. Make one with “openstack accelerator device profile create”."
+    empty = "No device profiles yet. A flavor names a device profile to give an instance accelerators. This makes one:"
+    empty_command = PROFILE_COMMAND.format("GPU")
+    sources = (
+        Source(
+            "The manual: offer devices to tenants",
+            manual="first-day/#offer-devices-to-tenants",
+            rights=(permissions.CREATE_PROFILE,),
+        ),
+    )
 
     @display(description="Groups")
     def shown_groups(self, profile: DeviceProfile) -> SafeString:
@@ -81,6 +93,7 @@ class AcceleratorRequestAdmin(ReadOnlyModelAdmin):
         "handle": ("attach_handle__attach_info", "attach_handle__deployable__device__uuid"),
     }
     empty = "No requests yet. Nova makes one for each accelerator of an instance when a flavor names a device profile."
+    sources = (Source("Device profiles", "accelerators.deviceprofile"),)
 
     def get_queryset(self, request: HttpRequest) -> QuerySet[AcceleratorRequest]:
         """Return the requests that this user may see, with profile, held handle and its deployable loaded."""
