@@ -40,7 +40,7 @@ class DeviceProfileAdmin(ReadOnlyModelAdmin):
     search_help_text = "name, description, uuid"
     exports = {"shown_groups": ("groups",)}
     empty = "No device profiles yet. A flavor names a device profile to give an instance accelerators. This makes one:"
-    empty_command = PROFILE_COMMAND.format("GPU")
+    empty_command = PROFILE_COMMAND.format("PGPU")
     sources = (
         Source(
             "The manual: offer devices to tenants",
