@@ -38,6 +38,17 @@ REVIEWED_STEPS: dict[str, str] = {
     "for a few milliseconds: the table has one row for each host",
     "accelerators 0005_index_hosts_without_applied_report: RunSQL": "it sets a time limit for the migration's locks",
     "placement_sync 0004_foreign_providers: RunSQL": "it sets a time limit for the migration's locks",
+    **{
+        f"placement_sync 0004_foreign_providers: {step} placement_sync.discrepancy{field}": "it writes the three kinds "
+        "that it knows, with an instance; its console cannot show a row of the new kind"
+        for step, field in (
+            ("AlterField", ".instance"),
+            ("AlterField", ".kind"),
+            ("AddConstraint", ""),
+            ("RemoveConstraint", ".discrepancy_kind_known"),
+            ("RemoveConstraint", ".discrepancy_once"),
+        )
+    },
     "accelerators 0003_add_lifetime_of_programs: RunSQL": "it sets a time limit for the migration's locks",
     "accelerators 0006_correct_claims_in_sets: RunSQL": "it replaces functions and triggers of 0002 and 0004, and adds "
     "a column that triggers fill",

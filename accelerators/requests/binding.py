@@ -638,8 +638,8 @@ def _move_requests(moves: Sequence[dict[str, Any]], source: EventSource, actor: 
         failed = [move for move in moves if move.get("fault")]
         metrics.count_bind_failures([move["failure"] for move in failed])
         for move in failed:
-            values = (move[name] for name in ("failure", "uuid", "instance", "hostname", "rp", "fault"))
-            call_after_commit(_log_failure, *values)
+            subject = (move["uuid"], move["instance"], move["hostname"], move["rp"])
+            call_after_commit(_log_failure, move["failure"], *subject, move["fault"])
 
 
 def _log_failure(failure: BindFailure, uuid: str, instance: str, host: str, provider: str, text: str) -> None:
