@@ -219,7 +219,7 @@ def test_commands_and_states_have_rights_of_their_own(ask: Ask, fill: Fill) -> N
         ({"action": "disable", "devices": ["00000000-0000-4000-8000-000000000000"]}, "There is no device"),
         ({"action": "disable", "selector": {}}, "selector: Say"),
         ({"action": "disable", "selector": {"all": True, "host": "cmp0"}}, "unknown filter"),
-        ({"action": "disable", "selector": {"colour": "red"}}, "unknown filter; known are host"),
+        ({"action": "disable", "selector": {"colour": "red"}}, "colour: unknown filter; known are"),
         ({"action": "disable", "selector": {"state": "red"}}, "state: "),
         ({"action": "disable", "selector": {"host": ""}}, "host: say a text"),
         ({"action": "disable", "selector": {"host": 1}}, "host: say a text"),
