@@ -57,6 +57,13 @@ REVIEWED_STEPS: dict[str, str] = {
     "release retries and answers that the handles are taken",
     "accelerators 0008_audit_status_and_pauses: AlterField accelerators.seal.kind": "only its help text is another",
     "accelerators 0008_audit_status_and_pauses: RunSQL": "it sets a time limit for the migration's locks",
+    "accelerators 0009_confirmations: RunSQL": "it sets a time limit for the migration's locks",
+    "accelerators 0009_confirmations: RemoveConstraint accelerators.rollout.rollout_state_known": "the constraint is "
+    "replaced by a wider one",
+    "accelerators 0009_confirmations: AddConstraint accelerators.rollout": "it allows what the former one did, and the "
+    "table has one row for each rollout of the last 90 days",
+    "accelerators 0009_confirmations: AlterField accelerators.rollout.state": "only its choices are others; the former "
+    "release does not advance a draft, and its list of rollouts fails until the drafts are confirmed or deleted",
     "agents 0003_agent_announcement: RunSQL": "it sets a time limit for the migration's locks",
     "agents 0002_used_nonces: RunSQL": "it sets a time limit for the migration's locks",
     "cyborgweb 0002_mail_server: RunSQL": "it sets a time limit for the migration's locks",
