@@ -12,7 +12,7 @@ from django.contrib import admin
 from django.http import HttpRequest
 from django.urls import reverse
 
-from accelerators.admin.requests import PROFILE_COMMAND
+from accelerators.admin.profiles import PROFILE_COMMAND
 from accelerators.domain.states import DeviceState
 from accelerators.models import DeviceProfile
 from accelerators.runtime import jobs
