@@ -5,8 +5,7 @@ All changes are written by `accelerators.devices.admission_rules`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any
 
 from django.contrib import admin, messages
 from django.core.exceptions import PermissionDenied
@@ -24,7 +23,7 @@ from accelerators.domain.states import EventSource
 from accelerators.models import AdmissionRule
 from accelerators.ui import badges, permissions
 from accelerators.ui.changelist import ConsoleModelAdmin
-from accelerators.ui.permissions import Right
+from accelerators.ui.explained_admin import Rights
 from accelerators.ui.refusals import RefusalAsMessage
 
 
@@ -45,7 +44,7 @@ class AdmissionRuleAdmin(RefusalAsMessage, ConsoleModelAdmin):
         "No admission rules yet: new devices are inactive until somebody enables them. A rule can make the devices that"
         " match it ready, or quarantined, as soon as they are found."
     )
-    rights: ClassVar[Mapping[str, tuple[Right, ...] | None]] = {
+    rights: Rights = {
         "add": (permissions.CREATE_RULE,),
         "change": (permissions.UPDATE_RULE,),
         "delete": (permissions.DELETE_RULE,),

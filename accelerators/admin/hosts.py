@@ -165,6 +165,7 @@ class HostAdmin(ReadOnlyModelAdmin):
             "devices_url": device_list_url(host),
             "events": timeline.render_events(Event.objects.filter(host=host.name)[: timeline.MAX_EVENTS]),
             "orders": permissions.is_allowed(request, permissions.CREATE_COMMAND),
+            "orders_denial": permissions.explain_denial(request, permissions.CREATE_COMMAND),
             "max_reason_length": MAX_REASON,
         }
         context |= permissions.build_permission_context(request, permissions.RESCAN) | commands.load_latest_context(

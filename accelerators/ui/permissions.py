@@ -27,6 +27,7 @@ class Right:
     permission: str
 
 
+VIEW_DEVICES = Right("", "accelerators.view_device")
 UPDATE_DEVICE = Right("cyborg:device:update", "accelerators.change_device")
 CREATE_COMMAND = Right("cyborg:command:create", "accelerators.add_command")
 RESCAN = Right("cyborg:service:discover", "accelerators.change_host")
