@@ -18,7 +18,10 @@ from accelerators.ui.extensions import DENIAL_REASON
 @dataclass(frozen=True)
 class Right:
     """A right that an action of the console needs: a policy rule, or a Django permission that is sufficient in its
-    place."""
+    place.
+
+    `rule` is '' where only the permission counts, and `permission` is '' where only the rule counts.
+    """
 
     rule: str
     permission: str
@@ -41,6 +44,8 @@ DETACH = (
     Right("cyborg:attachment:elevated", "accelerators.delete_attachment"),
 )
 """Both rights, because the console shows the attachments of all projects."""
+CREATE_PROFILE = Right("cyborg:device_profile:create", "accelerators.add_deviceprofile")
+DELETE_PROFILE = Right("cyborg:device_profile:delete", "accelerators.delete_deviceprofile")
 CREATE_RULE = Right("cyborg:rule:create", "accelerators.add_admissionrule")
 UPDATE_RULE = Right("cyborg:rule:update", "accelerators.change_admissionrule")
 DELETE_RULE = Right("cyborg:rule:delete", "accelerators.delete_admissionrule")
