@@ -52,7 +52,11 @@ ERROR_SCHEMA = {
                 "request_id": {"type": "string", "description": "Identifies this request in logs and events."},
                 "reason": {"type": "string", "enum": REASONS, "description": "A stable code for programs."},
             },
-        }
+        },
+        "current": {
+            "type": "object",
+            "description": "The present version, if a change was refused because it is based on an older generation.",
+        },
     },
 }
 SECURITY_SCHEMES = {
@@ -147,6 +151,9 @@ class ViewSchema(AutoSchema):
         if self.collection.action == "create" and hasattr(self.collection, "upload_parameters"):
             upload_parameters = self.collection.upload_parameters.items()
             return [OpenApiParameter(name, kind, description=about) for name, (kind, about) in upload_parameters]
+        if self.method == "DELETE" and self.collection.deletes_by_generation:
+            generation_description = "The generation as you read it. If it has changed since, the answer is 409."
+            return [OpenApiParameter("generation", int, description=generation_description)]
         if self.method != "GET":
             return []
         serializer = cast("type[Serializer[Any]]", self.collection.get_serializer_class())()
