@@ -149,8 +149,8 @@ def add_rollout_options(function: Callable[..., Any]) -> Callable[..., Any]:
 settings_options = (
     click.option(
         "--settings",
-        "--settings-file",
         "--replace-settings",
+        "--settings-file",
         "file",
         metavar="FILE",
         callback=read_settings_file,
@@ -217,7 +217,7 @@ def update_driver(
 ) -> None:
     """Enable, disable or configure a driver on hosts. Refused on hosts where its devices are held.
 
-    --set and --unset change single settings; --settings replaces all of them. If somebody has changed the driver since
+    --set and --unset change single settings; a settings file replaces all of them. If somebody has changed the driver since
     --generation, nothing is changed, and the difference is shown.
     """
     changes = _build_settings_fields(file, values, unset, generation)
@@ -273,7 +273,7 @@ def _build_settings_fields(
     fields: dict[str, Any] = {} if generation is None else {"generation": generation}
     if file is not None:
         if unset:
-            raise click.UsageError("--settings replaces all settings: leave --unset out.")
+            raise click.UsageError("A settings file replaces all settings: leave --unset out.")
         return fields | {"settings": file | values}
     edits = options.drop_empty({"set": values, "unset": [*unset]})
     return fields | ({"edits": edits} if edits.get("set") or edits.get("unset") else {})

@@ -251,7 +251,8 @@ class RolloutView(CollectionView):
 
     def build_current(self, error: ChangedMeanwhileError) -> Any:
         """Return the driver as it is now on the host where somebody else changed it."""
-        rows = DriverView.queryset.filter(host__name__in=error.hosts, driver=self.request.data.get("driver"))
+        body = cast("dict[str, Any]", self.request.data)  # It was validated before.
+        rows = DriverView.queryset.filter(host__name__in=error.hosts, driver=body["driver"])
         return DriverSerializer(rows.first(), context=self.get_serializer_context()).data
 
     def cancel(self, request: Request, **kwargs: str) -> Response:
