@@ -68,7 +68,7 @@ class Rollout(fields.Row):
     op = models.CharField(max_length=16, choices=RolloutOp.choices())
     driver = models.CharField(max_length=64, db_collation="C")
     enabled = models.BooleanField(null=True, help_text="Null: unchanged; a newly installed driver is enabled.")
-    settings = models.JSONField(null=True, help_text="Null: the settings are not replaced.")
+    settings = models.JSONField(null=True, help_text="Null: the settings stay unchanged.")
     edits = models.JSONField(
         null=True, help_text="Changes of single settings: `set` maps paths to values, `unset` lists paths."
     )

@@ -217,8 +217,8 @@ def update_driver(
 ) -> None:
     """Enable, disable or configure a driver on hosts. Refused on hosts where its devices are held.
 
-    --set and --unset change single settings; a settings file replaces all of them. If somebody has changed the driver since
-    --generation, nothing is changed, and the difference is shown.
+    --set and --unset change single settings; a settings file replaces all of them. If somebody has changed the driver
+    since --generation, nothing is changed, and the difference is shown.
     """
     changes = _build_settings_fields(file, values, unset, generation)
     changes |= {} if enabled is None else {"enabled": enabled}

@@ -19,7 +19,4 @@ class Migration(migrations.Migration):
         migrations.AddField("admissionrule", "generation", models.BigIntegerField(**GENERATION)),
         migrations.AddField("deviceprofile", "generation", models.BigIntegerField(**GENERATION)),
         migrations.AddField("rollout", "edits", models.JSONField(null=True, help_text=EDITS_HELP)),
-        migrations.AlterField(
-            "rollout", "settings", models.JSONField(null=True, help_text="Null: the settings are not replaced.")
-        ),
     ]
