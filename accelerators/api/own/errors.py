@@ -1,8 +1,8 @@
 """The error format of `/api/`: `{"error": {"code", "title", "message", "request_id", "reason"}}`.
 
 The code is the HTTP status. The message is one sentence that tells the caller what to do. The reason is a stable code
-for programs, one of REASONS. If a change is refused because it is based on an older generation, the present version is
-beside `error`, as `current`.
+for programs, one of REASONS. An error 409 with the reason `not_confirmed` has a preview beside `error`. If a change is
+refused because it is based on an older generation, the present version is beside `error`, as `current`.
 """
 
 from __future__ import annotations
@@ -100,7 +100,8 @@ def handle_exception(error: Exception, context: Mapping[str, Any]) -> Response:
     """
     status, message = explain_error(error)
     reason = error.reason if isinstance(error, RefusedError | ApiError) else ""
-    body = build_error_body(status, message, reason)
+    preview = getattr(error, "preview", None)
+    body = build_error_body(status, message, reason) | ({"preview": preview} if preview else {})
     if isinstance(error, ChangedMeanwhileError) and (current := context["view"].build_current(error)):
         body["current"] = current
     response = Response(body, status)

@@ -12,7 +12,7 @@ EDITS_HELP = "Changes of single settings: `set` maps paths to values, `unset` li
 
 
 class Migration(migrations.Migration):
-    dependencies = [("accelerators", "0008_audit_status_and_pauses")]
+    dependencies = [("accelerators", "0009_confirmations")]
 
     operations = [
         migrations.RunSQL("SET LOCAL lock_timeout = '3s'", migrations.RunSQL.noop),
