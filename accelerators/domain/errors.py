@@ -5,6 +5,7 @@ All exceptions of this package, each with the module that defines it:
     AcceleratorsError                   accelerators.domain.errors
       RefusedError                      accelerators.domain.errors
         BindRefusedError                accelerators.domain.bind_failures
+        ChangedMeanwhileError           accelerators.domain.generations
       WritesRefusedError                accelerators.domain.errors
       GroupError                        accelerators.domain.groups
       IllegalTransitionError            accelerators.domain.states
