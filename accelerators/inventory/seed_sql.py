@@ -6,6 +6,8 @@ minutes.
 
 from __future__ import annotations
 
+from accelerators.conductor_sql import build_event_insert
+
 COUNT_HOSTS = """
 SELECT count(*) FILTER (WHERE NOT starts_with(name, 'seed-')),
   coalesce(max(substring(name FROM '^seed-([0-9]{1,9})\\.')::bigint), 0)
@@ -87,22 +89,21 @@ CREATE UNIQUE INDEX ON seeded_device (place);
 ANALYZE seeded_device
 """
 
-INSERT_EVENTS = """
-INSERT INTO accelerators_event (at, source, actor, request_id, action, subject_type, subject, subject_name, host,
-  changes, reason)
-SELECT e.at, e.source, e.actor, '', e.action, 'device', e.uuid, e.name, e.host, e.changes, 'seeded'
-FROM (
-  SELECT n, m.first + (n + 1)::float8 / %(events)s * (now() - m.first) AS at, v.source,
-    coalesce(v.actor, d.host) AS actor, 'device.' || v.verb AS action, d.uuid, d.name, d.host,
-    jsonb_build_object('state', jsonb_build_array(v.state_before, v.state_after)) AS changes
+INSERT_EVENTS = build_event_insert(
+    """
+  SELECT m.first + (n + 1)::float8 / %(events)s * (now() - m.first) AS at, v.source, coalesce(v.actor, d.host) AS actor,
+    NULL AS request_id, 'device.' || v.verb AS action, d.uuid AS subject, d.name AS subject_name, d.host,
+    jsonb_build_object('state', jsonb_build_array(v.state_before, v.state_after)) AS changes, 'seeded' AS reason
   FROM generate_series(%(start)s::bigint, %(end)s::bigint - 1) AS n
   JOIN seeded_device d ON d.place = n %% %(devices)s
-  JOIN (VALUES (0, 'agent', NULL, 'found', NULL, 'inactive'), (1, 'person', 'olga', 'maintenance', 'inactive',
-      'maintenance'), (2, 'rule', 'all gpus', 'inactive', 'maintenance', 'inactive'))
+  JOIN (VALUES (0, 'agent', NULL, 'found', NULL, 'inactive'),
+      (1, 'person', 'olga', 'maintenance', 'inactive', 'maintenance'),
+      (2, 'rule', 'all gpus', 'inactive', 'maintenance', 'inactive'))
     AS v(kind, source, actor, verb, state_before, state_after) ON v.kind = n / %(devices)s %% 3
-  CROSS JOIN (SELECT date_trunc('month', now() AT TIME ZONE 'UTC') AT TIME ZONE 'UTC' AS first) AS m) AS e
-ORDER BY e.n
-"""
+  CROSS JOIN (SELECT date_trunc('month', now() AT TIME ZONE 'UTC') AT TIME ZONE 'UTC' AS first) AS m
+  ORDER BY n""",
+    at="e.at",
+)
 """The events of a device follow each other, and all are in the present month, whose partition exists. No subscription
 sends messages about them. The job `seals` seals them like all other events."""
 
