@@ -13,6 +13,7 @@ from accelerators.admin import (
     drivers,
     events_and_intents,
     hosts,
+    profiles,
     requests,
 )
 
@@ -25,5 +26,6 @@ __all__ = [
     "drivers",
     "events_and_intents",
     "hosts",
+    "profiles",
     "requests",
 ]

@@ -1,4 +1,4 @@
-"""Console lists and pages of device profiles and accelerator requests."""
+"""Console list of accelerator requests, and the page of one."""
 
 from __future__ import annotations
 
@@ -9,45 +9,18 @@ from django.core.exceptions import PermissionDenied
 from django.db.models import QuerySet
 from django.http import HttpRequest, HttpResponse
 from django.template.response import TemplateResponse
-from django.utils.html import format_html, format_html_join
 from django.utils.safestring import SafeString
 from unfold.decorators import display
 
 from accelerators.admin import request_timeline
 from accelerators.domain.states import RequestState
-from accelerators.models import AcceleratorRequest, Command, DeviceProfile, Event
+from accelerators.models import AcceleratorRequest, Command, Event
 from accelerators.ui import badges
 from accelerators.ui.changelist import ReadOnlyModelAdmin
 from accelerators.ui.extensions import build_sections
 
 MAX_SIBLINGS = 20
 """Maximum number of other requests of the same instance on a request's page."""
-
-
-@admin.register(DeviceProfile)
-class DeviceProfileAdmin(ReadOnlyModelAdmin):
-    """List of device profiles, which are named lists of request groups, and the page of one."""
-
-    list_display = ("name", "shown_groups", "description", "created")
-    fields = ("name", "description", "shown_groups", "uuid", "created_at", "updated_at")
-    readonly_fields = ("shown_groups", "uuid")
-    ordering = ("name",)
-    search_fields = ("uuid__startswith", "name__icontains", "description__icontains")
-    search_help_text = "name, description, uuid"
-    exports = {"shown_groups": ("groups",)}
-    empty = "No device profiles yet. Make one with “openstack accelerator device profile create”."
-
-    @display(description="Groups")
-    def shown_groups(self, profile: DeviceProfile) -> SafeString:
-        """Render each request group of the profile on a line of its own, as `key=value` pairs."""
-        groups = profile.groups if isinstance(profile.groups, list) else []
-        lines = ((", ".join(f"{key}={value}" for key, value in group.items()),) for group in groups)
-        return format_html('<span class="lines mono">{}</span>', format_html_join("", "<span>{}</span>", lines))
-
-    @display(description="Created", ordering="-created_at")
-    def created(self, profile: DeviceProfile) -> SafeString:
-        """Render when the profile was created."""
-        return badges.render_relative_time(profile.created_at)
 
 
 @admin.register(AcceleratorRequest)

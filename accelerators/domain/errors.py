@@ -4,6 +4,7 @@ All exceptions of this package, each with the module that defines it:
 
     AcceleratorsError                   accelerators.domain.errors
       RefusedError                      accelerators.domain.errors
+        BindRefusedError                accelerators.domain.bind_failures
       WritesRefusedError                accelerators.domain.errors
       GroupError                        accelerators.domain.groups
       IllegalTransitionError            accelerators.domain.states
@@ -15,6 +16,7 @@ All exceptions of this package, each with the module that defines it:
       ConcurrentUpdateError             accelerators.workflows.attachment_orders
       _HandlesContendedError            accelerators.requests.binding
       ApiError                          accelerators.api.own.errors
+        NotConfirmedError               accelerators.api.own.previews
       V2Error                           accelerators.api.v2.faults
       RouterError                       accelerators.api.v2.faults
 """
@@ -55,6 +57,10 @@ class RefusalReason(StrEnum):
     """Only a caller with a service token may do this."""
     IN_USE = "in_use"
     """The object is in use, for example a device that a request holds."""
+    NOT_CONFIRMED = "not_confirmed"
+    """The action reaches several hosts or held objects, and must be confirmed with the token of its preview."""
+    STALE_PREVIEW = "stale_preview"
+    """The token belongs to the preview of another caller, action or set, or the preview is too old or used already."""
     UNAVAILABLE = "unavailable"
     """A service or a lock that is needed is not available now: the caller may retry."""
 

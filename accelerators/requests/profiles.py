@@ -66,7 +66,12 @@ def _clear_all_profile_caches() -> None:
 
 
 def create_profile(
-    name: str, groups: list[ProfileGroup], description: str | None, uuid: UUID | None, caller: Caller
+    name: str,
+    groups: list[ProfileGroup],
+    description: str | None,
+    uuid: UUID | None,
+    caller: Caller,
+    source: EventSource = EventSource.API,
 ) -> UUID:
     """Store a profile and record an event; return its uuid. The caller must have checked the name and the groups.
 
@@ -81,7 +86,12 @@ def create_profile(
                 {} if description is None else {"description": description}
             )
             _record_profile_event(
-                "created", profile_uuid, name, caller, {field: [None, value] for field, value in event_fields.items()}
+                "created",
+                profile_uuid,
+                name,
+                caller,
+                {field: [None, value] for field, value in event_fields.items()},
+                source,
             )
             _clear_all_profile_caches()
     except IntegrityError as error:
@@ -107,13 +117,14 @@ def edit_profile(uuid: UUID, changes: dict[str, Any], caller: Caller) -> None:
                 setattr(profile, field, value)
             profile.updated_at = database_clock.now()
             profile.save()
-            _record_profile_event("changed", uuid, profile.name, caller, {f: [before[f], changes[f]] for f in changes})
+            values = {field: [before[field], changes[field]] for field in changes}
+            _record_profile_event("changed", uuid, profile.name, caller, values, EventSource.API)
             _clear_all_profile_caches()
     except IntegrityError as error:
         raise _build_duplicate_error(error, changes.get("name", ""), uuid) from None
 
 
-def delete_profile(uuid: UUID, caller: Caller) -> None:
+def delete_profile(uuid: UUID, caller: Caller, source: EventSource = EventSource.API) -> None:
     """Delete a profile and record an event; locks its row.
 
     Raises RefusedError: NOT_FOUND; IN_USE while there are requests of this profile.
@@ -125,9 +136,8 @@ def delete_profile(uuid: UUID, caller: Caller) -> None:
         except ProtectedError:
             text = f"Device profile {profile.name} is used by accelerator requests: delete those first."
             raise RefusedError(RefusalReason.IN_USE, text) from None
-        _record_profile_event(
-            "deleted", uuid, profile.name, caller, {"name": [profile.name, None], "groups": [profile.groups, None]}
-        )
+        before = {"name": [profile.name, None], "groups": [profile.groups, None]}
+        _record_profile_event("deleted", uuid, profile.name, caller, before, source)
         _clear_all_profile_caches()
 
 
@@ -148,6 +158,8 @@ def _build_duplicate_error(error: IntegrityError, name: str, uuid: UUID) -> Refu
     return RefusedError(RefusalReason.CONFLICT, f"A device_profile with name {name} already exists.")
 
 
-def _record_profile_event(verb: str, uuid: UUID, name: str, caller: Caller, changes: dict[str, Any]) -> None:
+def _record_profile_event(
+    verb: str, uuid: UUID, name: str, caller: Caller, changes: dict[str, Any], source: EventSource
+) -> None:
     """Write the event `profile.VERB`; `changes` maps each field to its values before and after."""
-    conductor.record_event(f"profile.{verb}", EventSource.API, caller.name, subject=(uuid, name), changes=changes)
+    conductor.record_event(f"profile.{verb}", source, caller.name, subject=(uuid, name), changes=changes)

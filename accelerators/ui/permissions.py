@@ -41,6 +41,8 @@ DETACH = (
     Right("cyborg:attachment:elevated", "accelerators.delete_attachment"),
 )
 """Both rights, because the console shows the attachments of all projects."""
+CREATE_PROFILE = Right("cyborg:device_profile:create", "accelerators.add_deviceprofile")
+DELETE_PROFILE = Right("cyborg:device_profile:delete", "accelerators.delete_deviceprofile")
 CREATE_RULE = Right("cyborg:rule:create", "accelerators.add_admissionrule")
 UPDATE_RULE = Right("cyborg:rule:update", "accelerators.change_admissionrule")
 DELETE_RULE = Right("cyborg:rule:delete", "accelerators.delete_admissionrule")

@@ -28,6 +28,7 @@ DISCOVER_COLUMNS = ("host", "outcome", "state", "text")
 @click.option("--driver", help="Only of this driver.")
 @click.option("--kind", type=click.Choice(BACKEND_KINDS), help="Only of this kind.")
 @click.option("--name", help="Only with this name.")
+@click.option("--failing/--answering", default=None, help="Only backends that have an error, or only the others.")
 @options.limit_option
 @options.watch_option
 @pass_cli_context

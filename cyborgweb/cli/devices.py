@@ -16,6 +16,7 @@ from cyborgweb.cli.options import CliContext, pass_cli_context, verb_command
 from cyborgweb.cli.output import print_row
 
 DEVICE_STATES = ("inactive", "installing", "ready", "maintenance", "failed", "quarantined", "missing", "retired")
+DEVICE_HEALTH = ("ok", "degraded", "failed", "unknown")
 DEVICE_COLUMNS = ("uuid", "state", "status", "type", "model", "address", "host=host.name", "driver", "backend", "held")
 MAX_HISTORY = 10
 PROGRESS_STEP = 200
@@ -28,6 +29,9 @@ AGENT_STATES = ("up", "late", "down", "revoked", "clone")
 @verb_command("device-list", "device-list --host cmp1.example --state inactive")
 @click.option("--host", help="Only of this host.")
 @click.option("--state", type=click.Choice(DEVICE_STATES), multiple=True, help="In this state; can be repeated.")
+@click.option(
+    "--health", "status", type=click.Choice(DEVICE_HEALTH), multiple=True, help="With this health; can be repeated."
+)
 @click.option("--type", "kind", help="Only of this type: GPU, FPGA, NIC, …")
 @click.option("--vendor", help="Only of this vendor.")
 @click.option("--driver", help="Only of this driver.")

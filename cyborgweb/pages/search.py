@@ -14,7 +14,6 @@ from itertools import groupby
 from operator import or_
 from typing import Any
 from urllib.parse import urlencode
-from uuid import UUID
 
 from django.contrib import admin
 from django.contrib.admin.utils import quote
@@ -24,13 +23,12 @@ from django.http import HttpRequest, HttpResponse, HttpResponseRedirect
 from django.template.response import TemplateResponse
 from django.urls import reverse
 
+from accelerators.domain.uuids import uuid_bounds
 from accelerators.ui.extensions import SEARCH_PROVIDERS
 
 MAX_HITS_PER_KIND = 20
 """Results that are listed for each kind."""
 MAX_TERM_LENGTH = 255
-MIN_HEX_DIGITS = 4
-"""Fewest hexadecimal digits for which uuids are searched."""
 PCI_ADDRESS = re.compile(r"(?:([0-9a-f]{4}):)?([0-9a-f]{2}):([0-9a-f]{2})(?:\.([0-7])?)?", re.IGNORECASE)
 
 
@@ -121,17 +119,6 @@ def _build_query(name: str, term: str, rows: QuerySet[Any]) -> QuerySet[Any, tup
             Cast(is_exact, BooleanField()),
         )[: MAX_HITS_PER_KIND + 1]
     )
-
-
-def uuid_bounds(term: str) -> tuple[UUID, UUID] | None:
-    """Return the first and the last uuid that begin with `term`; the same uuid twice if `term` is a complete one.
-
-    Returns None if `term` is not the beginning of a uuid, or has fewer than MIN_HEX_DIGITS digits.
-    """
-    digits = term.lower().replace("-", "")
-    if not MIN_HEX_DIGITS <= len(digits) <= 32 or not re.fullmatch("[0-9a-f]+", digits):
-        return None
-    return UUID(digits.ljust(32, "0")), UUID(digits.ljust(32, "f"))
 
 
 def _search_prefixes(field: str, term: str) -> list[str]:

@@ -258,7 +258,8 @@ class DiscrepancyAdmin(ReadOnlyModelAdmin):
     empty = (
         "Placement, Nova and the hardware agree with what is bound. Every look at a host adds discrepancies to this"
         " list: an instance whose device Placement considers free, a device that is claimed but used by nobody, an"
-        " instance that runs without its device. A discrepancy leaves the list when it is resolved."
+        " instance that runs without its device, a provider of somebody else that Placement can choose for an instance."
+        " A discrepancy leaves the list when it is resolved."
     )
 
     @display(description="What is wrong", ordering="kind")
@@ -294,7 +295,7 @@ class DiscrepancyAdmin(ReadOnlyModelAdmin):
     @display(description="Instance")
     def shown_instance(self, row: Discrepancy) -> SafeString:
         """Render the uuid of the instance or other consumer."""
-        return badges.render_identifier(row.instance)
+        return badges.render_identifier(row.instance) if row.instance else badges.DASH
 
     @display(description="Since", ordering="-since")
     def shown_since(self, row: Discrepancy) -> SafeString:

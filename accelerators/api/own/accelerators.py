@@ -30,7 +30,7 @@ from accelerators.api.own.fields import (
     StrictUuidField,
     UrlField,
 )
-from accelerators.api.own.filters import choice_filter, host_filter
+from accelerators.api.own.filters import UuidPrefixFilter, choice_filter, host_filter
 from accelerators.api.own.views import CollectionView
 from accelerators.devices import partitioning
 from accelerators.domain.errors import RefusedError
@@ -53,8 +53,9 @@ class InstanceSerializer(serializers.Serializer[Any]):
 
 
 class AcceleratorFilter(filters.FilterSet):
-    """Filter by driver, backend, instance, device, host, project or state."""
+    """Filter by driver, backend, instance, device, host, project, state or the beginning of the uuid."""
 
+    uuid_prefix = UuidPrefixFilter("request__uuid")
     attached = filters.BooleanFilter(method="ignore_attached", help_text="With false, free units are listed as well.")
     driver = filters.CharFilter(field_name="deployable__device__driver")
     backend = filters.CharFilter(field_name="deployable__device__backend")

@@ -9,7 +9,7 @@ from rest_framework.request import Request
 from rest_framework.response import Response
 
 from accelerators.api.own.fields import RowSerializer, StrictBooleanField, StrictIntegerField, StrictTextField, UrlField
-from accelerators.api.own.filters import single_choice_filter
+from accelerators.api.own.filters import RowFilter, single_choice_filter
 from accelerators.api.own.views import CollectionView
 from accelerators.devices import admission_rules
 from accelerators.domain.states import AdmittedState, DeviceType
@@ -17,7 +17,7 @@ from accelerators.models import AdmissionRule
 from accelerators.models.rules import MAX_RULE_ORDER, RULE_NAME
 
 
-class RuleFilter(filters.FilterSet):
+class RuleFilter(RowFilter):
     """Filter by name, action, or whether the rule is enabled."""
 
     name = filters.CharFilter(help_text="Exactly this name.")

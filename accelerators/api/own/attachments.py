@@ -21,7 +21,7 @@ from accelerators.api.own.fields import (
     StrictUuidField,
     UrlField,
 )
-from accelerators.api.own.filters import choice_filter, host_filter
+from accelerators.api.own.filters import RowFilter, choice_filter, host_filter
 from accelerators.api.own.requests import ProjectOwnedView
 from accelerators.domain import libvirt_xml
 from accelerators.models import Attachment, Intent
@@ -33,7 +33,7 @@ WAIT_REASON = Intent.objects.filter(
 ).values("last_error")[:1]
 
 
-class AttachmentFilter(filters.FilterSet):
+class AttachmentFilter(RowFilter):
     """Filter by instance, state, host or project. The project filter is useful only to callers who see several
     projects."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, get_args
 
 import django_filters as filters
+from django.db.models import QuerySet
 from rest_framework import serializers
 
 from accelerators.api.own.fields import RowSerializer, UrlField
@@ -18,12 +19,17 @@ BACKEND_KEY_PATTERN = "[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}:[A-Za-z0-9_.:
 
 
 class BackendFilter(filters.FilterSet):
-    """Filter by host, driver, name or kind."""
+    """Filter by host, driver, name, kind, or whether the backend fails."""
 
     host = host_filter()
     driver = filters.CharFilter()
     name = filters.CharFilter()
     kind = choice_filter(get_args(BackendKind))
+    failing = filters.BooleanFilter(method="filter_by_error", help_text="Whether it has an error.")
+
+    def filter_by_error(self, backends: QuerySet[Backend], name: str, wanted: bool) -> QuerySet[Backend]:
+        """Keep the backends that have an error if `wanted`, else those that have none."""
+        return backends.exclude(error="") if wanted else backends.filter(error="")
 
 
 class BackendServiceSerializer(serializers.Serializer[Any]):

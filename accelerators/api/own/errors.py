@@ -1,7 +1,7 @@
 """The error format of `/api/`: `{"error": {"code", "title", "message", "request_id", "reason"}}`.
 
 The code is the HTTP status. The message is one sentence that tells the caller what to do. The reason is a stable code
-for programs, one of REASONS.
+for programs, one of REASONS. An error 409 with the reason `not_confirmed` has a preview beside `error`.
 """
 
 from __future__ import annotations
@@ -98,7 +98,9 @@ def handle_exception(error: Exception, context: Mapping[str, Any]) -> Response:
     """
     status, message = explain_error(error)
     reason = error.reason if isinstance(error, RefusedError | ApiError) else ""
-    response = Response(build_error_body(status, message, reason), status)
+    preview = getattr(error, "preview", None)
+    body = build_error_body(status, message, reason) | ({"preview": preview} if preview else {})
+    response = Response(body, status)
     if challenge := getattr(error, "auth_header", None):
         response["WWW-Authenticate"] = challenge
     if status == HTTPStatus.METHOD_NOT_ALLOWED:

@@ -3,10 +3,35 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import django_filters as filters
+from django.db.models import QuerySet
+from rest_framework.exceptions import ParseError
 
 from accelerators.domain.choices import list_choices
+from accelerators.domain.uuids import MIN_HEX_DIGITS, uuid_bounds
+
+
+class UuidPrefixFilter(filters.CharFilter):
+    """A filter by the beginning of a uuid. It becomes a range of uuids, so that the index of the uuids finds them."""
+
+    def __init__(self, field_name: str = "uuid") -> None:
+        super().__init__(field_name, help_text=f"The beginning of its uuid, at least {MIN_HEX_DIGITS} digits.")
+
+    def filter(self, qs: QuerySet[Any], value: str) -> QuerySet[Any]:
+        """Keep the rows whose uuid begins with `value`; raise ParseError (400) if it is not the beginning of a uuid."""
+        if not value:
+            return qs
+        if (bounds := uuid_bounds(value)) is None:
+            raise ParseError(f"uuid_prefix: say the beginning of a uuid, at least {MIN_HEX_DIGITS} hexadecimal digits.")
+        return qs.filter(**{f"{self.field_name}__range": bounds})
+
+
+class RowFilter(filters.FilterSet):
+    """Filter by the beginning of a row's uuid. Collections whose rows people name by their uuid inherit it."""
+
+    uuid_prefix = UuidPrefixFilter()
 
 
 def host_filter(field_name: str | None = None) -> filters.CharFilter:

@@ -15,7 +15,7 @@ from rest_framework.response import Response
 from accelerators.api.browsable import BrowsableRenderer
 from accelerators.api.own import errors
 from accelerators.api.own.fields import RowSerializer, UrlField
-from accelerators.api.own.filters import single_choice_filter
+from accelerators.api.own.filters import RowFilter, single_choice_filter
 from accelerators.api.own.views import CollectionView
 from accelerators.domain.groups import FUNCTION_KEY
 from accelerators.images import store
@@ -28,7 +28,7 @@ MAX_PARALLEL_UPLOADS = 2
 _upload_slots = threading.BoundedSemaphore(MAX_PARALLEL_UPLOADS)
 
 
-class ImageFilter(filters.FilterSet):
+class ImageFilter(RowFilter):
     """Filter by name, source, or function (the property accel:function_id)."""
 
     name = filters.CharFilter(help_text="Exactly this name.")

@@ -25,11 +25,12 @@ from accelerators.api.own.fields import (
     UrlField,
     parse_attach_info,
 )
-from accelerators.api.own.filters import choice_filter, host_filter, presence_filter
+from accelerators.api.own.filters import RowFilter, choice_filter, host_filter, presence_filter
 from accelerators.api.own.views import CollectionView
 from accelerators.devices import lifecycle, partitioning
 from accelerators.domain import device_actions
 from accelerators.domain.device_actions import Action
+from accelerators.domain.identity import SERIAL_PREFIX
 from accelerators.domain.states import DeviceState, DeviceType, DrainTarget, HandleType, Health
 from accelerators.models import AcceleratorRequest, AttachHandle, Attribute, Deployable, Device, Host
 from accelerators.models.devices import build_driver_error_expression
@@ -47,7 +48,7 @@ def count_related_rows(rows: QuerySet[Any], column: str, outer_column: str = "pk
     return Coalesce(Subquery(counts), Value(0), output_field=IntegerField())
 
 
-class HostFilter(filters.FilterSet):
+class HostFilter(RowFilter):
     """Filter by name, or by whether the host is stale: its agent has not been heard from."""
 
     name = filters.CharFilter(help_text="Exactly this name.")
@@ -92,18 +93,24 @@ class HostView(CollectionView):
     queryset = Host.objects.annotate(number_of_devices=count_related_rows(Device.objects.all(), "host"))
 
 
-class DeviceFilter(filters.FilterSet):
-    """Filter by host, kind, driver, state, health, or whether the shown data is stale."""
+class DeviceFilter(RowFilter):
+    """Filter by host, address, serial number, kind, driver, state, health, or whether the shown data is stale."""
 
     host = host_filter("host__name")
+    address = filters.CharFilter(help_text="Exactly this PCI address.")
+    serial = filters.CharFilter(method="filter_by_serial", help_text="Exactly this serial number.")
     state = choice_filter(DeviceState)
-    status = choice_filter(Health)
+    status = choice_filter(Health, help_text="Its health.")
     type = choice_filter(DeviceType)
     vendor = filters.CharFilter()
     driver = filters.CharFilter()
     backend = filters.CharFilter()
     draining = presence_filter("drain_to", "Whether it is draining: it waits until its last request ends.")
     stale = filters.BooleanFilter(method="filter_by_staleness", help_text="Whether the shown data may be out of date.")
+
+    def filter_by_serial(self, devices: QuerySet[Device], name: str, serial: str) -> QuerySet[Device]:
+        """Keep the devices with this serial number, by the index of the keys."""
+        return devices.filter(key=f"{SERIAL_PREFIX}{serial}")
 
     def filter_by_staleness(self, devices: QuerySet[Device], name: str, wanted: bool) -> QuerySet[Device]:
         """Keep stale devices if `wanted`, others if not.
@@ -287,7 +294,7 @@ class DeviceView(CollectionView):
         return possible
 
 
-class DeployableFilter(filters.FilterSet):
+class DeployableFilter(RowFilter):
     """Filter by host, device, resource provider, or whether the deployable is missing."""
 
     host = host_filter("device__host__name")
@@ -352,7 +359,7 @@ class DeployableView(CollectionView):
     )
 
 
-class AttachHandleFilter(filters.FilterSet):
+class AttachHandleFilter(RowFilter):
     """Filter by host, device, deployable, type, the instance or project that holds it, or whether it is held or
     missing."""
 

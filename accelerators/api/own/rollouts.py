@@ -22,7 +22,7 @@ from accelerators.api.own.fields import (
     StrictTextField,
     UrlField,
 )
-from accelerators.api.own.filters import choice_filter
+from accelerators.api.own.filters import RowFilter, choice_filter
 from accelerators.api.own.views import CollectionView
 from accelerators.domain.states import RolloutOp, RolloutState, RolloutStepState
 from accelerators.models import Rollout, RolloutStep
@@ -31,7 +31,7 @@ from accelerators.workflows.driver_config import DriverChange
 from drivers.inventory import WORD
 
 
-class RolloutFilter(filters.FilterSet):
+class RolloutFilter(RowFilter):
     """Filter by driver, operation or state."""
 
     driver = filters.CharFilter(help_text="Exactly this driver.")

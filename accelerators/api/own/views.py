@@ -125,6 +125,8 @@ class CollectionView(GenericViewSet[Any]):
     """The serializer of an action's body, for actions whose body is not the row that is shown."""
     response_serializers: ClassVar[Mapping[str, tuple[int, type[Serializer[Any]]]]] = {}
     """The status and the serializer of an action's answer, for actions that do not answer with the row."""
+    preview_serializers: ClassVar[Mapping[str, type[Serializer[Any]]]] = {}
+    """The serializer of the preview with which an action answers (200) if its body has `dry_run`."""
     detail_parameters: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
     """Query parameters for reading a member, in addition to `fields`: `type` is a JSON schema, `description` a
     sentence."""

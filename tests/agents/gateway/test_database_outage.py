@@ -41,6 +41,7 @@ def lines(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> 
     return lambda text: [line for line in caplog.text.splitlines() if text in line]
 
 
+@pytest.mark.slow
 def test_an_outage_is_logged_once_however_many_agents_connect_and_so_is_its_end(
     agent: WireAgent, gateway: AgentGateway, lines: Callable[[str], list[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:

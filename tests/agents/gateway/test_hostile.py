@@ -130,6 +130,7 @@ def test_an_epoch_far_in_the_future_is_refused(agent: WireAgent, gateway: AgentG
     assert not Spooled.objects.exists()
 
 
+@pytest.mark.slow
 def test_samples_of_a_second_connection_do_not_replace_those_of_the_active_one(
     agent: WireAgent, gateway: AgentGateway, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -264,6 +265,7 @@ def test_the_writer_goes_on_after_an_unexpected_exception(
     check_another_host_is_served(agent)
 
 
+@pytest.mark.slow
 def test_the_writer_queue_stays_short_during_a_database_outage(
     agent: WireAgent, gateway: AgentGateway, monkeypatch: pytest.MonkeyPatch
 ) -> None:

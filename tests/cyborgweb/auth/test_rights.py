@@ -92,6 +92,7 @@ PAGES_WITHOUT_BUTTONS = (
     "accelerators_acceleratorrequest_change",
     "accelerators_command_change",
     "accelerators_device_change",
+    "accelerators_deviceprofile_change",
     "accelerators_event_change",
     "placement_sync_tree_change",
     "usage",

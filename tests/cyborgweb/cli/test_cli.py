@@ -30,15 +30,23 @@ from cyborgweb.cli.main import VERB_COMMANDS
 from cyborgweb.models import ApiToken
 from cyborgweb.server import tls
 from cyborgweb.settings.keys import Keys, get_keys
+from drivers.inventory import Backend
 from tests.cyborgweb.cli.conftest import Cyborg, assert_refused, run_cyborg
 from tests.support.keystone import Keystone, User, vouching
-from tests.support.reports import create_heard_host
+from tests.support.reports import (
+    apply_report,
+    create_heard_host,
+    get_or_create_host,
+    make_card,
+    make_driver_report,
+)
 
 ROOT = Path(__file__).resolve().parents[3]
 UNREACHABLE_URL = "http://127.0.0.1:1"
 uses_database = pytest.mark.django_db(transaction=True)
 
 
+@pytest.mark.slow
 def test_help_loads_no_heavy_modules_and_every_verb_has_an_example() -> None:
     heavy = "[m for m in ('django', 'requests', 'keystoneauth1', 'yaml', 'openstack') if m in sys.modules]"
     code = f"import sys; from cyborgweb.cli.main import cli; cli(['--help'], standalone_mode=False); print({heavy})"
@@ -95,6 +103,19 @@ def test_a_list_can_be_printed_as_table_json_yaml_and_csv(cyborg: Cyborg) -> Non
     assert (
         cyborg("agent-list", "--state", "up", "-c", "host,version", "-f", "csv").stdout == "host,version\ncmp1,0.1.0\n"
     )
+
+
+@uses_database
+def test_devices_are_listed_by_health_and_backends_by_whether_they_fail(cyborg: Cyborg) -> None:
+    failed, good = make_card(1, status="failed", backend="nics"), make_card(2, status="ok")
+    backends = Backend("nics", "pci", error="the kernel holds it"), Backend("disks", "pci")
+    apply_report(get_or_create_host("cmp1"), make_driver_report(failed, good, backends=backends))
+    devices = ("device-list", "-f", "csv", "-c", "address", "--health")
+    assert cyborg(*devices, "ok").stdout.split() == ["address", "0000:02:00.0"]
+    assert cyborg(*devices, "ok", "--health", "degraded").stdout.split() == ["address", "0000:02:00.0"]
+    names = ("backend-list", "-f", "csv", "-c", "name")
+    assert cyborg(*names, "--failing").stdout.split() == ["name", "nics"]
+    assert cyborg(*names, "--answering").stdout.split() == ["name", "disks"]
 
 
 @uses_database

@@ -20,8 +20,8 @@ from tests.support.statements import count_statements
 
 pytestmark = pytest.mark.django_db
 
-INVENTORY_MODELS = [Host, Device, Deployable, AttachHandle, AcceleratorRequest, DeviceProfile, Event, Intent, Agent]
-SHOWN_MODELS = [*INVENTORY_MODELS, JoinToken, ApiToken]
+INVENTORY_MODELS = [Host, Device, Deployable, AttachHandle, AcceleratorRequest, Event, Intent, Agent]
+SHOWN_MODELS = [*INVENTORY_MODELS, DeviceProfile, JoinToken, ApiToken]
 LIST_BUDGET = 12
 
 

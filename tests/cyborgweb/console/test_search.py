@@ -13,10 +13,10 @@ from django.test.utils import CaptureQueriesContext
 from django.urls import reverse
 
 from accelerators import conductor
+from accelerators.domain.uuids import uuid_bounds
 from accelerators.models import AcceleratorRequest, AttachHandle, Device, DeviceProfile, Host
 from accelerators.ui.extensions import SEARCH_PROVIDERS, SearchProvider
 from agents.models import Agent
-from cyborgweb.pages.search import uuid_bounds
 from tests.cyborgweb.console.conftest import Fill
 from tests.support.reports import apply_report, get_or_create_host, make_card, make_driver_report
 

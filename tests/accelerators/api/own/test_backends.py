@@ -101,6 +101,8 @@ def test_a_failed_backend_keeps_its_devices_as_stale_and_others_are_updated(ask:
         list(get_devices_by_address(ask, "stale=true")) == ["0000:02:00.0"]
         and len(get_devices_by_address(ask, "stale=false")) == 3
     )
+    assert [row["name"] for row in get_results(ask("/api/backends/?failing=true"))] == ["disks"]
+    assert [row["name"] for row in get_results(ask("/api/backends/?failing=false"))] == ["nics"]
     rows = {row["name"]: row for row in get_results(ask("/api/backends/"))}
     assert rows["disks"]["error"] == "the kernel holds it" and rows["disks"]["services"] == []
     host.refresh_from_db()

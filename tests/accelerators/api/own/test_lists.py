@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
 from functools import partial
 
 import pytest
+from django.db import connection
+from django.test.utils import CaptureQueriesContext
 
 from accelerators import conductor
 from accelerators.models import Device, Host
@@ -46,6 +49,19 @@ ORDERING_BY_COLLECTION = {
     "services": "host",
     "drivers": "host",
 }
+NAMED_BY_UUID = (
+    "hosts",
+    "devices",
+    "deployables",
+    "attach_handles",
+    "accelerators",
+    "attachments",
+    "requests",
+    "profiles",
+    "commands",
+    "images",
+    "rollouts",
+)
 FILTERS = [
     ("hosts", "name=cmp1", 1),
     ("hosts", "stale=true", 0),
@@ -56,6 +72,11 @@ FILTERS = [
     ("devices", "state=ready&state=inactive", 15),
     ("devices", "state=ready&type=FPGA&vendor=1af4&driver=pci_driver&status=ok", 2),
     ("devices", "stale=true", 0),
+    ("devices", "status=degraded", 0),
+    ("devices", "address=0000:01:00.0", 2),
+    ("devices", "serial=0000:01:00.0", 0),
+    ("backends", "failing=false", 2),
+    ("backends", "failing=true", 0),
     ("deployables", "host=cmp0&missing=false", 10),
     ("attach_handles", "held=true", 10),
     ("attach_handles", "held=true&project=p2", 5),
@@ -147,14 +168,55 @@ def test_filters_select_the_expected_number_of_rows(ask: Ask, fill: Fill) -> Non
         assert len(get_results(ask(f"/api/{collection}/?{query}"))) == number, (collection, query)
 
 
+def test_rows_are_found_by_the_beginning_of_their_uuid(ask: Ask, fill: Fill) -> None:
+    fill(2)
+    for collection in NAMED_BY_UUID:
+        uuid = get_results(ask(f"/api/{collection}/"))[0]["uuid"]
+        for prefix in (uuid, uuid[:13].upper(), uuid[:6], uuid.replace("-", "")[:10]):
+            found = get_results(ask(f"/api/{collection}/?uuid_prefix={prefix}&fields=uuid"))
+            assert {"uuid": uuid} in found and all(row["uuid"].startswith(uuid[:6]) for row in found)
+        other = f"{(int(uuid[:8], 16) + 1) % 2**32:08x}"
+        assert {"uuid": uuid} not in get_results(ask(f"/api/{collection}/?uuid_prefix={other}&fields=uuid"))
+
+
+def test_the_beginning_of_a_uuid_is_found_by_the_index_of_the_uuids(ask: Ask, fill: Fill) -> None:
+    fill(1)
+    with CaptureQueriesContext(connection) as captured:
+        get_results(ask("/api/devices/?uuid_prefix=3f1c"))
+    (asked,) = [one["sql"] for one in captured if 'FROM "accelerators_device"' in one["sql"] and "3f1c" in one["sql"]]
+    with connection.cursor() as cursor:
+        cursor.execute("SET LOCAL enable_seqscan = off")
+        cursor.execute(f"EXPLAIN {asked.replace('ORDER BY', 'ORDER BY 1 + ')}")
+        plan = "\n".join(line for (line,) in cursor.fetchall())
+    assert re.search("Index Cond: .*uuid >= '3f1c0000-0000-.*uuid <= '3f1cffff-ffff-", plan), plan
+
+
+def test_devices_are_found_by_serial_number_and_by_health(ask: Ask) -> None:
+    cards = make_card(1, key="serial:S7"), make_card(2, status="failed", status_reason="too hot")
+    apply_report(get_or_create_host(), make_driver_report(*cards, make_card(3, status="degraded")))
+    found = {
+        query: get_results(ask(f"/api/devices/?{query}&fields=address"))
+        for query in ("serial=S7", "status=failed", "status=failed&status=degraded")
+    }
+    assert [[row["address"] for row in rows] for rows in found.values()] == [
+        ["0000:01:00.0"],
+        ["0000:02:00.0"],
+        ["0000:02:00.0", "0000:03:00.0"],
+    ]
+
+
 @pytest.mark.parametrize(
     ("path", "says"),
     [
-        ("hosts/?nmae=cmp1", "nmae: unknown parameter; known are cursor, fields, limit, name, ordering, stale."),
+        (
+            "hosts/?nmae=cmp1",
+            "nmae: unknown parameter; known are cursor, fields, limit, name, ordering, stale, uuid_prefix.",
+        ),
         ("devices/?state=enabled", "state: Select a valid choice. enabled is not one of the available choices."),
         ("deployables/?device=nope", "device: Enter a valid UUID."),
         ("devices/?state=", "state: say a value, or leave it out."),
         ("devices/?stale=null", "stale: say true or false."),
+        ("devices/?uuid_prefix=abc", "uuid_prefix: say the beginning of a uuid, at least 4 hexadecimal digits."),
         ("hosts/?ordering=", "ordering: say one of name, created; a leading - reverses the order."),
         ("hosts/?limit=", "limit: say a number from 1 to 500."),
         ("hosts/?limit=0", "limit: say a number from 1 to 500."),
