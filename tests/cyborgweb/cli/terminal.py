@@ -16,7 +16,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[3]
 CODE = "from cyborgweb.cli.main import main; main()"
-DEADLINE_S, RETRY_S = 60.0, 3.0
+DEADLINE_S, RETRY_S = 90.0, 20.0
 Terminal = Callable[..., AbstractContextManager["TerminalProgram"]]
 
 
