@@ -32,6 +32,7 @@ from accelerators.models import AttachHandle, Deployable, Device, Event
 from accelerators.models.devices import HANDLE_USES
 from accelerators.ui import badges, permissions, timeline
 from accelerators.ui.changelist import ReadOnlyModelAdmin
+from accelerators.ui.empty_lists import Source
 from accelerators.ui.extensions import build_sections
 
 MAX_HANDLES = 256
@@ -76,6 +77,7 @@ class DeviceAdmin(ReadOnlyModelAdmin):
         "shown_address": ("address", "key"),
     }
     empty = "No devices yet. They appear as soon as an agent on a compute host reports what its drivers found."
+    sources = (Source("Hosts", "accelerators.host"), Source("Agents", "agents.agent"))
 
     def lookup_allowed(self, lookup: str, value: str, request: HttpRequest) -> bool:
         """Return whether the URL may filter by `lookup`: `host__name`, used by the page of a host, and Django's own."""
@@ -300,6 +302,7 @@ class DeployableAdmin(ReadOnlyModelAdmin):
     search_help_text = "uuid, provider uuid, name, PCI address, host"
     exports = {"shown_device": ("device__uuid", "device__model")}
     empty = "No deployables yet. Each device that an agent reports brings its own."
+    sources = (Source("Devices", "accelerators.device"),)
 
     @display(description="Device", ordering="device__model")
     def shown_device(self, deployable: Deployable) -> SafeString:
@@ -375,6 +378,7 @@ class AttachHandleAdmin(ReadOnlyModelAdmin):
         "shown_host": ("deployable__device__host__name",),
     }
     empty = "No attach handles yet. Each deployable that an agent reports brings its own."
+    sources = (Source("Devices", "accelerators.device"),)
 
     def lookup_allowed(self, lookup: str, value: str, request: HttpRequest) -> bool:
         """Return whether the URL may filter by `lookup`: DEVICE_PARAM, which selects one device, and Django's own."""

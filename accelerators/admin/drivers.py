@@ -28,6 +28,7 @@ from accelerators.domain.states import DriverState, EventSource, RolloutOp, Roll
 from accelerators.models import Event, HostDriver, Rollout, RolloutStep
 from accelerators.ui import badges, permissions, timeline
 from accelerators.ui.changelist import ReadOnlyModelAdmin
+from accelerators.ui.empty_lists import Source
 from accelerators.workflows import driver_rollouts
 from accelerators.workflows.driver_config import DriverChange
 
@@ -74,6 +75,7 @@ class DriverAdmin(ReadOnlyModelAdmin):
         "said": ("seen",),
     }
     empty = "No drivers yet. They appear as soon as the agents of their hosts report."
+    sources = (Source("Agents", "agents.agent"),)
 
     @display(description="Driver", ordering="driver")
     def shown_driver(self, row: HostDriver) -> str:
@@ -160,6 +162,7 @@ class RolloutAdmin(ReadOnlyModelAdmin):
     search_help_text = "uuid, driver, by whom, reason"
     exports = {"shown_state": ("state",), "what": ("op", "driver", "total"), "by": ("actor", "reason")}
     empty = "No rollouts yet. Start one on the page of a driver."
+    sources = (Source("Drivers", "accelerators.hostdriver", rights=(permissions.START_ROLLOUT,)),)
 
     def get_queryset(self, request: HttpRequest) -> QuerySet[Rollout]:
         """Return the rollouts, each annotated with its number of hosts for each state of a step.
