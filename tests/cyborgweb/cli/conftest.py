@@ -39,7 +39,8 @@ def terminal(url: str, transactional_db: None) -> Terminal:
     """Return a function that runs `cyborg` with the token of an administrator on a terminal: `run_on_terminal`."""
     roles = ["admin", "manager", "member", "reader"]
     token = ApiToken.create_with_secret("terminal", User.objects.create_user("theo"), roles, "p1")
-    own_environment = {name: value for name, value in os.environ.items() if not name.startswith(("OS_", "CYBORG_"))}
+    foreign = ("OS_", "CYBORG_", "LINES", "COLUMNS")
+    own_environment = {name: value for name, value in os.environ.items() if not name.startswith(foreign)}
     environment = own_environment | {"CYBORG_URL": url, "CYBORG_TOKEN": token, "TERM": "xterm"}
     return partial(run_on_terminal, environment)
 
