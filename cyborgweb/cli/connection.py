@@ -228,6 +228,7 @@ def decode_response(response: Any, server_url: str) -> dict[str, Any]:
         EXIT_CODE_BY_STATUS.get(status, ExitCode.REFUSED),
         f"{message or f'{server_url} answered {status}.'}" + (f" (request {request_id})" if request_id else ""),
         str(fields.get("reason") or ""),
+        body.get("current"),
     )
 
 

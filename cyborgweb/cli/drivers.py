@@ -12,6 +12,7 @@ from uuid import UUID
 import click
 
 from cyborgweb.cli import names, options
+from cyborgweb.cli.conflicts import edit_settings, show_conflict
 from cyborgweb.cli.exit_codes import ExitCode, to_printable_line
 from cyborgweb.cli.following import WorkProgress, follow_until_ended
 from cyborgweb.cli.many_targets import show_and_exit
@@ -151,11 +152,12 @@ def add_rollout_options(function: Callable[..., Any]) -> Callable[..., Any]:
 settings_options = (
     click.option(
         "--settings",
+        "--replace-settings",
         "--settings-file",
         "file",
         metavar="FILE",
         callback=read_settings_file,
-        help="All settings of the driver: a .json, .toml or .yaml file; - is standard input.",
+        help="Replace all settings by those in a .json, .toml or .yaml file; - is standard input.",
     ),
     click.option(
         "--set",
@@ -163,45 +165,68 @@ settings_options = (
         multiple=True,
         metavar="NAME=VALUE",
         callback=_parse_set_options,
-        help="One setting of the driver; settings that are not given are deleted.",
+        help="Change one setting, such as mtu=9000 or backends/gpus/enabled=false; all others stay. Can be repeated.",
+    ),
+    click.option(
+        "--unset", "unset", multiple=True, metavar="NAME", help="Delete one setting; all others stay. Can be repeated."
+    ),
+    click.option(
+        "--generation",
+        type=click.IntRange(0),
+        help="The generation that driver-list shows, for one host: refused if it has changed.",
     ),
 )
 
 
+def add_settings_options(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Add the options that change the settings of a driver, and return the decorated function."""
+    for option in reversed(settings_options):
+        function = option(function)
+    return function
+
+
 @verb_command("install-driver", "install-driver generic_driver --hosts-like 'gpu*' --settings-file generic.toml")
 @add_rollout_options
-@settings_options[0]
-@settings_options[1]
+@add_settings_options
 @click.option("--enable/--disable", "enabled", default=True, help="Whether the driver runs; by default it does.")
 @pass_cli_context
 def install_driver(
     cli_context: CliContext,
     file: dict[str, Any] | None,
     values: dict[str, Any],
+    unset: tuple[str, ...],
+    generation: int | None,
     enabled: bool,
     **rollout_options: Any,
 ) -> None:
     """Install a driver on hosts. Its package must be installed there; the answer names hosts where it is missing."""
-    _start_rollout(cli_context, "install", {"enabled": enabled} | _merge_settings(file, values), **rollout_options)
+    changes = {"enabled": enabled} | _build_settings_fields(file, values, unset, generation)
+    _start_rollout(cli_context, "install", changes, **rollout_options)
 
 
 @verb_command("update-driver", "update-driver pci_driver --host cmp1.example --disable --reason 'bad firmware'")
 @add_rollout_options
-@settings_options[0]
-@settings_options[1]
+@add_settings_options
 @click.option("--enable/--disable", "enabled", default=None, help="Whether the driver runs.")
 @pass_cli_context
 def update_driver(
     cli_context: CliContext,
     file: dict[str, Any] | None,
     values: dict[str, Any],
+    unset: tuple[str, ...],
+    generation: int | None,
     enabled: bool | None,
     **rollout_options: Any,
 ) -> None:
-    """Enable, disable or configure a driver on hosts. Refused on hosts where its devices are held."""
-    changes = _merge_settings(file, values) | ({} if enabled is None else {"enabled": enabled})
-    if not changes:
-        raise click.UsageError("Select what to change: give --enable, --disable, --settings-file or --set.")
+    """Enable, disable or configure a driver on hosts. Refused on hosts where its devices are held.
+
+    --set and --unset change single settings; a settings file replaces all of them. If somebody has changed the driver
+    since --generation, nothing is changed, and the difference is shown.
+    """
+    changes = _build_settings_fields(file, values, unset, generation)
+    changes |= {} if enabled is None else {"enabled": enabled}
+    if not changes.keys() - {"generation"}:
+        raise click.UsageError("Select what to change: give --enable, --disable, --settings-file, --set or --unset.")
     _start_rollout(cli_context, "update", changes, **rollout_options)
 
 
@@ -243,9 +268,29 @@ def rollout_cancel(cli_context: CliContext, rollout: UUID) -> None:
     print_row(cli_context.api.post(f"rollouts/{rollout}/cancel/", {}), cli_context.output)
 
 
-def _merge_settings(file: dict[str, Any] | None, values: dict[str, Any]) -> dict[str, Any]:
-    """Return the field `settings` of a request, where `values` override `file`; {} if neither was given."""
-    return {"settings": (file or {}) | values} if file is not None or values else {}
+def _build_settings_fields(
+    file: dict[str, Any] | None, values: dict[str, Any], unset: Sequence[str], generation: int | None
+) -> dict[str, Any]:
+    """Return the fields of a request that change settings: `settings` if a file was given, where `values` override it,
+    otherwise `edits`; {} if nothing was given.
+
+    Raises UsageError if both a file and settings to delete were given.
+    """
+    fields: dict[str, Any] = {} if generation is None else {"generation": generation}
+    if file is not None:
+        if unset:
+            raise click.UsageError("A settings file replaces all settings: leave --unset out.")
+        return fields | {"settings": file | values}
+    edits = options.drop_empty({"set": values, "unset": [*unset]})
+    return fields | ({"edits": edits} if edits.get("set") or edits.get("unset") else {})
+
+
+def _preview_wanted(current: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
+    """Return the wanted configuration that a request would have led to, from the present one."""
+    wanted = dict(current.get("wanted") or {})
+    edits = changes.get("edits", {})
+    settings = edit_settings(wanted.get("settings") or {}, edits.get("set", {}), edits.get("unset", ()))
+    return wanted | {"settings": changes.get("settings", settings)} | {k: changes[k] for k in changes if k == "enabled"}
 
 
 def _describe_hosts(rollout_options: dict[str, Any]) -> str:
@@ -286,7 +331,8 @@ def _start_rollout(
         names.resolve_host(cli_context.api, host)
     body = {"op": op, "driver": driver, "max_parallel": max_parallel, "stop_on_failure": not keep_going}
     target: dict[str, Any] = {"hosts": [*hosts]} if hosts else {"selector": selector}
-    rollout = cli_context.api.post("rollouts/", body | changes | target | ({"reason": reason} if reason else {}))
+    with show_conflict(lambda current: (current.get("wanted"), _preview_wanted(current, changes))):
+        rollout = cli_context.api.post("rollouts/", body | changes | target | ({"reason": reason} if reason else {}))
     if wait:
         _follow_rollout(cli_context, rollout, f"{op} {driver}")
         rollout = cli_context.api.get(f"rollouts/{rollout['uuid']}/")
