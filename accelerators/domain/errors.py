@@ -14,6 +14,8 @@ All exceptions of this package, each with the module that defines it:
       AnchorFileError                   accelerators.audit.anchors
       ImageUnusableError                accelerators.images.download
       ImageServiceUnavailableError      accelerators.images.download
+      SeedError                         accelerators.inventory.seed
+        RealHostsError                  accelerators.inventory.seed
       ConcurrentUpdateError             accelerators.workflows.attachment_orders
       _HandlesContendedError            accelerators.requests.binding
       ApiError                          accelerators.api.own.errors
