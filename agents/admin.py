@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 from django.contrib import admin, messages
 from django.db.models import Q, QuerySet
@@ -111,7 +111,7 @@ class AgentAdmin(ReadOnlyModelAdmin):
     exports = {"shown_liveness": ("host__lease__seen_at", "barred_reason")}
     empty = "No agents yet. An agent on a compute host joins with a join token. This command prints one:"
     empty_command = JOIN_COMMAND
-    rights: Rights = {"decide": (UPDATE_AGENTS,)}
+    rights: ClassVar[Rights] = {"decide": (UPDATE_AGENTS,)}
     sources = (Source("Join tokens", "agents.jointoken"), JOIN_IN_MANUAL)
 
     def get_object(self, request: HttpRequest, object_id: str, from_field: str | None = None) -> Agent | None:
@@ -250,7 +250,7 @@ class JoinTokenAdmin(ConsoleModelAdmin):
     empty = "No join tokens yet. This command makes one and prints it, once:"
     empty_command = JOIN_COMMAND
     sources = (JOIN_IN_MANUAL,)
-    rights: Rights = {"add": None, "change": None}
+    rights: ClassVar[Rights] = {"add": None, "change": None}
 
     @display(description="Use")
     def shown_use(self, token: JoinToken) -> SafeString:

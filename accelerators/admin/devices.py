@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 from urllib.parse import urlencode
 
 from django.contrib import admin
@@ -79,7 +79,7 @@ class DeviceAdmin(ReadOnlyModelAdmin):
         "shown_address": ("address", "key"),
     }
     empty = "No devices yet. They appear as soon as an agent on a compute host reports what its drivers found."
-    rights: Rights = {
+    rights: ClassVar[Rights] = {
         "decide": (permissions.UPDATE_DEVICE,),
         "order": (permissions.CREATE_COMMAND,),
         "units": (permissions.ADD_UNITS,),

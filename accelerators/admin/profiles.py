@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 from django.contrib import admin, messages
 from django.core.exceptions import PermissionDenied
@@ -129,7 +129,7 @@ class DeviceProfileAdmin(ReadOnlyModelAdmin):
     empty = "No device profiles yet. A flavor names a device profile to give an instance accelerators. This makes one:"
     empty_command = PROFILE_COMMAND.format("PGPU")
     sources = (Source("The manual: offer devices to tenants", manual="first-day/#offer-devices-to-tenants"),)
-    rights: Rights = {
+    rights: ClassVar[Rights] = {
         "add": (permissions.CREATE_PROFILE,),
         "delete": (permissions.DELETE_PROFILE,),
     }

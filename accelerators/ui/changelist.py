@@ -319,7 +319,7 @@ class ReadOnlyModelAdmin(ConsoleModelAdmin):
     Everybody with the view permission can read it.
     """
 
-    rights: Rights = {"add": None, "change": None, "delete": None}
+    rights: ClassVar[Rights] = {"add": None, "change": None, "delete": None}
 
     def get_object(self, request: HttpRequest, object_id: str, from_field: str | None = None) -> Any | None:
         """Return the object with this id or uuid that the user may see, else None.

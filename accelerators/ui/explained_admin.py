@@ -14,13 +14,13 @@ from unfold.admin import ModelAdmin
 from accelerators.ui import permissions
 from accelerators.ui.permissions import Right
 
-Rights = ClassVar[Mapping[str, tuple[Right, ...] | None]]
+Rights = Mapping[str, tuple[Right, ...] | None]
 
 
 class ExplainedModelAdmin(ModelAdmin):
     """Pages of a model that tell users who may not do something which role or permission would be sufficient."""
 
-    rights: Rights = {}
+    rights: ClassVar[Rights] = {}
     """Rights that each verb needs: `view`, `add`, `change`, `delete` and the permissions of list actions. None for a
     verb that nobody can use in the console. A verb that no class names needs Django's permission. `get_rights` reads
     them."""

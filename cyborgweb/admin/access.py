@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from django.contrib import admin
 from django.contrib.auth.admin import GroupAdmin as StockGroupAdmin
@@ -134,7 +134,7 @@ class ApiTokenAdmin(AuditedAdminMixin, ConsoleModelAdmin):
     exports = {"user": ("user__username",), "shown_roles": ("roles",)}
     empty = "No API tokens yet. This command makes one and prints it, once:"
     empty_command = "manage.py api_token NAME"
-    rights: Rights = {"add": None, "change": None}
+    rights: ClassVar[Rights] = {"add": None, "change": None}
 
     @display(description="Roles")
     def shown_roles(self, token: ApiToken) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 from django.contrib import messages
 from django.core.exceptions import PermissionDenied
@@ -27,7 +27,7 @@ SWITCH_READ_ONLY = Right("cyborg:maintenance:update", "cyborgweb.change_maintena
 class MaintenanceAdmin(ReadOnlyModelAdmin):
     """The page of the read-only switch. A person with the right to change it can use it also while it is on."""
 
-    rights: Rights = {"change": (SWITCH_READ_ONLY,)}
+    rights: ClassVar[Rights] = {"change": (SWITCH_READ_ONLY,)}
     list_display = ("since", "by", "reason")  # the columns of the export; the list itself is not shown
 
     def has_change_permission(self, request: HttpRequest, obj: Model | None = None) -> bool:

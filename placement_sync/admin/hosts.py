@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 from django.conf import settings
 from django.contrib import admin
@@ -75,7 +75,7 @@ class TreeAdmin(ReadOnlyModelAdmin):
     search_help_text = "host, uuid of its compute provider"
     exports = {"standing": ("waiting", "problems"), "providers": ()}
     empty = "No host was written to Placement yet. That needs a cloud and an enabled device."
-    rights: Rights = {"look": (permissions.RESCAN,)}
+    rights: ClassVar[Rights] = {"look": (permissions.RESCAN,)}
     sources = (CLOUD_IN_MANUAL, Source("Devices", "accelerators.device", rights=(permissions.UPDATE_DEVICE,)))
 
     def get_queryset(self, request: HttpRequest) -> QuerySet[Tree]:

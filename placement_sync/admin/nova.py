@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 from uuid import UUID
 
 from django.contrib import admin, messages
@@ -44,7 +44,7 @@ class NovaEndpointAdmin(ReadOnlyModelAdmin):
     readonly_fields = fields
     exports = {"shown_trust": ("proven_at", "confirmed_at")}
     empty = "Nova was not asked about instances yet. That needs a cloud."
-    rights: Rights = {"decide": (CONFIRM_NOVA,)}
+    rights: ClassVar[Rights] = {"decide": (CONFIRM_NOVA,)}
     sources = (CLOUD_IN_MANUAL,)
 
     @display(description="Trusted", ordering="proven_at")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from django import forms
 from django.http import HttpRequest, HttpResponse, HttpResponseRedirect
@@ -59,7 +59,7 @@ class WriterAdmin(RefusalAsMessage, ExplainedModelAdmin):
     form = WriterForm
     fields = ("who", "reason", "shown_since", "shown_unable")
     readonly_fields = ("shown_since", "shown_unable")
-    rights: Rights = {"add": None, "delete": None, "change": (CHANGE_WRITER,)}
+    rights: ClassVar[Rights] = {"add": None, "delete": None, "change": (CHANGE_WRITER,)}
     change_form_before_template = "console/read_only_reason.html"
 
     def get_object(self, request: HttpRequest, object_id: str, from_field: str | None = None) -> Writer | None:
