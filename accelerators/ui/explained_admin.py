@@ -72,7 +72,7 @@ class ExplainedModelAdmin(ModelAdmin):
         if self.get_rights("add") and (reason := self.explain_refusal(request, "add")):
             labels_by_reason[reason] = [f"Add {self.opts.verbose_name_plural}"]
         offered = self.get_actions(request)
-        for function, name, description in self._get_base_actions() if self.actions is not None else ():
+        for function, name, description in self._get_base_actions() if self.actions is not None else ():  # type: ignore[attr-defined]  # the stubs lack it
             verb = next(iter(getattr(function, "allowed_permissions", ())), "")
             if name in offered or not verb or not self.get_rights(verb):
                 continue
