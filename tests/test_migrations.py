@@ -45,6 +45,7 @@ REVIEWED_STEPS: dict[str, str] = {
     "release retries and answers that the handles are taken",
     "accelerators 0008_audit_status_and_pauses: AlterField accelerators.seal.kind": "only its help text is another",
     "accelerators 0008_audit_status_and_pauses: RunSQL": "it sets a time limit for the migration's locks",
+    "accelerators 0009_host_removing_since: RunSQL": "it sets a time limit for the migration's locks",
     "agents 0003_agent_announcement: RunSQL": "it sets a time limit for the migration's locks",
     "agents 0002_used_nonces: RunSQL": "it sets a time limit for the migration's locks",
     "cyborgweb 0002_mail_server: RunSQL": "it sets a time limit for the migration's locks",

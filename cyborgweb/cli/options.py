@@ -242,3 +242,16 @@ def confirm(question: str, is_confirmed: bool) -> None:
     if not sys.stdin.isatty():
         raise click.UsageError("There is no terminal on which to confirm this: give --yes.")
     click.confirm(question, abort=True, err=True)
+
+
+def confirm_name(question: str, name: str, is_confirmed: bool) -> None:
+    """Ask the user to type `name` as a confirmation, unless `is_confirmed` (the option --yes) is set.
+
+    Raises click.Abort if the user types something else, UsageError if standard input is not a terminal.
+    """
+    if is_confirmed:
+        return
+    if not sys.stdin.isatty():
+        raise click.UsageError("There is no terminal on which to confirm this: give --yes.")
+    if click.prompt(f"{question} Type its name to confirm", err=True) != name:
+        raise click.Abort
