@@ -37,23 +37,25 @@ up: $(VENV)/server  ## start everything on this machine; Ctrl-C stops it
 	@exec $(BIN)/python -m cyborgweb.server.supervisor --leash
 
 # Folders whose tests are all of other lanes are not even imported.
-FAST := -m "not system and not exhaustive and not qemu and not browser" --dist worksteal $(addprefix --ignore=tests/,system qemu browser)
+SPREAD := --dist worksteal $(addprefix --ignore=tests/,system qemu browser)
+CHECKED := not system and not exhaustive and not qemu and not browser
+FAST := $(CHECKED) and not slow
 # Temporary files of the fast tests are in memory, if there is enough.
 IN_MEMORY := TMPDIR=$$($(BIN)/python -m tests.support.temporary)
 # Test processes: most lanes wait as much as they compute, so one more than the cores of a small machine.
 TEST_PROCESSES ?= 3
 
 test: $(VENV)/dev  ## unit, database, HTTP and socket tests
-	$(IN_MEMORY) $(BIN)/python -m pytest $(FAST) -n $(TEST_PROCESSES)
+	$(IN_MEMORY) $(BIN)/python -m pytest -m "$(FAST)" $(SPREAD) -n $(TEST_PROCESSES)
 
 check: $(VENV)/dev  ## while you work: style, types, and the tests of the packages that differ from the last commit
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(IN_MEMORY) $(BIN)/python -m pytest $(FAST) -n $(TEST_PROCESSES) $$($(BIN)/python -m tests.changed)
+	$(IN_MEMORY) $(BIN)/python -m pytest -m "$(CHECKED)" $(SPREAD) -n $(TEST_PROCESSES) $$($(BIN)/python -m tests.changed)
 
 test-system: $(VENV)/dev  ## start the whole product, kill its parts, see that nothing is lost
-	$(BIN)/python -m pytest -m "system or exhaustive or hypothesis" -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder
+	$(BIN)/python -m pytest -m "system or exhaustive or slow or hypothesis" -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder
 
 OUTAGES := tests/system/test_slow_services.py
 LONGER := tests/accelerators/requests/test_binding_machine.py tests/system/test_race.py tests/system/test_fleet.py

@@ -27,6 +27,7 @@ from accelerators.domain.states import BulkState, DeviceOutcome
 from accelerators.models import Bulk, BulkItem, Device
 from accelerators.ui import badges, permissions
 from accelerators.ui.changelist import ReadOnlyModelAdmin
+from accelerators.ui.empty_lists import Source
 from accelerators.workflows import bulk_actions, bulk_commands
 from drivers.plan import DESTRUCTIVE
 
@@ -51,6 +52,7 @@ class BulkAdmin(ReadOnlyModelAdmin):
     search_fields = ("uuid__startswith", "actor__startswith", "reason__icontains")
     search_help_text = "uuid, by whom, reason"
     empty = "No bulk actions yet. To make one, select devices in the list of devices and choose an action."
+    sources = (Source("Devices", "accelerators.device", rights=(permissions.UPDATE_DEVICE,)),)
 
     def has_view_permission(self, request: HttpRequest, obj: Model | None = None) -> bool:
         """Return whether the user may view bulk actions: with Django's view permission, or if they may make some.
@@ -135,29 +137,31 @@ class BulkAdmin(ReadOnlyModelAdmin):
                 context["reason"] = request.POST.get("reason", "")
         context |= self.admin_site.each_context(request) | {"title": describe_bulk(bulk), "opts": self.opts}
         context |= permissions.build_permission_context(request, right) | {"max_reason_length": lifecycle.MAX_REASON}
-        context |= {"mine": bulk.actor == device_actions.get_caller(request).name}
+        context |= {"mine": bulk_actions.may_confirm(bulk, device_actions.get_caller(request))}
         draft = bulk.state == BulkState.DRAFT
         context |= _build_confirmation_context(bulk) if draft else {}
         context |= _build_result_context(bulk) if not draft or bulk.ended_at else {}
         return TemplateResponse(request, "accelerators/admin/bulk_action.html", context)
 
     def _handle_post(self, request: HttpRequest, bulk: Bulk) -> HttpResponse:
-        """Perform the verb of a POST: `confirm`, `try` (dry run), `cancel` or `again` (a new draft of refused devices).
+        """Perform the verb of a POST: `confirm`, `try` (dry run), `cancel` or `again` (a new draft of failed devices).
 
         Redirects to the page of the bulk action or, after `again`, of the new draft; an unknown verb does nothing else.
         A repeated `confirm`, `try` or `cancel` has no effect; each `again` makes another draft. Only the author of a
-        bulk action may confirm or try it (else PermissionDenied). If the action would change held devices, `confirm`
-        does nothing unless the user typed the number of devices. Raises RefusedError INVALID for an unusable reason,
-        and for `again` if no refused device exists any more.
+        bulk action may confirm or try it (else PermissionDenied). If the action would change held devices, or reaches
+        several hosts, `confirm` does nothing unless the user typed the number of devices. Raises RefusedError INVALID
+        for an unusable reason, and for `again` what `create_retry_draft` raises.
         """
         caller, target_url = device_actions.get_caller(request), badges.page_url("bulk", bulk.uuid)
         match request.POST.get("do"):
             case "confirm" | "try" as verb:
-                if bulk.actor != caller.name:
+                if not bulk_actions.may_confirm(bulk, caller):
                     raise PermissionDenied
                 has_typed_total = request.POST.get("typed", "").strip() == str(bulk.total)
-                if verb == "confirm" and not has_typed_total and _affects_held_devices(bulk):
-                    messages.error(request, f"Some devices are held. To confirm, type {bulk.total}. Nothing was done.")
+                preview = bulk_actions.preview_bulk(bulk)
+                if verb == "confirm" and not has_typed_total and preview.needs_confirmation:
+                    text = f"{describe_reach(preview)} To confirm, type {bulk.total}. Nothing was done."
+                    messages.error(request, text)
                 else:
                     bulk_actions.confirm_draft(
                         bulk, request.POST.get("reason", ""), held_too=has_typed_total, dry_run=verb == "try"
@@ -165,16 +169,7 @@ class BulkAdmin(ReadOnlyModelAdmin):
             case "cancel":
                 bulk_actions.cancel_bulk(bulk, caller)
             case "again":
-                refused = Device.objects.filter(
-                    pk__in=bulk.items.filter(outcome=DeviceOutcome.REFUSED).values("device")
-                )
-                action, then = (
-                    device_actions.find_choice_of_bulk(bulk).action,
-                    device_actions.find_choice_of_bulk(bulk).then,
-                )
-                target_url = badges.page_url(
-                    "bulk", bulk_actions.create_draft(action, then, refused, caller, bulk.selection).uuid
-                )
+                target_url = badges.page_url("bulk", bulk_actions.create_retry_draft(bulk, caller).uuid)
         return HttpResponseRedirect(target_url)
 
 
@@ -190,6 +185,7 @@ class BulkItemAdmin(ReadOnlyModelAdmin):
     search_fields = ("device_name__icontains", "host__startswith", "device_uuid__startswith")
     search_help_text = "device, host, uuid"
     empty = "No devices here. The page of each bulk action links to the list of its devices."
+    sources = (Source("Bulk actions", "accelerators.bulk"),)
 
     def has_view_permission(self, request: HttpRequest, obj: Model | None = None) -> bool:
         """Return the same as `BulkAdmin.has_view_permission`, with the view permission for bulk items."""
@@ -313,12 +309,11 @@ def build_progress_context(bulk: Bulk) -> dict[str, Any]:
     }
 
 
-def _affects_held_devices(bulk: Bulk) -> bool:
-    """Return whether the action, confirmed now, would change a device that one of our requests holds. Costs one
-    statement."""
-    return any(
-        prediction.held and prediction.outcome == DeviceOutcome.MOVED for prediction in bulk_actions.forecast_bulk(bulk)
-    )
+def describe_reach(preview: bulk_actions.BulkPreview) -> str:
+    """Return a sentence that says why a bulk action needs a separate confirmation; '' if it needs none."""
+    if preview.held_count:
+        return "Some devices are held."
+    return f"The devices are on {preview.host_count} hosts." if preview.host_count > 1 else ""
 
 
 def _build_confirmation_context(bulk: Bulk) -> dict[str, Any]:
@@ -328,7 +323,8 @@ def _build_confirmation_context(bulk: Bulk) -> dict[str, Any]:
     that a destructive command affects, too. Costs a constant number of statements, and locks
     nothing.
     """
-    predictions = bulk_actions.forecast_bulk(bulk)
+    preview = bulk_actions.preview_bulk(bulk)
+    predictions = preview.forecasts
     held_items = (
         [item for item, _ in bulk_actions.forecast_first_items(bulk, MAX_PREVIEW_ROWS, held_only=True)]
         if any(one.held for one in predictions)
@@ -352,14 +348,16 @@ def _build_confirmation_context(bulk: Bulk) -> dict[str, Any]:
         ][:MAX_PREVIEW_ROWS],
         "affected_number": len(affected),
         "forecast": [(_render_outcome(prediction.outcome, MOVED_PREDICTED), prediction) for prediction in predictions],
-        "moved_count": sum(one.number for one in predictions if one.outcome == DeviceOutcome.MOVED),
+        "moved_count": preview.count_devices(DeviceOutcome.MOVED),
+        "host_count": preview.host_count,
         "holders": [
             (render_item_device(item), item.host, *holders_by_device[item.device_id])
             for item in held_items
             if item.device_id in holders_by_device
         ],
         "held": sum(one.number for one in predictions if one.held),
-        "needs_typed_total": any(one.held and one.outcome == DeviceOutcome.MOVED for one in predictions),
+        "needs_typed_total": preview.needs_confirmation,
+        "reach": describe_reach(preview),
         "first": [
             (
                 render_item_device(item),
@@ -394,6 +392,7 @@ def _build_result_context(bulk: Bulk) -> dict[str, Any]:
             for item in items
         ],
         "left": max(0, bulk.finished_count - len(items)),
+        "failed_count": bulk_actions.query_failed_items(bulk).filter(device__isnull=False).count(),
         "commands_url": command_list_url(bulk)
         if bulk.action in bulk_commands.BULK_OPS and bulk.moved and not bulk.dry
         else "",

@@ -24,6 +24,7 @@ from accelerators.domain.states import EventSource
 from accelerators.models import Device, Event, Host, Intent
 from accelerators.ui import badges, permissions, timeline
 from accelerators.ui.changelist import ReadOnlyModelAdmin
+from accelerators.ui.empty_lists import JOIN_COMMAND, JOIN_IN_MANUAL, Source
 from accelerators.ui.extensions import build_sections
 from accelerators.workflows import host_removal
 
@@ -57,9 +58,9 @@ class HostAdmin(ReadOnlyModelAdmin):
     search_fields = ("uuid__startswith", "name__icontains", "node__icontains")
     search_help_text = "name, node, uuid"
     exports = {"shown_drivers": ("drivers",)}
-    empty = (
-        "No hosts yet. Make a join token with “manage.py join_token HOST” and start cyborg-agent on that host with it."
-    )
+    empty = "No hosts yet. An agent on a compute host joins with a join token. This command prints one:"
+    empty_command = JOIN_COMMAND
+    sources = (Source("Join tokens", "agents.jointoken"), JOIN_IN_MANUAL)
 
     def get_queryset(self, request: HttpRequest) -> QuerySet[Host]:
         """Return the hosts, each annotated with `number_of_devices`."""

@@ -8,7 +8,7 @@ before devices, each by id), so that the two cannot deadlock.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any, Literal
@@ -104,11 +104,12 @@ class SeenStates:
     """The states that the devices showed when a person decided (`LifecycleState.as_text`, by the device's uuid).
 
     A device that is not in `words_by_device` counts as unchanged. `held_too` says that the person confirmed the action
-    for held devices, too.
+    for held devices, too; it does not include the `free_devices`, which nobody held then.
     """
 
     words_by_device: Mapping[UUID, str]
     held_too: bool
+    free_devices: Set[UUID] = frozenset()
 
 
 def enable_device(uuid: UUID, caller: Caller, reason: str = "") -> None:
@@ -235,7 +236,8 @@ def _decide_new_state(
     `drain_to` is the final state of a drain. `seen` holds the states that a person saw before the decision; if it is
     None, no state is compared, and held devices are not refused here. Raises RefusedError: CONFLICT if the state does
     not allow the action, if the device would change but is not in the state that was `seen`, or if its host is being
-    removed; IN_USE if it would change, requests hold it, and `seen` does not say that held devices are included.
+    removed; IN_USE if it would change, requests hold it, and `seen` does not say that held devices are included, or says
+    that it was free.
     """
     seen_word = seen.words_by_device.get(device.uuid, before.as_text) if seen else before.as_text
     changed_by = f"{device.state_by}: {device.state_reason or 'no reason given'}"
@@ -257,11 +259,16 @@ def _decide_new_state(
         raise changed_error
     if after != before and device.host.removing_since:
         raise RefusedError(RefusalReason.CONFLICT, f"Host {device.host.name} of device {device.uuid} is being removed.")
-    if after != before and before.holding_requests and seen and not seen.held_too:
+    if after != before and before.holding_requests and seen:
         holders = ", ".join(safety.find_requests_of_device(device))
-        raise RefusedError(
-            RefusalReason.IN_USE, f"Device {device.uuid} is held by {holders}: confirm that held devices are included."
-        )
+        if not seen.held_too:
+            text = f"Device {device.uuid} is held by {holders}: confirm that held devices are included."
+            raise RefusedError(RefusalReason.IN_USE, text)
+        if device.uuid in seen.free_devices:
+            text = (
+                f"Device {device.uuid} was free when this was decided; it is held by {holders} now. Look at it again."
+            )
+            raise RefusedError(RefusalReason.IN_USE, text)
     return after
 
 

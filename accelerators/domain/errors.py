@@ -4,6 +4,8 @@ All exceptions of this package, each with the module that defines it:
 
     AcceleratorsError                   accelerators.domain.errors
       RefusedError                      accelerators.domain.errors
+        BindRefusedError                accelerators.domain.bind_failures
+        ChangedMeanwhileError           accelerators.domain.generations
       WritesRefusedError                accelerators.domain.errors
       GroupError                        accelerators.domain.groups
       IllegalTransitionError            accelerators.domain.states
@@ -12,9 +14,12 @@ All exceptions of this package, each with the module that defines it:
       AnchorFileError                   accelerators.audit.anchors
       ImageUnusableError                accelerators.images.download
       ImageServiceUnavailableError      accelerators.images.download
+      SeedError                         accelerators.inventory.seed
+        RealHostsError                  accelerators.inventory.seed
       ConcurrentUpdateError             accelerators.workflows.attachment_orders
       _HandlesContendedError            accelerators.requests.binding
       ApiError                          accelerators.api.own.errors
+        NotConfirmedError               accelerators.api.own.previews
       V2Error                           accelerators.api.v2.faults
       RouterError                       accelerators.api.v2.faults
 """
@@ -55,6 +60,10 @@ class RefusalReason(StrEnum):
     """Only a caller with a service token may do this."""
     IN_USE = "in_use"
     """The object is in use, for example a device that a request holds."""
+    NOT_CONFIRMED = "not_confirmed"
+    """The action reaches several hosts or held objects, and must be confirmed with the token of its preview."""
+    STALE_PREVIEW = "stale_preview"
+    """The token belongs to the preview of another caller, action or set, or the preview is too old or used already."""
     UNAVAILABLE = "unavailable"
     """A service or a lock that is needed is not available now: the caller may retry."""
 

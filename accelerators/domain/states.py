@@ -174,6 +174,8 @@ class RolloutState(Choice):
     A rollout that continues after failures ends as `done`.
     """
 
+    DRAFT = "draft"
+    """The hosts are chosen, but nobody has confirmed the rollout."""
     RUNNING = "running", "busy"
     DONE = "done", "good"
     STOPPED = "stopped", "bad"

@@ -8,7 +8,7 @@ from __future__ import annotations
 from django.db import models
 from django.db.models import Q
 
-from accelerators.domain.states import BulkState, DeviceOutcome, DrainTarget
+from accelerators.domain.states import BulkState, DeviceOutcome, DrainTarget, EventSource
 from accelerators.models import fields
 from accelerators.models.devices import Device
 
@@ -32,6 +32,16 @@ class Bulk(fields.Row):
     dry = models.BooleanField(default=False, help_text="The run in progress is a dry run, which changes nothing.")
     held_too = models.BooleanField(default=False, help_text="The confirmation includes devices that are held.")
     actor = fields.name_field()
+    caller_id = models.CharField(
+        max_length=255, default="", db_default="", blank=True, help_text="The user id of the actor."
+    )
+    source = models.CharField(
+        max_length=16,
+        choices=EventSource.choices(),
+        default=EventSource.PERSON.value,
+        db_default=EventSource.PERSON.value,
+        help_text="The source of its events.",
+    )
     reason = models.TextField(default="", blank=True)
     request_id = models.CharField(max_length=64, default="", blank=True)
     started_at = models.DateTimeField(null=True, blank=True)
@@ -67,6 +77,9 @@ class BulkItem(models.Model):
     device_name = fields.name_field()
     host = fields.name_field()
     stood = models.CharField(max_length=64, help_text="The device's state when the devices were selected.")
+    held = models.BooleanField(
+        default=False, db_default=False, help_text="Whether a request held the device when the devices were selected."
+    )
     outcome = models.CharField(
         max_length=16,
         choices=DeviceOutcome.choices(),

@@ -69,12 +69,18 @@ class Rollout(fields.Row):
     driver = models.CharField(max_length=64, db_collation="C")
     enabled = models.BooleanField(null=True, help_text="Null: unchanged; a newly installed driver is enabled.")
     settings = models.JSONField(null=True, help_text="Null: the settings stay unchanged.")
+    edits = models.JSONField(
+        null=True, help_text="Changes of single settings: `set` maps paths to values, `unset` lists paths."
+    )
     selection = models.CharField(max_length=1000, default="", help_text="How the hosts were selected.")
     max_parallel = models.IntegerField(default=5)
     stop_on_failure = models.BooleanField(default=True)
     total = models.IntegerField(default=0)
     state = models.CharField(max_length=16, choices=RolloutState.choices(), default=RolloutState.RUNNING.value)
     actor = fields.name_field()
+    caller_id = models.CharField(
+        max_length=255, default="", db_default="", blank=True, help_text="The user id of the actor."
+    )
     source = models.CharField(max_length=16, choices=EventSource.choices())
     reason = models.TextField(default="", blank=True)
     request_id = models.CharField(max_length=64, default="", blank=True)
@@ -148,6 +154,11 @@ class RolloutStep(models.Model):
     host_name = fields.name_field()
     state = models.CharField(max_length=16, choices=RolloutStepState.choices(), default=RolloutStepState.WAITING.value)
     text = models.TextField(default="", blank=True)
+    generation = models.BigIntegerField(
+        null=True,
+        help_text="The generation of the driver's desired state when the hosts were chosen, 0 if it had none; "
+        "null: any.",
+    )
     command = _command_key()
     attempts = models.IntegerField(
         default=0, db_default=0, help_text="How often it stayed unknown whether the devices are held."

@@ -18,7 +18,10 @@ from accelerators.ui.extensions import DENIAL_REASON
 @dataclass(frozen=True)
 class Right:
     """A right that an action of the console needs: a policy rule, or a Django permission that is sufficient in its
-    place."""
+    place.
+
+    `rule` is '' where only the permission counts, and `permission` is '' where only the rule counts.
+    """
 
     rule: str
     permission: str

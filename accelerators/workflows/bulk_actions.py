@@ -9,6 +9,7 @@ twice.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
@@ -30,13 +31,14 @@ from accelerators.domain.device_actions import Action, LifecycleState, state_aft
 from accelerators.domain.errors import RefusalReason, RefusedError
 from accelerators.domain.states import (
     BulkState,
+    CommandState,
     DeviceOutcome,
     DeviceState,
     DrainTarget,
     EventSource,
     IllegalTransitionError,
 )
-from accelerators.models import AcceleratorRequest, Bulk, BulkItem, Device
+from accelerators.models import AcceleratorRequest, Bulk, BulkItem, Command, Device
 from accelerators.models.bulks import BULK_IS_RUNNING, ITEM_IS_WAITING
 from accelerators.runtime import database_clock, jobs
 from accelerators.runtime.after_commit import call_after_commit
@@ -83,8 +85,33 @@ class BulkForecast:
     number: int = 1
 
 
+@dataclass(frozen=True)
+class BulkPreview:
+    """A preview of a draft: the forecasts of `forecast_bulk`, the number of hosts, and the number of held devices that
+    would be changed."""
+
+    forecasts: Sequence[BulkForecast]
+    host_count: int
+    held_count: int
+
+    @property
+    def needs_confirmation(self) -> bool:
+        """Return whether a person must confirm it separately: it reaches several hosts, or would change a held
+        device."""
+        return self.host_count > 1 or self.held_count > 0
+
+    def count_devices(self, outcome: DeviceOutcome) -> int:
+        """Return the number of devices with this forecast."""
+        return sum(one.number for one in self.forecasts if one.outcome == outcome)
+
+
 def create_draft(
-    action: Action | str, drain_to: DrainTarget, devices: QuerySet[Device], caller: Caller, selection: str = ""
+    action: Action | str,
+    drain_to: DrainTarget,
+    devices: QuerySet[Device],
+    caller: Caller,
+    selection: str = "",
+    source: EventSource = EventSource.PERSON,
 ) -> Bulk:
     """Store a set of devices with the present state of each as a draft, on which nothing is done until `confirm_draft`.
 
@@ -97,12 +124,60 @@ def create_draft(
         raise RefusedError(RefusalReason.INVALID, too_many_text if number else "No device is chosen.")
     chosen, params = devices.order_by().values("id").query.sql_with_params()
     with conductor.writing():
-        bulk = Bulk.objects.create(action=action, then=drain_to, actor=caller.name[:255], selection=selection[:1000])
+        bulk = Bulk.objects.create(
+            action=action,
+            then=drain_to,
+            actor=caller.name[:255],
+            caller_id=caller.user_id[:255],
+            source=source,
+            selection=selection[:1000],
+        )
         with connection.cursor() as cursor:
             cursor.execute(INSERT_ITEMS.format(chosen=chosen), [bulk.pk, *params])
             bulk.total = cursor.rowcount
         bulk.save(update_fields=["total"])
+        chosen_ids = list(bulk.items.values_list("device_id", flat=True))
+        held_ids = {device for device, _ in safety.query_requests_of_devices(chosen_ids, "id")}
+        bulk.items.filter(device__in=held_ids).update(held=True)
     return bulk
+
+
+def may_confirm(bulk: Bulk, caller: Caller) -> bool:
+    """Return whether the caller is the one who chose the devices of a draft; nobody else may confirm it."""
+    return bulk.actor == caller.name[:255] and bulk.caller_id in ("", caller.user_id[:255])
+
+
+def preview_bulk(bulk: Bulk) -> BulkPreview:
+    """Return a preview of what confirming a draft now would do. Costs two statements."""
+    forecasts = forecast_bulk(bulk)
+    held_count = sum(one.number for one in forecasts if one.held and one.outcome == DeviceOutcome.MOVED)
+    return BulkPreview(forecasts, bulk.items.order_by().values("host").distinct().count(), held_count)
+
+
+def create_retry_draft(bulk: Bulk, caller: Caller, source: EventSource = EventSource.PERSON) -> Bulk:
+    """Store the failed devices of a bulk action that has ended as a new draft of the same action, in their present
+    states.
+
+    Raises RefusedError: CONFLICT while it is running or a draft, INVALID if no device has failed.
+    """
+    if bulk.state not in (BulkState.DONE, BulkState.CANCELLED):
+        raise RefusedError(RefusalReason.CONFLICT, "The bulk action has not ended yet: wait, or cancel it.")
+    failed = Device.objects.filter(pk__in=query_failed_items(bulk).values("device"))
+    if not failed.exists():
+        raise RefusedError(RefusalReason.INVALID, "No device of this bulk action has failed and still exists.")
+    return create_draft(bulk.action, DrainTarget(bulk.then), failed, caller, bulk.selection, source)
+
+
+def query_failed_items(bulk: Bulk) -> QuerySet[BulkItem]:
+    """Return the items of a bulk action that were refused, or whose command or installation has failed since."""
+    has_failed = Q(outcome=DeviceOutcome.REFUSED)
+    if bulk.action in bulk_commands.BULK_OPS:
+        of_device = Command.objects.filter(device=OuterRef("device"), op=bulk.action, request_id=bulk.request_id)
+        failed_commands = of_device.filter(ended_at__isnull=False).exclude(state=CommandState.SUCCEEDED)
+        has_failed |= Q(Exists(failed_commands), outcome=DeviceOutcome.MOVED)
+    elif bulk.action == Action.ENABLE:
+        has_failed |= Q(outcome=DeviceOutcome.MOVED, device__state=DeviceState.FAILED)
+    return bulk.items.filter(has_failed)
 
 
 def forecast_bulk(bulk: Bulk) -> list[BulkForecast]:
@@ -133,8 +208,9 @@ def forecast_first_items(bulk: Bulk, maximum: int, held_only: bool = False) -> l
     ]
 
 
-FACT_COLUMNS = ("device__state", "device__returns_to", "device__drain_to", "installs", "busy", "is_held", "able")
-FACT_ATTRIBUTES = ("now_state", "now_returns", "now_drains", "installs", "busy", "is_held", "able")
+_FACTS = ("installs", "busy", "is_held", "able", "held")
+FACT_COLUMNS = ("device__state", "device__returns_to", "device__drain_to", *_FACTS)
+FACT_ATTRIBUTES = ("now_state", "now_returns", "now_drains", *_FACTS)
 """The arguments of `predict_outcome` after `word_when_chosen`: FACT_COLUMNS for queries, FACT_ATTRIBUTES the same as
 attributes of loaded items."""
 
@@ -165,11 +241,11 @@ def predict_outcome(
     function.
 
     `word_when_chosen` is what the device's `LifecycleState.as_text` was when the set was chosen. `state`, `returns` and
-    `drains` are the device's columns now; `state` is None if the device is gone. `facts` are four answers: whether the
-    driver has to install the device, whether a command is working on it, whether a request holds it, and whether the
-    driver supports the command that is asked for.
+    `drains` are the device's columns now; `state` is None if the device is gone. `facts` are five answers: whether the
+    driver has to install the device, whether a command is working on it, whether a request holds it, whether the driver
+    supports the command that is asked for, and whether a request held it when the set was chosen.
     """
-    installs, busy, held, supported = map(bool, facts)
+    installs, busy, held, supported, was_held = map(bool, facts)
     if state is None:
         return BulkForecast(DeviceOutcome.REFUSED, "does not exist any more", held)
     returns_to, drain_to = returns and DeviceState(returns), drains and DrainTarget(drains)
@@ -203,6 +279,8 @@ def predict_outcome(
         blocked_text = (
             f"is held: it cannot be {'retired' if after.effective_state == DeviceState.RETIRED else 'installed'}"
         )
+    elif held and not was_held:
+        blocked_text = "is held now; it was free when it was chosen"
     elif busy and action is Action.ENABLE:
         blocked_text = "is busy with a command"
     if blocked_text:
@@ -248,12 +326,13 @@ def _start_draft(bulk: Bulk, reason: str, held_too: bool, dry_run: bool) -> Bulk
         draft.started_at = draft.updated_at = database_clock.now()
         draft.save()
         if not dry_run:
-            _record_bulk_event(draft, "confirmed", {"devices": [None, draft.total]})
+            changes = {"devices": [None, draft.total]}
+            _record_bulk_event(draft, "confirmed", changes, draft.actor, EventSource(draft.source))
         call_after_commit(jobs.enqueue_job, "bulks")
     return draft
 
 
-def cancel_bulk(bulk: Bulk, caller: Caller) -> None:
+def cancel_bulk(bulk: Bulk, caller: Caller, source: EventSource = EventSource.PERSON) -> None:
     """Stop a running bulk action: after this has returned, it begins no further device.
 
     Devices that were moved stay moved, and commands that were placed go on. Waits for the slice that is being worked
@@ -262,7 +341,7 @@ def cancel_bulk(bulk: Bulk, caller: Caller) -> None:
     with conductor.writing():
         running = Bulk.objects.select_for_update().filter(pk=bulk.pk, state=BulkState.RUNNING).first()
         if running is not None:
-            _end_bulk(running, BulkState.CANCELLED, caller.name)
+            _end_bulk(running, BulkState.CANCELLED, caller.name, source)
 
 
 def run() -> None:
@@ -325,7 +404,7 @@ def _process_slice(found: Bulk, max_attempts: int) -> None:
             setattr(bulk, outcome, getattr(bulk, outcome) + number)
         bulk.updated_at = database_clock.now()
         if bulk.finished_count >= bulk.total or not waiting_items.exists():
-            _end_bulk(bulk, BulkState.DONE, bulk.actor)
+            _end_bulk(bulk, BulkState.DONE, bulk.actor, EventSource(bulk.source))
         bulk.save()
 
 
@@ -339,23 +418,23 @@ def _ask_holders(bulk: Bulk, items: list[BulkItem]) -> safety.HolderAnswers:
 
 def _build_seen_states(bulk: Bulk, items: list[BulkItem]) -> SeenStates:
     """Return the states that the devices of these items showed when they were chosen. A dry run includes held ones."""
-    return SeenStates({item.device_uuid: item.stood for item in items}, bulk.held_too or bulk.dry)
+    free_devices = {item.device_uuid for item in items if not item.held}
+    return SeenStates({item.device_uuid: item.stood for item in items}, bulk.held_too or bulk.dry, free_devices)
 
 
 def _apply_to_items(bulk: Bulk, items: list[BulkItem], answers: safety.HolderAnswers) -> list[ActionResult]:
     """Apply the action to these items and return the results; the changes of a dry run are rolled back."""
     token = request_id.set(bulk.request_id)
     seen = _build_seen_states(bulk, items)
-    caller = Caller(bulk.actor, "", frozenset(), "")
+    caller, source = Caller(bulk.actor, bulk.caller_id, frozenset(), ""), EventSource(bulk.source)
     try:
         with transaction.atomic():
             if bulk.action in bulk_commands.BULK_OPS:
                 results = bulk_commands.place_command_for_each(
-                    bulk.action, seen.words_by_device, caller, bulk.reason, answers
+                    bulk.action, seen.words_by_device, caller, bulk.reason, answers, source
                 )
             else:
                 action, then, uuids = Action(bulk.action), DrainTarget(bulk.then), list(seen.words_by_device)
-                source = EventSource.PERSON
                 results = lifecycle.apply_action(action, uuids, caller, bulk.reason, then, source, seen, answers)
             if bulk.dry:
                 transaction.set_rollback(True)
@@ -364,7 +443,7 @@ def _apply_to_items(bulk: Bulk, items: list[BulkItem], answers: safety.HolderAns
     return results
 
 
-def _end_bulk(bulk: Bulk, state: BulkState, actor: str) -> None:
+def _end_bulk(bulk: Bulk, state: BulkState, actor: str, source: EventSource) -> None:
     """End a bulk action in `state`, with an event; a dry run becomes a draft again instead, and keeps its results."""
     now = database_clock.now()
     bulk.state, bulk.ended_at, bulk.updated_at = (BulkState.DRAFT if bulk.dry else state), now, now
@@ -372,15 +451,13 @@ def _end_bulk(bulk: Bulk, state: BulkState, actor: str) -> None:
     if not bulk.dry:
         changes: dict[str, Any] = {word: [None, getattr(bulk, word)] for word in DeviceOutcome}
         changes["not done"] = [None, bulk.total - bulk.finished_count]
-        _record_bulk_event(bulk, state, changes, actor)
+        _record_bulk_event(bulk, state, changes, actor, source)
 
 
-def _record_bulk_event(bulk: Bulk, verb: str, changes: dict[str, Any], actor: str = "") -> None:
-    """Record the event `bulk.VERB`; its actor is `actor`, or the actor of the bulk action if that is ''."""
+def _record_bulk_event(bulk: Bulk, verb: str, changes: dict[str, Any], actor: str, source: EventSource) -> None:
+    """Record the event `bulk.VERB`."""
     subject = (bulk.uuid, str(bulk))
-    conductor.record_event(
-        f"bulk.{verb}", EventSource.PERSON, actor or bulk.actor, subject=subject, changes=changes, reason=bulk.reason
-    )
+    conductor.record_event(f"bulk.{verb}", source, actor, subject=subject, changes=changes, reason=bulk.reason)
 
 
 def delete_oldest_expired_bulk(now: datetime | None = None) -> bool:

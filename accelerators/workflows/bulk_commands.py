@@ -59,7 +59,12 @@ def ask_holders_for_each(op: str, words_when_chosen: Mapping[UUID, str]) -> safe
 
 
 def place_command_for_each(
-    op: str, words_when_chosen: Mapping[UUID, str], caller: Caller, reason: str, answers: safety.HolderAnswers
+    op: str,
+    words_when_chosen: Mapping[UUID, str],
+    caller: Caller,
+    reason: str,
+    answers: safety.HolderAnswers,
+    source: EventSource = EventSource.PERSON,
 ) -> list[ActionResult]:
     """Place command `op` for each of these devices in one transaction; a refusal of one device stops no other.
 
@@ -74,7 +79,8 @@ def place_command_for_each(
             for device in conductor.lock_devices(Device.objects.filter(uuid__in=list(words_when_chosen)))
         }
         results: Sequence[ActionResult] = [
-            _place_command(op, devices[uuid], words_when_chosen[uuid], caller, reason, answers) for uuid in devices
+            _place_command(op, devices[uuid], words_when_chosen[uuid], caller, reason, answers, source)
+            for uuid in devices
         ]
     missing_uuids = words_when_chosen.keys() - devices.keys()
     refused_results = (
@@ -85,14 +91,20 @@ def place_command_for_each(
 
 
 def _place_command(
-    op: str, device: Device, word_when_chosen: str, caller: Caller, reason: str, answers: safety.HolderAnswers
+    op: str,
+    device: Device,
+    word_when_chosen: str,
+    caller: Caller,
+    reason: str,
+    answers: safety.HolderAnswers,
+    source: EventSource,
 ) -> ActionResult:
     """Place the command for one locked device; return the result. A RefusedError becomes a refused result."""
     device_columns = (str(device), device.host.name, device.state)
     try:
         _refuse_if_changed(op, device, word_when_chosen)
         command = command_queue.order_device_command(
-            op, device.uuid, caller, reason=reason, source=EventSource.PERSON, answers=answers
+            op, device.uuid, caller, reason=reason, source=source, answers=answers
         )
     except RefusedError as refused:
         return ActionResult(device.uuid, "refused", *device_columns, refused.text, refused.reason)

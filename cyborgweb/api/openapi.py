@@ -32,7 +32,8 @@ ERROR_DESCRIPTIONS = {
     "403": "The policy does not allow this; the message names the rule.",
     "404": MESSAGE_BY_STATUS[404],
     "406": MESSAGE_BY_STATUS[406],
-    "409": "The request conflicts with the current state; the message says why.",
+    "409": "The request conflicts with the current state, or has to be confirmed with the token of its preview; the"
+    " message says why.",
     "413": MESSAGE_BY_STATUS[413],
     "415": MESSAGE_BY_STATUS[415],
     "503": "The database or the identity service does not answer; try again in a moment.",
@@ -52,7 +53,15 @@ ERROR_SCHEMA = {
                 "request_id": {"type": "string", "description": "Identifies this request in logs and events."},
                 "reason": {"type": "string", "enum": REASONS, "description": "A stable code for programs."},
             },
-        }
+        },
+        "preview": {
+            "type": "object",
+            "description": "Only with the reason `not_confirmed`: the preview that a request with `dry_run` answers.",
+        },
+        "current": {
+            "type": "object",
+            "description": "The present version, if a change was refused because it is based on an older generation.",
+        },
     },
 }
 SECURITY_SCHEMES = {
@@ -136,7 +145,9 @@ class ViewSchema(AutoSchema):
         otherwise the view's own serializer.
         """
         status, body = self.collection.response_serializers.get(self.collection.action, (0, None))
-        return {status: body} if body else super().get_response_serializers()
+        preview = self.collection.preview_serializers.get(self.collection.action)
+        previews = {200: preview} if preview else {}
+        return previews | {status: body} if body else super().get_response_serializers()
 
     def get_override_parameters(self) -> list[Any]:
         """Return the query parameters that drf-spectacular cannot find in the code.
@@ -147,6 +158,9 @@ class ViewSchema(AutoSchema):
         if self.collection.action == "create" and hasattr(self.collection, "upload_parameters"):
             upload_parameters = self.collection.upload_parameters.items()
             return [OpenApiParameter(name, kind, description=about) for name, (kind, about) in upload_parameters]
+        if self.method == "DELETE" and self.collection.deletes_by_generation:
+            generation_description = "The generation as you read it. If it has changed since, the answer is 409."
+            return [OpenApiParameter("generation", int, description=generation_description)]
         if self.method != "GET":
             return []
         serializer = cast("type[Serializer[Any]]", self.collection.get_serializer_class())()

@@ -193,13 +193,19 @@ OWN_RULES = (
         INVENTORY,
         STRICT_MANAGER,
         "List devices and deployables with their states, reasons and holders, and list discrepancies.",
-        ("GET /api/devices/", "GET /api/deployables/", "GET /api/discrepancies/"),
+        (
+            *("GET /api/devices/", "GET /api/deployables/", "GET /api/discrepancies/"),
+            *("GET /api/bulk_actions/", "GET /api/bulk_results/"),
+        ),
     ),
     PolicyRule(
         "cyborg:inventory:get_one",
         STRICT_MANAGER,
         "Show a device or a deployable with its state, reason and holders, or a discrepancy.",
-        ("GET /api/devices/{uuid}/", "GET /api/deployables/{uuid}/", "GET /api/discrepancies/{uuid}/"),
+        (
+            *("GET /api/devices/{uuid}/", "GET /api/deployables/{uuid}/", "GET /api/discrepancies/{uuid}/"),
+            *("GET /api/bulk_actions/{uuid}/", "GET /api/bulk_results/{id}/"),
+        ),
     ),
     PolicyRule(
         "cyborg:device:get_usage", STRICT_MANAGER, "See the load of a device.", ("GET /api/devices/{uuid}/usage/",)
@@ -304,6 +310,8 @@ OWN_RULES = (
         (
             "POST /api/devices/{uuid}/{enable,disable,drain,quarantine,release,retire,reinstate}/",
             "PATCH /api/devices/{uuid}/",
+            "POST /api/bulk_actions/ (an action that changes states)",
+            "POST /api/bulk_actions/{uuid}/{cancel,retry}/ (an action that changes states)",
         ),
     ),
     PolicyRule(
@@ -392,7 +400,16 @@ OWN_RULES = (
     ),
     PolicyRule("cyborg:command:get_all", STRICT_MANAGER, "List commands to agents.", ("GET /api/commands/",)),
     PolicyRule("cyborg:command:get_one", STRICT_MANAGER, "Show a command.", ("GET /api/commands/{uuid}/",)),
-    PolicyRule("cyborg:command:create", ADMIN, "Command a host's agent.", ("POST /api/commands/",)),
+    PolicyRule(
+        "cyborg:command:create",
+        ADMIN,
+        "Command a host's agent.",
+        (
+            "POST /api/commands/",
+            "POST /api/bulk_actions/ (action: health, reset)",
+            "POST /api/bulk_actions/{uuid}/{cancel,retry}/ (action: health, reset)",
+        ),
+    ),
     PolicyRule("cyborg:rule:get_all", STRICT_MANAGER, "List admission rules.", ("GET /api/rules/",)),
     PolicyRule("cyborg:host:delete", ADMIN, "Remove a host.", ("POST /api/hosts/{uuid}/remove/",)),
     PolicyRule("cyborg:rule:get_one", STRICT_MANAGER, "Show an admission rule.", ("GET /api/rules/{uuid}/",)),

@@ -213,6 +213,11 @@ SPECTACULAR_SETTINGS = {
         "RolloutState": list(states.RolloutState),
         "RolloutStepState": list(states.RolloutStepState),
         "AgentState": list(states.AgentState),
+        "BulkState": list(states.BulkState),
+        "DeviceOutcome": list(states.DeviceOutcome),
+        "DrainTarget": list(states.DrainTarget),
+        "AdmittedState": list(states.AdmittedState),
+        "BulkActionName": "accelerators.api.own.bulk_actions.ACTIONS",
     },
     "POSTPROCESSING_HOOKS": [
         "drf_spectacular.hooks.postprocess_schema_enums",

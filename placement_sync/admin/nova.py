@@ -20,6 +20,7 @@ from accelerators.domain.errors import RefusedError
 from accelerators.models import AcceleratorRequest
 from accelerators.ui import badges, permissions
 from accelerators.ui.changelist import ReadOnlyModelAdmin
+from accelerators.ui.empty_lists import CLOUD_IN_MANUAL
 from accelerators.ui.permissions import Right
 from placement_sync.models import NovaEndpoint
 from placement_sync.nova import endpoints
@@ -41,7 +42,8 @@ class NovaEndpointAdmin(ReadOnlyModelAdmin):
     fields = ("url", "shown_trust", "unknown_instances", "shown_proven", "shown_confirmed", "confirmed_by", "reason")
     readonly_fields = fields
     exports = {"shown_trust": ("proven_at", "confirmed_at")}
-    empty = "Nova was not asked about instances yet. Configure a cloud (docs/configuration.md)."
+    empty = "Nova was not asked about instances yet. That needs a cloud."
+    sources = (CLOUD_IN_MANUAL,)
 
     @display(description="Trusted", ordering="proven_at")
     def shown_trust(self, endpoint: NovaEndpoint) -> SafeString:

@@ -182,6 +182,7 @@ def slow_cards() -> Iterator[None]:
         cursor.execute("DROP FUNCTION be_slow CASCADE")
 
 
+@pytest.mark.slow
 @pytest.mark.django_db(transaction=True)
 def test_X5_a_report_that_takes_too_long_alone_is_put_aside_and_the_other_hosts_are_merged(
     slow_cards: None, monkeypatch: pytest.MonkeyPatch
@@ -227,6 +228,7 @@ def test_X5_of_a_host_that_is_put_aside_only_the_reports_that_matter_stay_in_the
     assert Host.objects.get().drivers["flaky"]["error"] == "it crashed" and Host.objects.get().applied_seq == 20
 
 
+@pytest.mark.slow
 @pytest.mark.django_db(transaction=True)
 def test_X5_a_report_whose_many_statements_together_take_too_long_is_put_aside(
     slow_cards: None, monkeypatch: pytest.MonkeyPatch

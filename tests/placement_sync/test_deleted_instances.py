@@ -157,6 +157,7 @@ def test_the_next_listing_begins_shortly_before_the_answer_to_the_last_one(nova:
     assert timedelta(minutes=4) < datetime.now(UTC) - second < timedelta(minutes=7)
 
 
+@pytest.mark.slow
 def test_a_listing_that_is_cut_off_continues_at_its_page(nova: FakeNova, monkeypatch: pytest.MonkeyPatch) -> None:
     nova.servers, nova.page = bind_instances(5), 1
     nova.delete(*nova.servers)

@@ -73,6 +73,7 @@ def test_a_keystone_that_does_not_answer_ends_the_question_for_the_address_at_it
     assert time.monotonic() - started < 2.5
 
 
+@pytest.mark.slow
 def test_a_login_that_hangs_does_not_delay_the_end_of_the_process() -> None:
     code = """
 import time

@@ -8,6 +8,7 @@ from accelerators.api.own.accelerators import AcceleratorView
 from accelerators.api.own.admission_rules import RuleView
 from accelerators.api.own.attachments import AttachmentView
 from accelerators.api.own.backends import BackendView, ServiceView
+from accelerators.api.own.bulk_actions import BulkActionView, BulkResultView
 from accelerators.api.own.commands import CommandView
 from accelerators.api.own.drivers import DriverView
 from accelerators.api.own.events import EventView, SealView
@@ -25,6 +26,8 @@ RESOURCES: Mapping[str, type[CollectionView]] = {
     "backends": BackendView,
     "services": ServiceView,
     "devices": DeviceView,
+    "bulk_actions": BulkActionView,
+    "bulk_results": BulkResultView,
     "deployables": DeployableView,
     "attach_handles": AttachHandleView,
     "accelerators": AcceleratorView,

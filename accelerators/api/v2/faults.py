@@ -28,6 +28,8 @@ STATUS_BY_REASON: Mapping[RefusalReason, int] = {
     RefusalReason.DUPLICATE: 500,
     RefusalReason.SERVICE_TOKEN: 403,
     RefusalReason.IN_USE: 409,
+    RefusalReason.NOT_CONFIRMED: 409,
+    RefusalReason.STALE_PREVIEW: 409,
     RefusalReason.UNAVAILABLE: 503,
 }
 """HTTP status for each reason of a RefusedError. The two 500 are upstream's; its clients and tests expect them

@@ -348,6 +348,7 @@ def test_adding_a_seal_with_an_existing_number_is_refused_by_the_database(transa
         sealing.append_seal(chain, SealKind.EVENTS, first.month, tx=1, event=1, events=1, digest="")
 
 
+@pytest.mark.slow
 def test_the_program_in_the_manual_verifies_seals_and_finds_a_forgery(transactional_db: None, tmp_path: Path) -> None:
     page = (Path(__file__).parents[3] / "docs" / "audit.md").read_text()
     program = tmp_path / "check.py"

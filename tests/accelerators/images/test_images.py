@@ -331,6 +331,7 @@ def test_a_download_is_done_in_slices_and_the_next_slice_continues_it(
     assert get_state_and_image_or_text(command) == ("queued", uuid)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("slow_answer", ["show", "list", "file"])
 def test_a_run_ends_in_time_although_glance_answers_byte_by_byte(
     wait: OrderCommand, cloud: FakeGlance, monkeypatch: pytest.MonkeyPatch, slow_answer: str

@@ -205,6 +205,7 @@ def test_a_full_cache_drops_its_oldest_entry(django_assert_num_queries: Any) -> 
         cache.get("a")
 
 
+@pytest.mark.slow
 def test_a_reconnected_listener_tells_subscribers_to_drop_all_entries() -> None:
     heard: list[str | None] = []
     pubsub.subscribe("devices", heard.append)
@@ -249,6 +250,7 @@ def test_a_notification_of_somebody_else_on_the_channel_does_not_stop_the_listen
     assert received.wait(5)
 
 
+@pytest.mark.slow
 def test_a_subscriber_that_raises_does_not_end_the_listener() -> None:
     received = threading.Event()
     topic = f"topic-{uuid4()}"

@@ -39,6 +39,7 @@ def test_a_call_inside_a_transaction_is_refused_also_from_threads_that_it_starte
     callguard.violations.clear()
 
 
+@pytest.mark.slow
 def test_the_processes_of_system_tests_have_the_guard() -> None:
     code = "import threading; print(threading.Thread.start.__name__)"
     done = subprocess.run([sys.executable, "-c", code], env=environment(), capture_output=True, text=True, check=True)

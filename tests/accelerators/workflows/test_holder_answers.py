@@ -109,7 +109,11 @@ ACTS = {
 }
 
 
-@pytest.fixture(params=ACTS)
+FAST = ("retire", "reset in bulk", "uninstall its driver", "sweep")
+"""Acts that each test tries in the fast lane: one of each kind."""
+
+
+@pytest.fixture(params=[act if act in FAST else pytest.param(act, marks=pytest.mark.exhaustive) for act in ACTS])
 def act(request: pytest.FixtureRequest) -> str:
     name: str = request.param
     return name

@@ -6,6 +6,7 @@ import base64
 import json
 import time
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -130,6 +131,7 @@ def test_an_epoch_far_in_the_future_is_refused(agent: WireAgent, gateway: AgentG
     assert not Spooled.objects.exists()
 
 
+@pytest.mark.slow
 def test_samples_of_a_second_connection_do_not_replace_those_of_the_active_one(
     agent: WireAgent, gateway: AgentGateway, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -209,7 +211,8 @@ def test_a_client_causes_at_most_30_events_a_day_and_code(
     monkeypatch: pytest.MonkeyPatch, pause_s: float, most: int
 ) -> None:
     now, written = [1000.0], []
-    monkeypatch.setattr("agents.gateway.rejections.time.monotonic", lambda: now[0])
+    # Not `time.monotonic` itself: the event loop of the file's web server would wait until the time set here.
+    monkeypatch.setattr("agents.gateway.rejections.time", SimpleNamespace(monotonic=lambda: now[0]))
     refusals = RefusalCounter()
     monkeypatch.setattr(refusals, "_record_events", lambda due: written.append(dict(due)))
     added = 0
@@ -264,6 +267,7 @@ def test_the_writer_goes_on_after_an_unexpected_exception(
     check_another_host_is_served(agent)
 
 
+@pytest.mark.slow
 def test_the_writer_queue_stays_short_during_a_database_outage(
     agent: WireAgent, gateway: AgentGateway, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -273,6 +273,7 @@ def test_after_many_lock_timeouts_the_rest_is_left_for_the_next_attempt() -> Non
     assert len(tried) == MAX_LOCK_TIMEOUTS
 
 
+@pytest.mark.slow
 def test_the_leases_of_other_hosts_are_renewed_although_many_rows_are_locked() -> None:
     with conductor.writing():
         hosts = Host.objects.bulk_create(Host(name=f"n{n:03}", node=f"n{n:03}") for n in range(200))

@@ -165,6 +165,7 @@ def test_an_agent_is_asked_for_its_report_even_if_the_notification_was_lost(
         receive_report_request(socket)
 
 
+@pytest.mark.slow
 def test_an_agent_is_not_asked_for_its_report_while_that_is_waiting_to_be_merged_or_on_its_way(
     agent: WireAgent, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -183,6 +184,7 @@ def test_an_agent_is_not_asked_for_its_report_while_that_is_waiting_to_be_merged
         assert Host.objects.get().applied_hash == make_report(make_card(1)).hash
 
 
+@pytest.mark.slow
 def test_an_agent_that_ignores_the_requests_for_its_report_is_asked_less_and_less_often(
     agent: WireAgent, monkeypatch: pytest.MonkeyPatch
 ) -> None:

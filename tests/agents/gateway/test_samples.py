@@ -149,6 +149,7 @@ def test_the_last_samples_of_a_host_are_known_in_every_process_and_not_stored(
     until(lambda: telemetry.get_last_loads() == LoadSnapshot({}))
 
 
+@pytest.mark.slow
 def test_an_agent_is_sent_the_fastest_watch_once_and_a_slower_one_when_it_ends(
     agent: WireAgent, gateway: AgentGateway
 ) -> None:
@@ -192,6 +193,7 @@ def test_a_census_returns_new_answers_only_and_ends_at_its_time_limit(
         assert telemetry.get_last_loads({host}).silent == ()
 
 
+@pytest.mark.slow
 def test_X5_excessive_samples_are_dropped_and_recorded_and_heartbeats_go_on(
     agent: WireAgent, gateway: AgentGateway
 ) -> None:

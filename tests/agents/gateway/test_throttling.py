@@ -267,6 +267,7 @@ def test_X5_reports_above_a_hosts_share_are_stored_later_and_none_is_lost(
     until(lambda: Event.objects.filter(action="agent.refused", host="cmp1", changes__code=[None, "throttled"]).exists())
 
 
+@pytest.mark.slow
 @pytest.mark.django_db(transaction=True)
 def test_X5_a_throttled_host_waits_for_one_heartbeat_at_most_and_takes_no_place_from_others(
     gateway_slot: GatewaySlot, gateway: AgentGateway

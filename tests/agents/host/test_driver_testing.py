@@ -84,6 +84,7 @@ def test_a_report_that_cannot_be_sent_is_refused_with_the_path_of_the_field(root
         Rehearsal(PaintingDriver(), root, {"model": ""}).report()
 
 
+@pytest.mark.slow
 def test_a_rehearsal_writes_and_removes_the_state_files_of_the_driver(tmp_path: Path) -> None:
     control = tmp_path / "control.json"
     control.write_text(json.dumps({"install": ["clock"]}))

@@ -121,6 +121,7 @@ def gateway(gateway_slot: GatewaySlot, monkeypatch: pytest.MonkeyPatch, tmp_path
     made.stop()
 
 
+@pytest.mark.slow
 @pytest.mark.django_db(transaction=True)
 @every_recording
 def test_C2_the_agent_of_a_recorded_release_works_with_our_gateway(
@@ -228,6 +229,7 @@ async def real_agent(directory: Path, server: FakeGateway) -> AsyncIterator[None
         logging.getLogger().handlers = handlers
 
 
+@pytest.mark.slow
 @every_recording
 def test_C2_our_agent_works_with_the_gateway_of_a_recorded_release(path: Path, tmp_path: Path) -> None:
     lines = read_recording(path)

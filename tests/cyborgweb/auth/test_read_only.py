@@ -116,6 +116,7 @@ def test_the_switch_waits_for_a_write_that_began_before_it(device: Device) -> No
     assert [*actions.values_list("action", flat=True)] == ["device.ready", "maintenance.begun"]
 
 
+@pytest.mark.slow
 @pytest.mark.django_db(transaction=True)
 def test_a_switch_gives_up_behind_a_long_write_and_does_not_stop_other_writes(
     device: Device, monkeypatch: pytest.MonkeyPatch

@@ -46,6 +46,7 @@ UNREACHABLE_URL = "http://127.0.0.1:1"
 uses_database = pytest.mark.django_db(transaction=True)
 
 
+@pytest.mark.slow
 def test_help_loads_no_heavy_modules_and_every_verb_has_an_example() -> None:
     heavy = "[m for m in ('django', 'requests', 'keystoneauth1', 'yaml', 'openstack') if m in sys.modules]"
     code = f"import sys; from cyborgweb.cli.main import cli; cli(['--help'], standalone_mode=False); print({heavy})"

@@ -108,7 +108,7 @@ def test_devices_that_changed_after_the_question_are_refused_with_the_reason(ope
     assert other.state == "ready"
     assert (bulk.moved, bulk.unchanged, bulk.refused) == (8, 1, 1)
     assert "it is ready now, since" in text and "by vera: needed. Look at it again." in text
-    assert "Choose the 1 refused device again" in text
+    assert "Retry the 1 failed device" in text
     asked = operator.post(bulk_page(bulk), {"do": "again"}, follow=True)
     assert "Quarantine: 1 device?" in asked.content.decode()
     assert [stood for _, _, stood, _, _ in asked.context["first"]] == ["ready"]
@@ -265,8 +265,13 @@ def test_too_large_or_empty_sets_are_refused_and_old_bulk_actions_are_deleted(
     with pytest.raises(RefusedError, match="No device is chosen"):
         bulk_actions.create_draft(Action.ENABLE, DrainTarget.MAINTENANCE, every.none(), OLGA)
     bulk = bulk_actions.create_draft(
-        Action.ENABLE, DrainTarget.MAINTENANCE, every.filter(address__lte="0000:02:00.0"), OLGA
+        Action.ENABLE,
+        DrainTarget.MAINTENANCE,
+        every.filter(address__lte="0000:02:00.0"),
+        Caller("olga", str(User.objects.get(username="olga").pk), frozenset(), ""),
     )
+    stranger = Caller("olga", "a user of Keystone with the same name", frozenset(), "")
+    assert not bulk_actions.may_confirm(bulk, stranger)
     assert [item.stood for item in bulk.items.all()] == [item.device.lifecycle_text for item in bulk.items.all()]
     assert "A reason is at most 500" in press_button(operator, bulk, "confirm", reason="x" * 501, typed="3")
     assert (
@@ -355,7 +360,10 @@ def test_a_bulk_health_check_includes_held_devices_and_each_refusal_has_a_reason
         Device.objects.filter(pk=missing.pk).update(state="missing", returns_to="ready")
     bulk = choose_devices(operator, "health")
     assert "Some devices are held" not in operator.get(bulk_page(bulk)).content.decode()
-    press_button(operator, bulk, "confirm")
+    assert "The devices are on 2 hosts. To confirm, type 20. Nothing was done." in press_button(
+        operator, bulk, "confirm"
+    )
+    press_button(operator, bulk, "confirm", typed="20")
     assert (bulk.state, bulk.moved, bulk.refused) == ("done", 9, 11)
     why = dict(bulk.items.filter(outcome="refused").values_list("device_uuid", "text"))
     assert "is missing: health is possible when" in why[missing.uuid]

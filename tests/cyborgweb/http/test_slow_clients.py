@@ -150,6 +150,7 @@ def test_clients_that_send_headers_and_no_body_do_not_occupy_threads(server: Ser
     assert server.threads.active_requests == 0
 
 
+@pytest.mark.slow
 def test_a_body_that_does_not_arrive_in_time_is_answered_408_and_the_connection_is_closed(server: Server) -> None:
     server.start(body_timeout_s=DEADLINE_S)
     for path, parts in (("/v2/x", ["faultstring"]), ("/api/x", ["request_timeout"]), ("/admin/x", ["send it again"])):
@@ -304,6 +305,7 @@ def test_an_aborted_upload_leaves_no_message_in_the_log(server: Server, caplog: 
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
 
 
+@pytest.mark.slow
 def test_many_slow_bodies_use_bounded_memory_and_short_requests_go_on(server: Server) -> None:
     """Bodies beyond the limit of bytes get 503; a body of a few KiB, such as a bind's, does not count."""
     server.start(body_buffer_bytes=MAX_BODY_BYTES)
@@ -340,6 +342,7 @@ def test_a_slow_client_that_goes_on_reading_gets_its_whole_answer(server: Server
         time.sleep(0.002)
 
 
+@pytest.mark.slow
 def test_an_upload_may_take_longer_than_other_bodies_but_not_for_ever(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -386,6 +386,7 @@ print(json.dumps([*found, told()]))
 """
 
 
+@pytest.mark.slow
 def test_counters_of_forked_processes_are_summed_and_kept_without_growing_the_files(tmp_path: Path) -> None:
     finished = subprocess.run(
         [sys.executable, "-c", COUNTING_PROGRAM],
@@ -428,6 +429,7 @@ for counts in (True, False):
 """
 
 
+@pytest.mark.slow
 def test_a_fork_without_metric_files_continues_and_logs_it_once(tmp_path: Path) -> None:
     finished = subprocess.run(
         [sys.executable, "-c", FAILING_PROGRAM],
@@ -441,6 +443,7 @@ def test_a_fork_without_metric_files_continues_and_logs_it_once(tmp_path: Path) 
     assert finished.stderr.count("records no metrics") == 1
 
 
+@pytest.mark.slow
 def test_with_an_unusable_metrics_folder_counters_stay_in_the_process(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     count = "metrics.create_counter('a_total', 'A.').inc(); print(len(list(metrics.collect_metrics())) > 0)"

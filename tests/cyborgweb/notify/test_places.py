@@ -115,6 +115,7 @@ def subscribe_hanging_projects(subscribe: Subscribe, targets: list[str]) -> None
     Delivery.objects.update(next_at=PAST_TIME)
 
 
+@pytest.mark.slow
 @pytest.mark.django_db(transaction=True)
 def test_x5_a_quick_projects_webhooks_stay_quick_beside_sixteen_projects_whose_receivers_hang(
     subscribe: Subscribe, receiver: Receiver, hanging_targets: list[str], monkeypatch: pytest.MonkeyPatch

@@ -135,6 +135,7 @@ def subscribe_silent(subscribe: Subscribe, targets: list[str], messages: int) ->
     return rows
 
 
+@pytest.mark.slow
 def test_a_project_with_hanging_webhooks_does_not_delay_the_webhooks_of_others(
     subscribe: Subscribe, receiver: Receiver, silent_targets: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

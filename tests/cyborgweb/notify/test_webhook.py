@@ -108,6 +108,7 @@ def test_lookups_that_hang_are_bounded_and_do_not_keep_the_process_from_ending(m
     assert "that is not public" in post_message("https://e.example/", {}, b"{}", PUBLIC_ONLY, lookup).error
 
 
+@pytest.mark.slow
 def test_lookups_that_hang_for_one_project_leave_places_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(webhook, "CONNECT_TIMEOUT_S", 0.2)
     monkeypatch.setattr(webhook, "_lookup_places", webhook.LookupPlaces(4, 3))

@@ -56,6 +56,7 @@ def settle_restored_database() -> str:
     return after_restore.prepare_restored_database(OLGA, "restored from the backup of noon")
 
 
+@pytest.mark.slow
 def test_a_backup_is_a_private_folder_with_the_database_and_the_secret_key(tmp_path: Path) -> None:
     told: list[int] = []
     made = tmp_path / "made"

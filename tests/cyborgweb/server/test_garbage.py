@@ -25,6 +25,7 @@ def test_manage_py_collects_no_garbage_while_it_loads_its_code() -> None:
     assert full_collections == 0
 
 
+@pytest.mark.slow
 def test_loading_changes_nothing_in_a_process_that_did_not_pause_garbage_collection() -> None:
     code = (
         f"import gc; from cyborgweb.server import garbage; gc.disable(); garbage.resume_after_loading(); {PRINT_STATE}"

@@ -77,6 +77,7 @@ def test_a_socket_folder_that_cannot_be_made_is_a_refusal_with_the_reason(tmp_pa
         open_private_folder(tmp_path / "file" / "run", frozenset([os.getuid()]))
 
 
+@pytest.mark.slow
 @needs_root
 def test_a_plain_user_is_told_who_owns_a_folder_that_he_may_not_open() -> None:
     probe = (
@@ -147,6 +148,7 @@ def run_client(state: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT, env=environment)
 
 
+@pytest.mark.slow
 def test_clients_refuse_a_socket_folder_that_is_a_link_while_the_server_is_down(server: Postgres) -> None:
     server.socket.symlink_to(STATE)
     done = run_client(server.home.parent)
@@ -167,6 +169,7 @@ def test_the_socket_accepts_the_servers_own_user_only() -> None:
     assert stat.S_IMODE(socket.parent.stat().st_mode) == 0o700
 
 
+@pytest.mark.slow
 @needs_root
 def test_another_user_cannot_connect_even_in_a_folder_that_is_open_to_all() -> None:
     socket = choose_socket_folder(STATE / "postgres" / "run") / ".s.PGSQL.5432"

@@ -125,6 +125,7 @@ def test_a_handshake_that_is_not_finished_is_ended_after_the_deadline_for_header
     assert servers.ask().startswith(b"HTTP/1.1 200")
 
 
+@pytest.mark.slow
 def test_the_handshake_and_the_headers_have_one_deadline_together(servers: Servers) -> None:
     servers.start(header_timeout_s=2 * DEADLINE_S)
     connection = servers.connect()
@@ -166,6 +167,7 @@ def test_a_shutdown_does_not_wait_for_handshakes(servers: Servers) -> None:
     assert measure_until(lambda: is_closed(connection)) < 10
 
 
+@pytest.mark.slow
 def test_the_listener_accepts_again_after_the_system_has_refused_a_connection(
     servers: Servers, monkeypatch: pytest.MonkeyPatch
 ) -> None:

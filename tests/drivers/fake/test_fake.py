@@ -76,6 +76,7 @@ def test_the_simulated_load_varies_over_time_and_by_device_within_its_bounds() -
     assert simulate_load("a", 1e9) == simulate_load("a", 1e9) != simulate_load("a", 1e9 + 30)
 
 
+@pytest.mark.slow
 def test_the_fake_driver_reports_the_load_of_its_control_file_else_a_simulated_one(tmp_path: Path) -> None:
     control, ask = tmp_path / "fake.json", Ask("fake_driver:0000:0c:00.0")
     assert run_fake_command(control, "set", "stats", '{"power_watts": 12.5}').returncode == 0
@@ -93,6 +94,7 @@ def test_an_unusable_control_file_is_refused_with_its_name(tmp_path: Path, text:
         discover_devices(control)
 
 
+@pytest.mark.slow
 def test_the_fake_command_does_not_change_a_control_file_that_it_cannot_read(tmp_path: Path) -> None:
     control = tmp_path / "fake.json"
     control.write_text("{")

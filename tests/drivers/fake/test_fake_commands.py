@@ -171,6 +171,7 @@ def test_an_image_is_loaded_replaced_by_another_and_removed_by_reset(bench: Fake
         bench.plan("program")
 
 
+@pytest.mark.slow
 def test_health_of_the_fake_device_has_status_signals_and_samples(bench: FakeDriverBench) -> None:
     bench.write_control_file(count=2, failing={"1": "smoke"}, stats={"load_percent": 12.5})
 
@@ -188,6 +189,7 @@ def test_health_of_the_fake_device_has_status_signals_and_samples(bench: FakeDri
     asyncio.run(story())
 
 
+@pytest.mark.slow
 def test_the_driver_process_reads_the_state_directory_it_was_given(bench: FakeDriverBench, tmp_path: Path) -> None:
     bench.write_control_file(install=["firmware"])
 

@@ -62,6 +62,7 @@ def test_a_backend_whose_question_hangs_is_not_asked_again_until_that_question_h
     assert wait_for_an_answer(caller) == "found" and caller.suspension == ""
 
 
+@pytest.mark.slow
 def test_each_late_answer_doubles_the_pause_and_an_answer_in_time_ends_it(
     released: threading.Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:

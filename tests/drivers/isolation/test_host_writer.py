@@ -38,6 +38,7 @@ def make_attribute(root: Path, path: str, value: str = "0") -> Path:
     return file
 
 
+@pytest.mark.slow
 def test_a_value_is_written_to_an_existing_attribute_and_no_file_is_created_in_sys(tmp_path: Path) -> None:
     file = make_attribute(tmp_path, "/sys/a/numvfs")
 
@@ -53,6 +54,7 @@ def test_a_value_is_written_to_an_existing_attribute_and_no_file_is_created_in_s
     run_with_writer(tmp_path, work)
 
 
+@pytest.mark.slow
 def test_a_definition_of_a_mediated_device_can_only_be_removed_and_nothing_else_of_etc_is_written(
     tmp_path: Path,
 ) -> None:
@@ -72,6 +74,7 @@ def test_a_definition_of_a_mediated_device_can_only_be_removed_and_nothing_else_
     assert not definition.exists() and other.read_text() == "root"
 
 
+@pytest.mark.slow
 def test_state_files_of_a_driver_are_created_replaced_and_removed(tmp_path: Path) -> None:
     async def work(hand: HostWriter) -> None:
         await hand.write("/state/b/0/on", "1", 5)
@@ -85,6 +88,7 @@ def test_state_files_of_a_driver_are_created_replaced_and_removed(tmp_path: Path
     run_with_writer(tmp_path, work)
 
 
+@pytest.mark.slow
 def test_a_hanging_write_times_out_and_the_next_write_succeeds(tmp_path: Path) -> None:
     make_attribute(tmp_path, "/sys/a/mode")
     os.mkfifo(tmp_path / "sys/a/reset")  # Without a reader, opening the FIFO blocks.
@@ -105,6 +109,7 @@ def test_a_hanging_write_times_out_and_the_next_write_succeeds(tmp_path: Path) -
     run_with_writer(tmp_path, work)
 
 
+@pytest.mark.slow
 def test_a_write_whose_worker_is_killed_raises_a_timeout(tmp_path: Path) -> None:
     make_attribute(tmp_path, "/sys/mode")
     os.mkfifo(tmp_path / "sys/wait")
@@ -121,6 +126,7 @@ def test_a_write_whose_worker_is_killed_raises_a_timeout(tmp_path: Path) -> None
     run_with_writer(tmp_path, work)
 
 
+@pytest.mark.slow
 def test_a_write_fails_when_its_worker_starts_but_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("drivers.isolation.host_writer.START_S", 0.05)
 
@@ -134,6 +140,7 @@ def test_a_write_fails_when_its_worker_starts_but_does_not_answer(monkeypatch: p
     asyncio.run(story())
 
 
+@pytest.mark.slow
 def test_a_cancelled_write_ends_its_worker(tmp_path: Path) -> None:
     make_attribute(tmp_path, "/sys/mode")
     os.mkfifo(tmp_path / "sys/wait")
@@ -179,6 +186,7 @@ def make_image(root: Path, data: bytes) -> Image:
     return Image(str(file), len(data), "0" * 64)
 
 
+@pytest.mark.slow
 def test_an_image_is_copied_completely_and_kept_when_the_next_copy_fails(tmp_path: Path) -> None:
     data = os.urandom(200_000)
 
@@ -192,6 +200,7 @@ def test_an_image_is_copied_completely_and_kept_when_the_next_copy_fails(tmp_pat
     run_with_writer(tmp_path, work)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("error", "raised"), [("", None), ("programming:hw-error", Failed)])
 def test_firmware_is_uploaded_by_the_kernels_firmware_class_with_progress_and_errors(
     tmp_path: Path, error: str, raised: type[DriverError] | None
@@ -240,6 +249,7 @@ def test_firmware_is_uploaded_by_the_kernels_firmware_class_with_progress_and_er
     run_with_writer(tmp_path, work)
 
 
+@pytest.mark.slow
 def test_a_second_upload_is_refused_while_one_runs(tmp_path: Path) -> None:
     make_attribute(tmp_path, f"{UPLOAD_SLOT}/status", "programming")
     loading = make_attribute(tmp_path, f"{UPLOAD_SLOT}/loading", "0")

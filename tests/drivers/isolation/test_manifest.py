@@ -94,6 +94,7 @@ def test_an_old_kernel_is_reported_as_a_lack(needed: str, present: str, says: st
     assert driver_main.explain_old_kernel(needed, present) == says
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "handle_types", "setting"),
     [

@@ -22,6 +22,8 @@ from drivers.machine import Machine, OpenNodes
 from drivers.plan import Ask, Plan
 from tests.drivers.isolation.scripted_driver import WRITES, start_actor
 
+pytestmark = pytest.mark.slow
+
 VFS = "/sys/bus/pci/devices/0000:3b:00.0/sriov_numvfs"
 
 

@@ -20,6 +20,8 @@ from drivers.isolation.runner import DriverProcess
 from drivers.plan import Ask
 from tests.support.webserver import PATIENCE
 
+pytestmark = pytest.mark.slow
+
 MAX_RSS_KB = 26 * 1024
 SCRIPT_HEAD = """
 import json, os, sys, time

@@ -15,6 +15,8 @@ from tests.drivers.isolation.scripted_driver import start_actor
 from tests.drivers.isolation.test_protocol import run_story
 from tests.drivers.isolation.test_runner import scripted_process
 
+pytestmark = pytest.mark.slow
+
 GOOD_LOAD, GOOD_LOAD_AS_LIST = "(Sample(key, 'power_watts', 1.5),)", "[Sample(key, 'power_watts', 2)]"
 PARTLY_GOOD_LOAD = (
     "(Sample(key, 'power_watts', float('nan')), Sample(key, 'x', float('-inf')), Sample(key, 'memory_used_bytes', 7))"

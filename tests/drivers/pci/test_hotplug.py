@@ -10,6 +10,8 @@ import pytest
 
 from tests.support import kernel
 
+pytestmark = pytest.mark.slow
+
 
 def run_on_simulated_bus(module: str, *words: str) -> list[str]:
     """Run a module on a simulated /sys of its own; return the lines that it prints."""

@@ -20,6 +20,8 @@ from accelerators.models import (
     AcceleratorRequest,
     AttachHandle,
     Attachment,
+    Bulk,
+    BulkItem,
     Device,
     DeviceProfile,
     Host,
@@ -72,7 +74,7 @@ def fill(db: None) -> Fill:
     """Return `fill(devices)`, which creates hosts cmp0, cmp1… with ten cards of two handles each, and returns them.
 
     Every third free handle gets a bound request; the requests belong to p1 and p2 in turn and to INSTANCES. Each host
-    has a rescan command and a discrepancy. There are an image, a seal, a rollout and an attachment.
+    has a rescan command and a discrepancy. There are an image, a seal, a rollout, a bulk action and an attachment.
     """
 
     def make(devices: int, first: int = 0) -> list[Host]:
@@ -101,6 +103,8 @@ def fill(db: None) -> Fill:
             )
             Rollout.objects.create(op="install", driver="far_driver", total=0, actor="olga", source="api")
             Attachment.objects.create(instance=INSTANCES[0], project_id="p1", host="cmp0", actor="olga")
+            bulk = Bulk.objects.create(action="enable", total=1, actor="olga")
+            BulkItem.objects.create(bulk=bulk, device_uuid=uuid.uuid4(), device_name="card", host="cmp0", stood="ready")
             Image.objects.create(name="shell", size=1, sha256="0" * 64, source="upload")
             facts = {"month": "2026-01", "tx": 0, "event": 0, "events": 0, "sealed_at": datetime.now(UTC)}
             Seal.objects.get_or_create(number=1, defaults=facts | {"digest": "0" * 64, "hash": "0" * 64})

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.django_db
 
 INFRASTRUCTURE_COLLECTIONS = (
     *("hosts", "agents", "devices", "deployables", "attach_handles", "commands", "images", "discrepancies", "seals"),
-    "nova_endpoints",
+    *("nova_endpoints", "bulk_actions", "bulk_results"),
 )
 OPERATIONS_COLLECTIONS = ("backends", "services", "drivers", "rollouts", "attachments")
 """Their permissions are tested in tests/cyborgweb/auth/test_roles.py."""

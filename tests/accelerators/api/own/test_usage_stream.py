@@ -124,6 +124,7 @@ def count_watches(socket: Any) -> int:
     return found
 
 
+@pytest.mark.slow
 def test_a_usage_stream_sends_new_values_and_ends_when_its_reader_logs_out(
     server: SwitchableApplication, device: Device
 ) -> None:
@@ -153,6 +154,7 @@ def test_a_usage_stream_sends_new_values_and_ends_when_its_reader_logs_out(
     assert EventStreamClient(server.port, address, Cookie=cookie).response.status == 401
 
 
+@pytest.mark.slow
 def test_many_listeners_share_one_watch_and_each_gets_its_own_device(
     server: SwitchableApplication, device: Device, token: str
 ) -> None:

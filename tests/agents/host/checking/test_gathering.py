@@ -165,6 +165,7 @@ def test_a_silent_server_ends_the_check_after_its_time() -> None:
     asyncio.run(story())
 
 
+@pytest.mark.slow
 def test_enabled_drivers_settle_conflicts_and_others_are_asked_alone() -> None:
     async def story() -> None:
         command = [sys.executable, "-I", "-m", "drivers.isolation.driver_main"]

@@ -148,6 +148,7 @@ def test_a_broken_uevent_socket_is_closed_and_drivers_rescan_on_the_timer(caplog
     assert "uevents are no longer available" in caplog.text
 
 
+@pytest.mark.slow
 def test_a_watched_file_wakes_its_driver_when_it_is_created_changed_or_deleted(tmp_path: Path) -> None:
     control = tmp_path / "fake.toml"
 

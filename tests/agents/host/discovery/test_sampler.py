@@ -227,6 +227,7 @@ def report_with_health(status: Health) -> DriverReport:
     return msgspec.structs.replace(report, devices=(msgspec.structs.replace(report.devices[0], status=status),))
 
 
+@pytest.mark.slow
 def test_a_watch_gets_samples_at_once_and_then_at_its_interval(tmp_path: Path) -> None:
     async def story() -> None:
         async with FakeGateway().open() as server, run_sampled_host(tmp_path, server) as agent:
@@ -244,6 +245,7 @@ def test_a_watch_gets_samples_at_once_and_then_at_its_interval(tmp_path: Path) -
     run_story(story)
 
 
+@pytest.mark.slow
 def test_a_watch_ends_when_its_connection_is_lost(tmp_path: Path) -> None:
     async def story() -> None:
         async with FakeGateway().open() as server, run_sampled_host(tmp_path, server) as agent:

@@ -119,6 +119,7 @@ def test_placement_writes_stop_when_the_agent_loses_its_connection(tmp_path: Pat
     run_story(tmp_path, placement, story)
 
 
+@pytest.mark.slow
 def test_placement_writes_stop_when_heartbeats_are_not_acknowledged(tmp_path: Path, placement: ServedPlacement) -> None:
     async def story(server: FakeGateway, hand: DirectPlacementWriter) -> None:
         placement.gate.clear()

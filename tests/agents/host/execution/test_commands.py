@@ -37,6 +37,7 @@ from tests.agents.host.test_main import collect_log_lines, join_token, running_a
 Change = Callable[[wire.ImageRef], wire.ImageRef]
 
 
+@pytest.mark.slow
 def test_a_command_is_acknowledged_and_its_result_names_the_last_report(tmp_path: Path) -> None:
     async def story() -> None:
         server = FakeGateway()
@@ -55,6 +56,7 @@ def test_a_command_is_acknowledged_and_its_result_names_the_last_report(tmp_path
     asyncio.run(story())
 
 
+@pytest.mark.slow
 def test_a_result_waits_for_its_report_and_is_resent_until_it_is_acknowledged(tmp_path: Path) -> None:
     async def story() -> None:
         server = FakeGateway(acknowledge_results=False)
@@ -84,6 +86,7 @@ def test_a_result_waits_for_its_report_and_is_resent_until_it_is_acknowledged(tm
     asyncio.run(story())
 
 
+@pytest.mark.slow
 def test_a_command_goes_on_without_the_gateway_and_its_result_is_sent_after_reconnecting(tmp_path: Path) -> None:
     async def story() -> None:
         server = FakeGateway()
@@ -114,6 +117,7 @@ def plan_image_copy(ask: Ask) -> Plan:
     return Plan((Step("copy it", Write("/state/image", ""), image="copy"),))
 
 
+@pytest.mark.slow
 def test_an_image_is_fetched_for_program_and_mdev_attach_and_deleted_afterwards(tmp_path: Path) -> None:
     async def story() -> None:
         data = b"bitstream" * 50_000
@@ -265,6 +269,7 @@ def test_the_agent_process_installs_attaches_and_detaches_after_kill_9(tmp_path:
     asyncio.run(story())
 
 
+@pytest.mark.slow
 def test_the_write_worker_imports_neither_asyncio_nor_msgspec_nor_django() -> None:
     code = "import sys, drivers.isolation.write_worker; assert not {'asyncio', 'msgspec', 'django'} & set(sys.modules)"
     subprocess.run([sys.executable, "-I", "-c", code], check=True)

@@ -34,6 +34,7 @@ from tests.agents.host.fake_gateway import wait_until
 from tests.agents.host.journal.test_journal import full_disk
 
 
+@pytest.mark.slow
 def test_a_command_writes_reports_and_journals_before_its_result_is_given(tmp_path: Path) -> None:
     async def story() -> None:
         driver = ScriptedDriver(
@@ -64,6 +65,7 @@ def test_a_command_that_the_driver_refuses_has_the_drivers_message_and_no_report
     asyncio.run(story())
 
 
+@pytest.mark.slow
 def test_a_failing_step_undoes_the_steps_before_it_and_names_those_without_undo(tmp_path: Path) -> None:
     async def story() -> None:
         steps = (write_step("numvfs", "4", undo="0"), write_step("mode", "b"), write_step("absent", "1", undo="0"))
@@ -81,6 +83,7 @@ def test_a_failing_step_undoes_the_steps_before_it_and_names_those_without_undo(
     asyncio.run(story())
 
 
+@pytest.mark.slow
 def test_a_step_whose_check_stays_false_is_undone_and_the_result_names_the_check(tmp_path: Path) -> None:
     async def story() -> None:
         wanted = write_step(
@@ -95,6 +98,7 @@ def test_a_step_whose_check_stays_false_is_undone_and_the_result_names_the_check
     asyncio.run(story())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("earlier", "outcome"), [((), "refused"), ((write_step("mode", "a", undo="0"),), "failed")])
 def test_a_step_is_not_started_when_its_expected_value_differs(
     tmp_path: Path, earlier: tuple[Step, ...], outcome: str
@@ -109,6 +113,7 @@ def test_a_step_is_not_started_when_its_expected_value_differs(
     asyncio.run(story())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("op", ["install", "uninstall", "partition"])
 def test_an_act_of_many_steps_is_planned_again_until_no_step_is_left_but_at_most_four_times(
     tmp_path: Path, op: str
@@ -128,6 +133,7 @@ def test_an_act_of_many_steps_is_planned_again_until_no_step_is_left_but_at_most
     asyncio.run(story())
 
 
+@pytest.mark.slow
 def test_an_uninstall_that_plans_the_same_step_again_is_done_when_the_effect_of_the_step_is_there(
     tmp_path: Path,
 ) -> None:
@@ -146,6 +152,7 @@ def test_an_uninstall_that_plans_the_same_step_again_is_done_when_the_effect_of_
     asyncio.run(story())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("op", "outcome"), [("uninstall", "succeeded"), ("partition", "failed")])
 def test_an_uninstall_that_makes_its_device_vanish_is_done_and_not_undone(
     tmp_path: Path, op: str, outcome: str
@@ -172,6 +179,7 @@ def test_an_act_that_needs_an_image_is_refused_untouched_when_the_command_has_no
     asyncio.run(story())
 
 
+@pytest.mark.slow
 def test_commands_of_one_device_run_in_order_and_those_of_another_device_in_parallel(tmp_path: Path) -> None:
     async def story() -> None:
         slow = write_step("mode", "1", seen=(Check(f"{CARD_PATH}/numvfs", "9"),), timeout_s=10)
@@ -190,6 +198,7 @@ def test_commands_of_one_device_run_in_order_and_those_of_another_device_in_para
     asyncio.run(story())
 
 
+@pytest.mark.slow
 def test_a_command_that_arrives_again_runs_once_and_gets_the_same_result(tmp_path: Path) -> None:
     async def story() -> None:
         driver = ScriptedDriver({"install": plan_once(write_step("mode", "1"))})
@@ -289,6 +298,7 @@ def test_no_step_is_started_after_the_time_limit_of_the_command(tmp_path: Path) 
     asyncio.run(story())
 
 
+@pytest.mark.slow
 def test_a_command_is_refused_untouched_while_the_disk_of_the_journal_is_full(tmp_path: Path) -> None:
     async def story() -> None:
         driver = ScriptedDriver({"install": plan_always(write_step("mode", "1"))})
@@ -303,6 +313,7 @@ def test_a_command_is_refused_untouched_while_the_disk_of_the_journal_is_full(tm
     asyncio.run(story())
 
 
+@pytest.mark.slow
 def test_a_result_is_delayed_and_not_lost_when_the_disk_fills_during_a_step(tmp_path: Path) -> None:
     async def story() -> None:
         waits = write_step("mode", "1", seen=(Check(f"{CARD_PATH}/numvfs", "1"),))
@@ -321,6 +332,7 @@ def test_a_result_is_delayed_and_not_lost_when_the_disk_fills_during_a_step(tmp_
     asyncio.run(story())
 
 
+@pytest.mark.slow
 def test_a_device_removed_between_steps_fails_the_command_and_the_undo_is_reported(tmp_path: Path) -> None:
     async def story() -> None:
         waits = write_step("mode", "1", seen=(Check(f"{CARD_PATH}/numvfs", ""),), undo="0")
@@ -338,6 +350,7 @@ def test_a_device_removed_between_steps_fails_the_command_and_the_undo_is_report
     asyncio.run(story())
 
 
+@pytest.mark.slow
 def test_a_file_whose_first_value_cannot_be_read_in_time_is_not_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -359,6 +372,7 @@ def test_a_file_whose_first_value_cannot_be_read_in_time_is_not_written(
     asyncio.run(story())
 
 
+@pytest.mark.slow
 def test_a_write_that_hangs_ends_as_unknown_unless_its_check_is_true(tmp_path: Path) -> None:
     async def story() -> None:
         driver = ScriptedDriver({"install": plan_always(write_step("fifo", "4", timeout_s=0.3))})
@@ -426,6 +440,7 @@ def test_a_driver_looks_again_when_a_health_check_finds_another_health_than_it_r
     asyncio.run(story())
 
 
+@pytest.mark.slow
 def test_commands_do_not_time_out_when_the_wall_clock_jumps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def story() -> None:
         waits = write_step("mode", "1", seen=(Check(f"{CARD_PATH}/numvfs", "1"),))

@@ -42,6 +42,7 @@ from tests.support.modelmachine import ModelMachine
 OTHER_CARD_PATH = f"/sys/bus/pci/devices/{OTHER_CARD}"
 
 
+@pytest.mark.slow
 def test_destructive_commands_are_refused_while_a_handle_is_attached_also_after_a_restart(tmp_path: Path) -> None:
     async def story() -> None:
         def attach(ask: Ask) -> Plan:
@@ -74,6 +75,7 @@ def test_destructive_commands_are_refused_while_a_handle_is_attached_also_after_
     asyncio.run(story())
 
 
+@pytest.mark.slow
 def test_a_failed_attachment_blocks_the_device_only_if_it_was_not_fully_undone(tmp_path: Path) -> None:
     async def story() -> None:
         bad = write_step("absent", "1")
@@ -171,6 +173,7 @@ def run_on_platform_fpga(root: Path, write: Write, sys_path: str = FPGA) -> tupl
     return asyncio.run(story())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "write",
     [
@@ -206,6 +209,7 @@ def test_a_device_that_is_not_on_pci_may_not_write_to_a_parent_a_neighbour_or_a_
     assert outcome == "refused" and "may affect more than this device" in text
 
 
+@pytest.mark.slow
 def test_a_plan_may_write_to_virtual_functions_of_its_device_and_bind_them(tmp_path: Path) -> None:
     async def story() -> None:
         virtual = "0000:01:00.1"
@@ -485,6 +489,7 @@ def test_virtual_functions_beside_the_hosts_use_of_their_card_may_be_taken_away(
     assert (result.outcome, is_written) == ("succeeded", True), result.text
 
 
+@pytest.mark.slow
 def test_S3_a_step_is_not_undone_while_a_guest_uses_what_that_would_take_away(tmp_path: Path) -> None:
     async def story() -> None:
         model = make_model_with_guest_functions(tmp_path)
@@ -546,6 +551,7 @@ def test_writes_that_take_nothing_away_are_allowed_beside_a_guest(tmp_path: Path
     asyncio.run(story())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("number", "outcome"), [("00", "succeeded"), ("01", "refused")])
 def test_an_attachment_of_a_pulled_card_is_detached_but_only_at_the_address_of_its_handle(
     tmp_path: Path, number: str, outcome: str
@@ -615,6 +621,7 @@ def test_the_table_for_all_drivers_can_have_only_acts_and_is_no_drivers_table() 
         extract_allowed_acts({"*": {"acts": [], "rules": []}})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("scope", "other", "refused"),
     [
@@ -701,6 +708,7 @@ def test_S3_the_functions_of_a_wide_scope_are_asked_before_a_plan_and_again_befo
     asyncio.run(story())
 
 
+@pytest.mark.slow
 def test_S1_a_wide_act_stops_before_the_step_at_which_another_device_has_got_an_attachment(tmp_path: Path) -> None:
     async def story() -> None:
         manifest = Manifest("drv", writes=WRITABLE_PATHS, declares=DriverDeclaration(affects={"reset": "host"}))

@@ -142,6 +142,7 @@ def test_a_command_runs_once_and_gets_a_result_when_the_agent_is_killed_at_any_p
     assert set(outcomes) == {"succeeded", "unknown"}
 
 
+@pytest.mark.slow
 def test_a_command_received_but_not_started_before_a_restart_runs_when_it_is_sent_again(tmp_path: Path) -> None:
     async def story() -> None:
         driver = make_file_driver(tmp_path)
@@ -221,6 +222,7 @@ def test_an_interrupted_command_that_no_driver_can_check_ends_as_unknown(tmp_pat
     asyncio.run(story())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("boot", ["boot1", "boot2"])
 def test_an_interrupted_attachment_counts_as_attached_and_is_not_repeated_at_the_next_start(
     tmp_path: Path, boot: str
@@ -242,6 +244,7 @@ def test_an_interrupted_attachment_counts_as_attached_and_is_not_repeated_at_the
     asyncio.run(story())
 
 
+@pytest.mark.slow
 def test_installation_and_attachments_are_restored_after_a_reboot_before_the_first_report(tmp_path: Path) -> None:
     async def story() -> None:
         driver = make_file_driver(tmp_path)
@@ -262,6 +265,7 @@ def test_installation_and_attachments_are_restored_after_a_reboot_before_the_fir
     asyncio.run(story())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_found", [True, False])
 def test_a_device_is_restored_where_it_is_found_if_the_reboot_gave_it_another_address(
     tmp_path: Path, is_found: bool
@@ -298,6 +302,7 @@ def test_a_device_is_restored_where_it_is_found_if_the_reboot_gave_it_another_ad
     asyncio.run(story())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("error", [KeyError("drv"), sqlite3.DatabaseError("disk I/O error")])
 def test_a_command_runs_although_the_agent_itself_failed_to_look_for_its_device_again_after_a_reboot(
     tmp_path: Path, error: Exception, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
@@ -328,6 +333,7 @@ def test_a_command_runs_although_the_agent_itself_failed_to_look_for_its_device_
     asyncio.run(story())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("error", [KeyError("drv"), sqlite3.DatabaseError("disk I/O error")])
 def test_a_device_that_the_agent_itself_failed_to_restore_after_a_reboot_is_reported_as_failed(
     tmp_path: Path, error: Exception
@@ -352,6 +358,7 @@ def test_a_device_that_the_agent_itself_failed_to_restore_after_a_reboot_is_repo
     asyncio.run(story())
 
 
+@pytest.mark.slow
 def test_the_partitions_of_a_device_are_restored_after_a_reboot(tmp_path: Path) -> None:
     async def story() -> None:
         def divide(ask: Ask) -> Plan:
@@ -368,6 +375,7 @@ def test_the_partitions_of_a_device_are_restored_after_a_reboot(tmp_path: Path) 
     asyncio.run(story())
 
 
+@pytest.mark.slow
 def test_a_device_is_failed_while_its_attachment_cannot_be_restored_after_a_reboot(tmp_path: Path) -> None:
     async def story() -> None:
         driver = make_file_driver(tmp_path)
@@ -393,6 +401,7 @@ def roster_with(driver: ScriptedDriver) -> Callable[[Journal], DriverSet]:
     return lambda journal: DriverSet(["drv"], {}, journal.desired_drivers, lambda *_: driver, lambda: ("drv",))  # type: ignore[arg-type,return-value]
 
 
+@pytest.mark.slow
 def test_a_driver_disabled_during_a_reboot_restores_its_device_when_it_is_enabled(tmp_path: Path) -> None:
     async def story() -> None:
         driver = make_file_driver(tmp_path)
@@ -432,6 +441,7 @@ def test_a_rescan_succeeds_when_its_driver_is_disabled_meanwhile(tmp_path: Path)
     asyncio.run(story())
 
 
+@pytest.mark.slow
 def test_a_slow_restoration_after_a_reboot_fails_the_device_and_does_not_delay_the_report(tmp_path: Path) -> None:
     async def story() -> None:
         driver = ScriptedDriver({"install": plan_once(write_step("mode", "1"))})
@@ -515,6 +525,7 @@ def plan_program(lifetime: Lifetime) -> Callable[[Ask], Plan]:
     return lambda _: Plan((step,), "loaded", lifetime)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("lifetime", "attached", "health"),
     [
@@ -548,6 +559,7 @@ def test_after_a_reboot_only_a_device_whose_attached_handles_lost_their_program_
     asyncio.run(story())
 
 
+@pytest.mark.slow
 def test_an_image_in_flash_that_an_older_release_noted_does_not_fail_the_device_after_a_reboot(tmp_path: Path) -> None:
     async def story() -> None:
         driver = make_file_driver(tmp_path)

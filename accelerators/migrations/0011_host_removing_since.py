@@ -3,7 +3,7 @@ from django.db import migrations, models
 
 class Migration(migrations.Migration):
     dependencies = [
-        ("accelerators", "0008_audit_status_and_pauses"),
+        ("accelerators", "0010_generations_of_settings"),
     ]
 
     operations = [

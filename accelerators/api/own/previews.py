@@ -1,0 +1,81 @@
+"""The parts of requests that reach many objects: `dry_run` and `token` in the body, and the answer with a preview."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from rest_framework import serializers
+from rest_framework.response import Response
+
+from accelerators.api.own.errors import ApiError
+from accelerators.api.own.fields import ClosedSerializer, StrictBooleanField, StrictTextField
+from accelerators.domain.errors import RefusalReason
+from accelerators.workflows.confirmations import MAX_TOKEN_LENGTH, PreviewToken
+
+
+class ConfirmationSerializer(ClosedSerializer):
+    """The fields with which a request asks for its preview, and is confirmed."""
+
+    dry_run = StrictBooleanField(
+        required=False, write_only=True, help_text="Answer with the preview, and change nothing."
+    )
+    token = StrictTextField(
+        max_length=MAX_TOKEN_LENGTH,
+        required=False,
+        write_only=True,
+        help_text="The token of the preview. It is valid for 15 minutes, for the same caller and the same request.",
+    )
+
+    def validate(self, values: dict[str, Any]) -> dict[str, Any]:
+        """Return the values. Raises ValidationError (400) if both `dry_run` and `token` are given."""
+        values = super().validate(values)
+        if values.get("dry_run") and values.get("token"):
+            raise serializers.ValidationError({"token": "leave it out to get a preview."})
+        return values
+
+
+class ForecastSerializer(serializers.Serializer[Any]):
+    """A predicted outcome, and how many objects have it."""
+
+    outcome = serializers.CharField(read_only=True)
+    number = serializers.IntegerField(read_only=True)
+    held = serializers.BooleanField(read_only=True, help_text="Whether requests hold these devices.")
+    text = serializers.CharField(read_only=True)
+
+
+class PreviewSerializer(serializers.Serializer[Any]):
+    """What a request would do now. If `confirm` is true, it is done only with the token."""
+
+    total = serializers.IntegerField(read_only=True)
+    hosts = serializers.IntegerField(read_only=True, help_text="How many hosts it reaches.")
+    held = serializers.IntegerField(read_only=True, help_text="How many held devices it would change.")
+    forecast = ForecastSerializer(many=True, read_only=True)
+    confirm = serializers.BooleanField(read_only=True, help_text="Whether the request is refused without the token.")
+    token = serializers.CharField(read_only=True)
+    expires_at = serializers.DateTimeField(read_only=True)
+
+
+class NotConfirmedError(ApiError):
+    """The error 409 for a request that has no token and needs one. Its answer has the preview."""
+
+    def __init__(self, preview: Mapping[str, Any]) -> None:
+        text = (
+            f"This reaches {_count(preview['hosts'], 'host')} and {_count(preview['held'], 'held device')}. Nothing was"
+            " done. Read the preview, and send the request again with its token."
+        )
+        super().__init__(409, text, RefusalReason.NOT_CONFIRMED)
+        self.preview = preview
+
+
+def respond_with_preview(preview: dict[str, Any], token: PreviewToken, is_dry_run: bool) -> Response:
+    """Return the answer with a preview, if the request asked for it. Raises NotConfirmedError (409) otherwise."""
+    preview |= {"token": token.text, "expires_at": token.expires_at}
+    if not is_dry_run:
+        raise NotConfirmedError(preview)
+    return Response(preview)
+
+
+def _count(number: int, noun: str) -> str:
+    """Return a number with its noun, such as "2 hosts"."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"
