@@ -236,8 +236,8 @@ def _decide_new_state(
     `drain_to` is the final state of a drain. `seen` holds the states that a person saw before the decision; if it is
     None, no state is compared, and held devices are not refused here. Raises RefusedError: CONFLICT if the state does
     not allow the action, if the device would change but is not in the state that was `seen`, or if its host is being
-    removed; IN_USE if it would change, requests hold it, and `seen` does not say that held devices are included, or says
-    that it was free.
+    removed; IN_USE if it would change, requests hold it, and `seen` does not say that held devices are included, or
+    says that it was free.
     """
     seen_word = seen.words_by_device.get(device.uuid, before.as_text) if seen else before.as_text
     changed_by = f"{device.state_by}: {device.state_reason or 'no reason given'}"
