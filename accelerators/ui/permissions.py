@@ -45,6 +45,7 @@ DETACH = (
     Right("cyborg:attachment:elevated", "accelerators.delete_attachment"),
 )
 """Both rights, because the console shows the attachments of all projects."""
+REMOVE_HOST = Right("cyborg:host:delete", "accelerators.delete_host")
 CREATE_PROFILE = Right("cyborg:device_profile:create", "accelerators.add_deviceprofile")
 DELETE_PROFILE = Right("cyborg:device_profile:delete", "accelerators.delete_deviceprofile")
 CREATE_RULE = Right("cyborg:rule:create", "accelerators.add_admissionrule")
