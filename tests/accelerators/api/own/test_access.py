@@ -20,7 +20,18 @@ from tests.accelerators.api.own.conftest import INSTANCES, Ask, Fill, get_error_
 pytestmark = pytest.mark.django_db
 
 INFRASTRUCTURE_COLLECTIONS = (
-    *("hosts", "agents", "devices", "deployables", "attach_handles", "commands", "images", "discrepancies", "seals"),
+    *(
+        "hosts",
+        "agents",
+        "join_tokens",
+        "devices",
+        "deployables",
+        "attach_handles",
+        "commands",
+        "images",
+        "discrepancies",
+        "seals",
+    ),
     *("nova_endpoints", "bulk_actions", "bulk_results"),
 )
 OPERATIONS_COLLECTIONS = ("backends", "services", "drivers", "rollouts", "attachments")
