@@ -260,8 +260,7 @@ class JoinTokenAdmin(ConsoleModelAdmin):
     ) -> HttpResponse:
         """GET: show the form. POST: make the token and show it, once, with the command to paste on the host.
 
-        A refusal shows the form again. Browsers do not store the answer, as with all pages of the admin. Raises PermissionDenied for a user who may not
-        make join tokens.
+        A refusal shows the form again. Raises PermissionDenied for a user who may not make join tokens.
         """
         permissions.require_permission(request, CREATE_JOIN_TOKEN)
         values = {name: request.POST.get(name, "").strip() for name in ("host", "hours", "address")}

@@ -23,7 +23,6 @@ INFRASTRUCTURE_COLLECTIONS = (
     *(
         "hosts",
         "agents",
-        "join_tokens",
         "devices",
         "deployables",
         "attach_handles",
