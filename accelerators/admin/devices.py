@@ -29,8 +29,9 @@ from accelerators.admin.filters import DeviceFreshnessListFilter, DrainingListFi
 from accelerators.devices import lifecycle
 from accelerators.domain import offer
 from accelerators.models import AttachHandle, Deployable, Device, Event
-from accelerators.models.devices import HANDLE_USES
-from accelerators.ui import badges, permissions, timeline
+from accelerators.models.devices import HANDLE_USES, build_name_condition
+from accelerators.runtime.hardware_names import find_hardware
+from accelerators.ui import badges, icons, permissions, timeline
 from accelerators.ui.changelist import ReadOnlyModelAdmin
 from accelerators.ui.empty_lists import Source
 from accelerators.ui.extensions import build_sections
@@ -69,7 +70,7 @@ class DeviceAdmin(ReadOnlyModelAdmin):
         "model__icontains",
         "key__icontains",
     )
-    search_help_text = "uuid, PCI address, host, model, serial"
+    search_help_text = "uuid, PCI address, host, model, name of the hardware, serial"
     exports = {
         "shown_state": ("state", "state_reason", "drain_to"),
         "shown_health": ("status", "status_reason"),
@@ -78,6 +79,15 @@ class DeviceAdmin(ReadOnlyModelAdmin):
     }
     empty = "No devices yet. They appear as soon as an agent on a compute host reports what its drivers found."
     sources = (Source("Hosts", "accelerators.host"), Source("Agents", "agents.agent"))
+
+    def get_search_results(
+        self, request: HttpRequest, queryset: QuerySet[Device], search_term: str
+    ) -> tuple[QuerySet[Device], bool]:
+        """Search as usual, and for hardware whose name contains all words of the term."""
+        found, may_repeat = super().get_search_results(request, queryset, search_term)
+        if find_hardware(search_term):
+            found |= queryset.filter(build_name_condition(search_term))
+        return found, may_repeat
 
     def lookup_allowed(self, lookup: str, value: str, request: HttpRequest) -> bool:
         """Return whether the URL may filter by `lookup`: `host__name`, used by the page of a host, and Django's own."""
@@ -99,8 +109,11 @@ class DeviceAdmin(ReadOnlyModelAdmin):
 
     @display(description="Model", ordering="model")
     def shown_model(self, device: Device) -> SafeString:
-        """Render the device's model and vendor."""
-        return format_html('{} <span class="faint">{}</span>', device.model, device.vendor)
+        """Render the icon of the device's type and the name of its hardware, then the ids that its driver reports."""
+        name = device.hardware_name
+        ids = "" if name.full == device.model else f"{device.vendor}:{device.model}"
+        icon = icons.render_type_icon(device.type)
+        return format_html('{}{} <span class="faint">{}</span>', icon, name.full, ids or device.vendor)
 
     @display(description="Address", ordering="address")
     def shown_address(self, device: Device) -> SafeString:
@@ -184,7 +197,8 @@ class DeviceAdmin(ReadOnlyModelAdmin):
             permissions.build_permission_context(request, permissions.UPDATE_DEVICE),
         )
         context = self.admin_site.each_context(request) | {
-            "title": device.model,
+            "title": device.hardware_name.full,
+            "icon": icons.render_type_icon(device.type),
             "opts": self.opts,
             "device": device,
             "state": badges.render_device_state(device.state),

@@ -17,7 +17,7 @@ from cyborgweb.cli.output import print_row, print_rows
 
 DEVICE_STATES = ("inactive", "installing", "ready", "maintenance", "failed", "quarantined", "missing", "retired")
 DEVICE_HEALTH = ("ok", "degraded", "failed", "unknown")
-DEVICE_COLUMNS = ("uuid", "state", "status", "type", "model", "address", "host=host.name", "driver", "backend", "held")
+DEVICE_COLUMNS = ("uuid", "state", "status", "type", "name", "address", "host=host.name", "driver", "backend", "held")
 MAX_HISTORY = 10
 PROGRESS_STEP = 200
 """After this many devices, and each time as many more are done, the progress is printed; never for fewer devices."""
@@ -33,7 +33,8 @@ AGENT_STATES = ("up", "late", "down", "revoked", "clone")
     "--health", "status", type=click.Choice(DEVICE_HEALTH), multiple=True, help="With this health; can be repeated."
 )
 @click.option("--type", "kind", help="Only of this type: GPU, FPGA, NIC, …")
-@click.option("--vendor", help="Only of this vendor.")
+@click.option("--vendor", help="Only of this vendor, as its driver reports it: 10de.")
+@click.option("--name", help='Only with these words in the name of the hardware: --name "nvidia a100".')
 @click.option("--driver", help="Only of this driver.")
 @click.option(
     "--draining/--not-draining",
@@ -53,7 +54,9 @@ def device_list(cli_context: CliContext, limit: int, kind: str | None, quiet: bo
     if quiet:
         click.echo("".join(f"{row['uuid']}\n" for row in rows), nl=False)
         return
-    print_rows(rows, DEVICE_COLUMNS, cli_context.output, "No devices.")
+    # Servers of older releases send no name.
+    named_rows = [{"name": row.get("model")} | row for row in rows]
+    print_rows(named_rows, DEVICE_COLUMNS, cli_context.output, "No devices.")
 
 
 @verb_command("device-show", "device-show 3f1c\ndevice-show cmp1.example/0000:3b:00.0")
