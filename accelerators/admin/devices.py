@@ -70,6 +70,7 @@ class DeviceAdmin(ReadOnlyModelAdmin):
         "model__icontains",
         "key__icontains",
     )
+    indexed_search_fields = ("uuid", "address", "key", "host__name")
     search_help_text = "uuid, PCI address, host, model, name of the hardware, serial"
     exports = {
         "shown_state": ("state", "state_reason", "drain_to"),
@@ -313,6 +314,7 @@ class DeployableAdmin(ReadOnlyModelAdmin):
     list_select_related = ("device__host",)
     ordering = ("id",)
     search_fields = ("uuid__startswith", "rp_uuid__startswith", "name__icontains", "device__host__name__icontains")
+    indexed_search_fields = ("uuid", "rp_uuid", "device__address", "device__host__name")
     search_help_text = "uuid, provider uuid, name, PCI address, host"
     exports = {"shown_device": ("device__uuid", "device__model")}
     empty = "No deployables yet. Each device that an agent reports brings its own."
@@ -370,6 +372,12 @@ class AttachHandleAdmin(ReadOnlyModelAdmin):
         "request__instance_uuid__startswith",
         "deployable__name__icontains",
         "deployable__device__host__name__icontains",
+    )
+    indexed_search_fields = (
+        "uuid",
+        "request__instance_uuid",
+        "deployable__device__address",
+        "deployable__device__host__name",
     )
     search_help_text = "uuid, instance uuid, PCI address, host"
     fields = (

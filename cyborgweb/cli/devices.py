@@ -13,7 +13,7 @@ from cyborgweb.cli.exit_codes import ExitCode
 from cyborgweb.cli.following import WorkProgress, follow_until_ended
 from cyborgweb.cli.many_targets import run_for_each, show_and_exit
 from cyborgweb.cli.options import CliContext, pass_cli_context, verb_command
-from cyborgweb.cli.output import print_row, print_rows
+from cyborgweb.cli.output import print_row
 
 DEVICE_STATES = ("inactive", "installing", "ready", "maintenance", "failed", "quarantined", "missing", "retired")
 DEVICE_HEALTH = ("ok", "degraded", "failed", "unknown")
@@ -46,17 +46,21 @@ AGENT_STATES = ("up", "late", "down", "revoked", "clone")
 )
 @click.option("--quiet", is_flag=True, help="Print only uuids, one per line, as input for another command.")
 @options.limit_option
+@options.watch_option
 @pass_cli_context
 def device_list(cli_context: CliContext, limit: int, kind: str | None, quiet: bool, **filters: Any) -> None:
     """List devices. Each row is one card, with its state and the number of its units that are held."""
     fields = "uuid" if quiet else None
-    rows = cli_context.fetch_rows("devices/", limit, **filters, type=kind, fields=fields)
+
+    def fetch() -> list[dict[str, Any]]:
+        """Fetch the devices that the filters select. Servers of older releases send no name."""
+        rows = cli_context.fetch_rows("devices/", limit, **filters, type=kind, fields=fields)
+        return [{"name": row.get("model")} | row for row in rows]
+
     if quiet:
-        click.echo("".join(f"{row['uuid']}\n" for row in rows), nl=False)
-        return
-    # Servers of older releases send no name.
-    named_rows = [{"name": row.get("model")} | row for row in rows]
-    print_rows(named_rows, DEVICE_COLUMNS, cli_context.output, "No devices.")
+        click.echo("".join(f"{row['uuid']}\n" for row in fetch()), nl=False)
+    else:
+        cli_context.print_list(fetch, DEVICE_COLUMNS, "No devices.")
 
 
 @verb_command("device-show", "device-show 3f1c\ndevice-show cmp1.example/0000:3b:00.0")
@@ -186,10 +190,11 @@ def device_retire(cli_context: CliContext, devices: Sequence[str], reason: str, 
 @click.option("--state", type=click.Choice(AGENT_STATES), help="Only in this state.")
 @click.option("--version", help="Only with this version.")
 @options.limit_option
+@options.watch_option
 @pass_cli_context
 def agent_list(cli_context: CliContext, limit: int, **filters: Any) -> None:
     """List agents. Each row has the host, the agent's state, when it was last seen, and its version."""
-    print_rows(cli_context.fetch_rows("agents/", limit, **filters), AGENT_COLUMNS, cli_context.output, "No agents.")
+    cli_context.print_list(lambda: cli_context.fetch_rows("agents/", limit, **filters), AGENT_COLUMNS, "No agents.")
 
 
 def _apply_action(

@@ -24,9 +24,9 @@ from accelerators.domain.errors import RefusedError
 from accelerators.domain.states import EventSource
 from accelerators.ui import badges
 from accelerators.ui.changelist import ConsoleModelAdmin, ReadOnlyModelAdmin
+from accelerators.ui.conflicts import ConflictPage, read_generation
 from accelerators.ui.empty_lists import Source
 from accelerators.ui.permissions import Right
-from accelerators.ui.refusals import RefusalAsMessage
 from cyborgweb.auth import policy
 from cyborgweb.auth.roles import get_caller
 from cyborgweb.models.event_types import (
@@ -124,7 +124,7 @@ class SubscriptionForm(SubscriptionModelForm):
         return data
 
 
-class SubscriptionAdmin(RefusalAsMessage, ConsoleModelAdmin):
+class SubscriptionAdmin(ConflictPage, ConsoleModelAdmin):
     """List and page of subscriptions. A subscription created here belongs to its user personally."""
 
     form = SubscriptionForm
@@ -273,7 +273,8 @@ class SubscriptionAdmin(RefusalAsMessage, ConsoleModelAdmin):
         if change:
             if values.get("standing") not in subscriptions.SETTABLE_STANDINGS:
                 values.pop("standing", None)
-            subscriptions.edit(obj.pk, values, caller, EventSource.PERSON)
+            generation = read_generation(request)
+            subscriptions.edit(obj.pk, values, caller, EventSource.PERSON, generation=generation)
             return
         subscription, secret = subscriptions.create(values, caller, EventSource.PERSON, personal=True)
         obj.pk = subscription.pk

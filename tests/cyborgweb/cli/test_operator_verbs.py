@@ -142,6 +142,7 @@ SHARED_VERBS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.django_db(transaction=True)
 @pytest.mark.parametrize("output_format", ["table", "json"])
 def test_each_verb_prints_the_same_over_http_and_in_process(
