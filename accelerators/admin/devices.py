@@ -28,6 +28,7 @@ from accelerators.admin import (
 from accelerators.admin.filters import DeviceFreshnessListFilter, DrainingListFilter, DriverListFilter
 from accelerators.devices import lifecycle
 from accelerators.domain import offer
+from accelerators.domain.uuids import uuid_bounds
 from accelerators.models import AttachHandle, Deployable, Device, Event
 from accelerators.models.devices import HANDLE_USES, build_name_condition
 from accelerators.runtime.hardware_names import find_hardware
@@ -84,9 +85,9 @@ class DeviceAdmin(ReadOnlyModelAdmin):
     def get_search_results(
         self, request: HttpRequest, queryset: QuerySet[Device], search_term: str
     ) -> tuple[QuerySet[Device], bool]:
-        """Search as usual, and for hardware whose name contains all words of the term."""
+        """Search as usual, and for hardware whose name contains all words of the term, unless it may begin a uuid."""
         found, may_repeat = super().get_search_results(request, queryset, search_term)
-        if find_hardware(search_term):
+        if uuid_bounds(search_term) is None and find_hardware(search_term):
             found |= queryset.filter(build_name_condition(search_term))
         return found, may_repeat
 

@@ -99,7 +99,7 @@ def _parse_overrides(overrides: tuple[str, ...]) -> Mapping[tuple[str, str], str
 
 
 def find_hardware(term: str) -> list[str]:
-    """Return `vendor:model`, as drivers report them, in lower case, of hardware with all words of the term in its names.
+    """Return `vendor:model`, as drivers report them, in lower case, of hardware whose names have all words of the term.
 
     Overrides count. Empty for a term shorter than MIN_TERM_LENGTH. Reads no database.
     """
