@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 from urllib.parse import urlencode
 
 from django.contrib import admin
@@ -35,6 +35,7 @@ from accelerators.runtime.hardware_names import find_hardware
 from accelerators.ui import badges, icons, permissions, timeline
 from accelerators.ui.changelist import ReadOnlyModelAdmin
 from accelerators.ui.empty_lists import Source
+from accelerators.ui.explained_admin import Rights
 from accelerators.ui.extensions import build_sections
 
 MAX_HANDLES = 256
@@ -80,6 +81,11 @@ class DeviceAdmin(ReadOnlyModelAdmin):
         "shown_address": ("address", "key"),
     }
     empty = "No devices yet. They appear as soon as an agent on a compute host reports what its drivers found."
+    rights: ClassVar[Rights] = {
+        "decide": (permissions.UPDATE_DEVICE,),
+        "order": (permissions.CREATE_COMMAND,),
+        "units": (permissions.ADD_UNITS,),
+    }
     sources = (Source("Hosts", "accelerators.host"), Source("Agents", "agents.agent"))
 
     def get_search_results(

@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from cyborgweb.cli import names, options
-from cyborgweb.cli.exit_codes import ExitCode
+from cyborgweb.cli.exit_codes import CliError, ExitCode
 from cyborgweb.cli.following import WorkProgress, follow_until_ended
 from cyborgweb.cli.many_targets import run_for_each, show_and_exit
 from cyborgweb.cli.options import CliContext, pass_cli_context, verb_command
@@ -195,6 +195,28 @@ def device_retire(cli_context: CliContext, devices: Sequence[str], reason: str, 
 def agent_list(cli_context: CliContext, limit: int, **filters: Any) -> None:
     """List agents. Each row has the host, the agent's state, when it was last seen, and its version."""
     cli_context.print_list(lambda: cli_context.fetch_rows("agents/", limit, **filters), AGENT_COLUMNS, "No agents.")
+
+
+@verb_command("host-remove", "host-remove cmp9.example --reason decommissioned")
+@click.argument("host")
+@click.option("--dry-run", is_flag=True, help="Only show what would be deleted.")
+@options.reason_option
+@options.yes_option
+@pass_cli_context
+def host_remove(cli_context: CliContext, host: str, dry_run: bool, reason: str, yes: bool) -> None:
+    """Remove a decommissioned host with its devices, its providers in Placement and its agent's key.
+
+    This is refused while a request or an allocation exists. Events are kept, and the name may join again.
+    """
+    address = f"hosts/{names.resolve_host(cli_context.api, host)}/remove/"
+    preview = cli_context.api.post(address, {"dry_run": True})
+    if not dry_run:
+        if preview["refused"]:
+            raise CliError(ExitCode.REFUSED, preview["refused"])
+        name, devices, providers = (preview[column] for column in ("host", "devices", "providers"))
+        options.confirm_name(f"Remove host {name} with {devices} devices and {providers} providers?", name, yes)
+        preview = cli_context.api.post(address, {"confirm": name, "reason": reason})
+    print_row(preview, cli_context.output)
 
 
 def _apply_action(
