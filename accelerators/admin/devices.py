@@ -42,6 +42,8 @@ MAX_HANDLES = 256
 """Maximum number of attach handles on a device's page; held and missing ones come first. The list has them all."""
 
 
+MIN_UUID_TEXT = 8
+"""A shorter search term is not taken for a uuid, whatever its letters are: an A100 is hardware."""
 DEVICE_PARAM = "deployable__device__id__exact"
 """URL parameter that limits the list of attach handles to one device."""
 
@@ -91,9 +93,10 @@ class DeviceAdmin(ReadOnlyModelAdmin):
     def get_search_results(
         self, request: HttpRequest, queryset: QuerySet[Device], search_term: str
     ) -> tuple[QuerySet[Device], bool]:
-        """Search as usual, and for hardware whose name contains all words of the term, unless it may begin a uuid."""
+        """Search as usual, and for hardware whose name contains all words of the term, unless it looks like a uuid."""
         found, may_repeat = super().get_search_results(request, queryset, search_term)
-        if uuid_bounds(search_term) is None and find_hardware(search_term):
+        looks_like_uuid = len(search_term) >= MIN_UUID_TEXT and uuid_bounds(search_term) is not None
+        if not looks_like_uuid and find_hardware(search_term):
             found |= queryset.filter(build_name_condition(search_term))
         return found, may_repeat
 
