@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 from urllib.parse import urlencode
 
 from django.contrib import admin
@@ -33,6 +33,7 @@ from accelerators.models.devices import HANDLE_USES
 from accelerators.ui import badges, permissions, timeline
 from accelerators.ui.changelist import ReadOnlyModelAdmin
 from accelerators.ui.empty_lists import Source
+from accelerators.ui.explained_admin import Rights
 from accelerators.ui.extensions import build_sections
 
 MAX_HANDLES = 256
@@ -78,6 +79,11 @@ class DeviceAdmin(ReadOnlyModelAdmin):
         "shown_address": ("address", "key"),
     }
     empty = "No devices yet. They appear as soon as an agent on a compute host reports what its drivers found."
+    rights: ClassVar[Rights] = {
+        "decide": (permissions.UPDATE_DEVICE,),
+        "order": (permissions.CREATE_COMMAND,),
+        "units": (permissions.ADD_UNITS,),
+    }
     sources = (Source("Hosts", "accelerators.host"), Source("Agents", "agents.agent"))
 
     def lookup_allowed(self, lookup: str, value: str, request: HttpRequest) -> bool:

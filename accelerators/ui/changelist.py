@@ -17,7 +17,6 @@ from django.contrib.admin import ShowFacets
 from django.contrib.admin.helpers import ACTION_CHECKBOX_NAME
 from django.contrib.admin.options import IncorrectLookupParameters
 from django.contrib.admin.views.main import PAGE_VAR
-from django.contrib.auth import get_permission_codename
 from django.core.exceptions import BadRequest, ValidationError
 from django.core.paginator import Paginator
 from django.db import DataError, connection
@@ -33,9 +32,9 @@ from unfold.admin import ModelAdmin, checkbox
 from unfold.decorators import display
 from unfold.views import ChangeList
 
-from accelerators.ui import empty_lists, export, keyset, permissions
+from accelerators.ui import empty_lists, export, keyset
+from accelerators.ui.explained_admin import ExplainedModelAdmin, Rights
 from accelerators.ui.extensions import FIELD_SENTENCE, LIST_MEMORY, USER_PROJECT
-from accelerators.ui.permissions import Right
 from accelerators.ui.search import build_prefix_condition
 
 AFTER_PARAM = "after"
@@ -174,6 +173,10 @@ class ConsoleChangeList(ChangeList):
         """Return what an empty list shows to this user: how rows come into being, and the pages where this is done."""
         return empty_lists.build_hint(self.model_admin, self.request)
 
+    def refused_actions(self) -> list[tuple[str, str]]:
+        """Return what this user may not do on this page of the console, each with the reason."""
+        return self.model_admin.list_refused_actions(self.request)
+
     def applied_filters(self) -> Iterator[dict[str, object]]:
         """Yield a dict per applied filter: its title (`name`), its value (`value`), and the list's query string without
         it (`without`). Filters that only the URL has come last; links of other pages use these.
@@ -194,7 +197,7 @@ class ConsoleChangeList(ChangeList):
                 }
 
 
-class ConsoleModelAdmin(ModelAdmin):
+class ConsoleModelAdmin(ExplainedModelAdmin):
     """Base class of all lists.
 
     `empty` is the sentence that an empty list shows; it says how rows come into being. `empty_command` is the command
@@ -214,9 +217,7 @@ class ConsoleModelAdmin(ModelAdmin):
     """Lookup paths of fields that have an index for their beginnings; a search looks there first."""
     empty_command: ClassVar[str] = ""
     sources: ClassVar[Sequence[empty_lists.Source]] = ()
-    rights: ClassVar[Mapping[str, tuple[Right, ...] | None]] = {}
-    """Rights that the verbs `view`, `add`, `change` and `delete` need; None for a verb that nobody can use in the
-    console. A verb that no class names needs Django's permission. `get_rights` reads them."""
+    change_form_before_template = "console/read_only_reason.html"
     exports: ClassVar[Mapping[str, Sequence[str]]] = {}
     """Fields to export for a column that is not a field of the model, or that shows several fields."""
     project_field: ClassVar[str] = ""
@@ -225,44 +226,6 @@ class ConsoleModelAdmin(ModelAdmin):
     def _get_obj_does_not_exist_redirect(self, request: HttpRequest, opts: Any, object_id: str) -> NoReturn:
         """Raise Http404. Django would redirect to the index page with a message instead."""
         raise Http404(f"There is no {opts.verbose_name} {object_id[:64]!r}; perhaps it was removed.")
-
-    def get_rights(self, verb: str) -> tuple[Right, ...] | None:
-        """Return the rights that a verb needs, as the first class names it in `rights`, else Django's permission.
-
-        Returns None if nobody can use the verb in the console.
-        """
-        named = next((vars(one)["rights"] for one in type(self).__mro__ if verb in vars(one).get("rights", {})), None)
-        if named is not None:
-            return cast("tuple[Right, ...] | None", named[verb])
-        return (Right("", f"{self.opts.app_label}.{get_permission_codename(verb, self.opts)}"),)
-
-    def explain_refusal(self, request: HttpRequest, verb: str) -> str:
-        """Return why the user may not view, add, change or delete rows of this list; '' if the user may."""
-        if getattr(self, f"has_{verb}_permission")(request):
-            return ""
-        rights = self.get_rights(verb)
-        if rights is None or not (denial := permissions.explain_denial(request, *rights)):
-            return f"Nobody can {verb} {self.opts.verbose_name_plural} in the console."
-        return denial
-
-    def has_add_permission(self, request: HttpRequest) -> bool:
-        """Return whether the user may add rows, as `rights` says."""
-        return self._has_named_rights(request, "add", super().has_add_permission(request))
-
-    def has_change_permission(self, request: HttpRequest, obj: Model | None = None) -> bool:
-        """Return whether the user may change rows, as `rights` says."""
-        return self._has_named_rights(request, "change", super().has_change_permission(request, obj))
-
-    def has_delete_permission(self, request: HttpRequest, obj: Model | None = None) -> bool:
-        """Return whether the user may delete rows, as `rights` says."""
-        return self._has_named_rights(request, "delete", super().has_delete_permission(request, obj))
-
-    def _has_named_rights(self, request: HttpRequest, verb: str, has_django_permission: bool) -> bool:
-        """Return whether the user has the rights that a class names for the verb, else `has_django_permission`."""
-        rights = self.get_rights(verb)
-        if rights is None:
-            return False
-        return permissions.is_allowed(request, *rights) if any(one.rule for one in rights) else has_django_permission
 
     def get_changelist(self, request: HttpRequest, **kwargs: Any) -> type[ConsoleChangeList]:
         """Return `ConsoleChangeList`."""
@@ -417,7 +380,7 @@ class ReadOnlyModelAdmin(ConsoleModelAdmin):
     Everybody with the view permission can read it.
     """
 
-    rights: ClassVar[Mapping[str, tuple[Right, ...] | None]] = {"add": None, "change": None, "delete": None}
+    rights: ClassVar[Rights] = {"add": None, "change": None, "delete": None}
 
     def get_object(self, request: HttpRequest, object_id: str, from_field: str | None = None) -> Any | None:
         """Return the object with this id or uuid that the user may see, else None.

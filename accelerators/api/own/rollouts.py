@@ -8,6 +8,7 @@ from typing import Any, cast
 import django_filters as filters
 from django.db.models import Count, Q
 from rest_framework import serializers
+from rest_framework.exceptions import ParseError
 from rest_framework.request import Request
 from rest_framework.response import Response
 
@@ -197,8 +198,10 @@ class RolloutWithStepsSerializer(RolloutSerializer):
         fields = (*RolloutSerializer.Meta.fields, "steps")
 
     def get_steps(self, rollout: Rollout) -> list[dict[str, Any]]:
-        """The hosts of the rollout, by name."""
+        """The hosts of the rollout, by name; with `step_state`, those in this state."""
         steps = RolloutStep.objects.filter(rollout=rollout).select_related("command").order_by("id")
+        if step_state := self.context.get("step_state"):
+            steps = steps.filter(state=step_state)
         serializer = RolloutStepSerializer(steps, many=True, context=self.context)
         return cast("list[dict[str, Any]]", serializer.data)  # The stub does not know what `many` changes.
 
@@ -215,10 +218,27 @@ class RolloutView(CollectionView):
     default_ordering = "-created"
     filterset_class = RolloutFilter
     member_actions = {"cancel": CancelRolloutSerializer}
+    detail_parameters = {
+        "step_state": {
+            "type": {"type": "string", "enum": [word.value for word in RolloutStepState]},
+            "description": "Show only the hosts in this state; `counts` counts all of them. `fields=state,counts` shows"
+            " the progress without any host.",
+        }
+    }
     response_serializers = dict.fromkeys(("create", "cancel"), (202, RolloutWithStepsSerializer))
     queryset = Rollout.objects.annotate(
         **{f"{word}_steps": Count("steps", filter=Q(steps__state=word)) for word in RolloutStepState}
     )
+
+    def get_serializer_context(self) -> dict[str, Any]:
+        """Add the state of the hosts to show (`step_state`, '' for all) to the serializer context.
+
+        Raises ParseError (400) for an unknown state.
+        """
+        step_state = self.request.query_params.get("step_state", "") if self.request and self.detail else ""
+        if step_state and step_state not in [word.value for word in RolloutStepState]:
+            raise ParseError(f"step_state: say one of {', '.join(RolloutStepState)}.")
+        return super().get_serializer_context() | {"step_state": step_state}
 
     def get_serializer_class(self) -> type[RolloutSerializer]:
         """Return the serializer with the hosts for a single rollout and for POST, and the one without them for

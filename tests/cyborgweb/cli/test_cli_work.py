@@ -155,10 +155,15 @@ def test_discover_services_orders_a_rescan_on_the_named_hosts(cyborg: Cyborg, ho
     get_or_create_host("cmp2")
     with run_agents():
         done = cyborg("discover-services", "cmp1", "--driver", "nic_driver")
-        some = cyborg("discover-services", "--all-hosts", "-f", "json")
+        some = cyborg("discover-services", "--yes", "-f", "json")
+        assert cyborg("discover-services", "--all-hosts", "--yes", "-f", "json").exit_code == 0
     assert done.exit_code == 0 and "succeeded" in done.stdout
     assert Command.objects.earliest("id").arguments == {"driver": "nic_driver"}
     assert [row["host"] for row in json.loads(some.stdout)] == ["cmp1", "cmp2"]
+    ordered_count = Command.objects.count()
+    assert_refused(cyborg("discover-services"), 2, "give --yes")
+    assert_refused(cyborg("discover-services", "cmp1", "--all-hosts"), 2, "not both")
+    assert Command.objects.count() == ordered_count
     assert_refused(cyborg("discover-services", "cmp9"), 3, "There is no host 'cmp9'", "agent-list")
 
 

@@ -40,6 +40,7 @@ def test_every_list_has_rows_and_each_row_has_a_page(operator: Client, fill: Fil
             assert operator.get(admin_url(model, "change", row.pk)).status_code == 200, model
 
 
+@pytest.mark.slow
 def test_P3_lists_take_the_same_statements_at_any_size(operator: Client, fill: Fill) -> None:
     fill(3)
     small = {model: count_statements(operator, admin_url(model, "changelist")) for model in SHOWN_MODELS}
