@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 from urllib.parse import urlencode
 
 from django.contrib import admin
@@ -32,6 +32,8 @@ from accelerators.models import AttachHandle, Deployable, Device, Event
 from accelerators.models.devices import HANDLE_USES
 from accelerators.ui import badges, permissions, timeline
 from accelerators.ui.changelist import ReadOnlyModelAdmin
+from accelerators.ui.empty_lists import Source
+from accelerators.ui.explained_admin import Rights
 from accelerators.ui.extensions import build_sections
 
 MAX_HANDLES = 256
@@ -68,6 +70,7 @@ class DeviceAdmin(ReadOnlyModelAdmin):
         "model__icontains",
         "key__icontains",
     )
+    indexed_search_fields = ("uuid", "address", "key", "host__name")
     search_help_text = "uuid, PCI address, host, model, serial"
     exports = {
         "shown_state": ("state", "state_reason", "drain_to"),
@@ -76,6 +79,12 @@ class DeviceAdmin(ReadOnlyModelAdmin):
         "shown_address": ("address", "key"),
     }
     empty = "No devices yet. They appear as soon as an agent on a compute host reports what its drivers found."
+    rights: ClassVar[Rights] = {
+        "decide": (permissions.UPDATE_DEVICE,),
+        "order": (permissions.CREATE_COMMAND,),
+        "units": (permissions.ADD_UNITS,),
+    }
+    sources = (Source("Hosts", "accelerators.host"), Source("Agents", "agents.agent"))
 
     def lookup_allowed(self, lookup: str, value: str, request: HttpRequest) -> bool:
         """Return whether the URL may filter by `lookup`: `host__name`, used by the page of a host, and Django's own."""
@@ -297,9 +306,11 @@ class DeployableAdmin(ReadOnlyModelAdmin):
     list_select_related = ("device__host",)
     ordering = ("id",)
     search_fields = ("uuid__startswith", "rp_uuid__startswith", "name__icontains", "device__host__name__icontains")
+    indexed_search_fields = ("uuid", "rp_uuid", "device__address", "device__host__name")
     search_help_text = "uuid, provider uuid, name, PCI address, host"
     exports = {"shown_device": ("device__uuid", "device__model")}
     empty = "No deployables yet. Each device that an agent reports brings its own."
+    sources = (Source("Devices", "accelerators.device"),)
 
     @display(description="Device", ordering="device__model")
     def shown_device(self, deployable: Deployable) -> SafeString:
@@ -354,6 +365,12 @@ class AttachHandleAdmin(ReadOnlyModelAdmin):
         "deployable__name__icontains",
         "deployable__device__host__name__icontains",
     )
+    indexed_search_fields = (
+        "uuid",
+        "request__instance_uuid",
+        "deployable__device__address",
+        "deployable__device__host__name",
+    )
     search_help_text = "uuid, instance uuid, PCI address, host"
     fields = (
         "uuid",
@@ -375,6 +392,7 @@ class AttachHandleAdmin(ReadOnlyModelAdmin):
         "shown_host": ("deployable__device__host__name",),
     }
     empty = "No attach handles yet. Each deployable that an agent reports brings its own."
+    sources = (Source("Devices", "accelerators.device"),)
 
     def lookup_allowed(self, lookup: str, value: str, request: HttpRequest) -> bool:
         """Return whether the URL may filter by `lookup`: DEVICE_PARAM, which selects one device, and Django's own."""

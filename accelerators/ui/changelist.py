@@ -26,17 +26,23 @@ from django.urls import path
 from django.utils.functional import cached_property
 from django.utils.html import format_html
 from django.utils.safestring import SafeString
-from django.utils.text import capfirst
+from django.utils.text import capfirst, smart_split, unescape_string_literal
 from unfold.admin import ModelAdmin, checkbox
 from unfold.decorators import display
 from unfold.views import ChangeList
 
-from accelerators.ui import export
+from accelerators.ui import empty_lists, export
+from accelerators.ui.explained_admin import ExplainedModelAdmin, Rights
 from accelerators.ui.extensions import FIELD_SENTENCE, LIST_MEMORY, USER_PROJECT
+from accelerators.ui.search import build_prefix_condition
 
 COLUMNS_PARAM = "columns"
 """Name of the URL parameter that lists the columns to show, in their order, separated by commas."""
 CHECKBOX_COLUMN = "action_checkbox"
+MAX_SEARCH_WORDS = 8
+"""Words of a search term that are used; further ones are ignored."""
+MAX_LISTED_KEYS = 1000
+"""If at most this number of rows matches a word of a search, the query lists their keys."""
 
 Column = str | Callable[[Any], str | bool]
 Columns = list[Column] | tuple[Column, ...] | tuple[()]
@@ -118,6 +124,14 @@ class ConsoleChangeList(ChangeList):
         """Return the names of the columns that the list shows, in their order, without the checkbox."""
         return [str(name) for name in self.list_display if name != CHECKBOX_COLUMN]
 
+    def empty_list_hint(self) -> empty_lists.EmptyListHint:
+        """Return what an empty list shows to this user: how rows come into being, and the pages where this is done."""
+        return empty_lists.build_hint(self.model_admin, self.request)
+
+    def refused_actions(self) -> list[tuple[str, str]]:
+        """Return what this user may not do on this page of the console, each with the reason."""
+        return self.model_admin.list_refused_actions(self.request)
+
     def applied_filters(self) -> Iterator[dict[str, object]]:
         """Yield a dict per applied filter: its title (`name`), its value (`value`), and the list's query string without
         it (`without`).
@@ -129,10 +143,11 @@ class ConsoleChangeList(ChangeList):
                     yield {"name": list_filter.title, "value": choice["display"], "without": choices[0]["query_string"]}
 
 
-class ConsoleModelAdmin(ModelAdmin):
+class ConsoleModelAdmin(ExplainedModelAdmin):
     """Base class of all lists.
 
-    `empty` is the sentence that an empty list shows; it says how rows come into being.
+    `empty` is the sentence that an empty list shows; it says how rows come into being. `empty_command` is the command
+    that makes a row, and `sources` are the pages on which rows come into being.
     """
 
     list_per_page = 50
@@ -144,6 +159,11 @@ class ConsoleModelAdmin(ModelAdmin):
     list_before_template = "console/filter_chips.html"
     actions: Sequence[Callable[..., Any] | str] | None = None
     empty = "There are none yet."
+    indexed_search_fields: ClassVar[Sequence[str]] = ()
+    """Lookup paths of fields that have an index for their beginnings; a search looks there first."""
+    empty_command: ClassVar[str] = ""
+    sources: ClassVar[Sequence[empty_lists.Source]] = ()
+    change_form_before_template = "console/read_only_reason.html"
     exports: ClassVar[Mapping[str, Sequence[str]]] = {}
     """Fields to export for a column that is not a field of the model, or that shows several fields."""
     project_field: ClassVar[str] = ""
@@ -195,19 +215,44 @@ class ConsoleModelAdmin(ModelAdmin):
     def get_search_results(
         self, request: HttpRequest, queryset: QuerySet[Any], search_term: str
     ) -> tuple[QuerySet[Any], bool]:
-        """Search for a whole uuid by index in all search fields whose names end in `uuid`; leave other terms to Django.
+        """Keep the rows that match every word of the term.
 
-        If no search field is a uuid, Django searches for a uuid as well. The second value, whether rows may occur
-        twice, is False for a uuid.
+        A word is first searched as the beginning of `indexed_search_fields`, and of the search fields that are uuids.
+        If it begins none of them in any row that this user may see, Django searches for it in `search_fields`, which
+        may read the whole table. Costs a statement for each word. The second value, whether rows may occur twice, is
+        False.
         """
-        field_names = [name.removesuffix("__startswith") for name in self.get_search_fields(request)]
-        uuid = parse_uuid(search_term)
-        if uuid is None or not (uuid_fields := [name for name in field_names if name.endswith("uuid")]):
+        if not (paths := self._list_indexed_search_fields(request)):
             return super().get_search_results(request, queryset, search_term)
-        condition = Q()
-        for name in uuid_fields:
-            condition |= Q(**{name: uuid})
-        return queryset.filter(condition), False
+        for word in list(smart_split(search_term))[:MAX_SEARCH_WORDS]:
+            literal = unescape_string_literal(word) if word[0] in "\"'" and word[-1:] == word[0] else word
+            conditions = [built for path in paths if (built := build_prefix_condition(path, literal))]
+            condition = self._build_search_condition(request, conditions) if conditions else None
+            if condition is not None:
+                queryset = queryset.filter(condition)
+            else:
+                queryset, _ = super().get_search_results(request, queryset, word)
+        return queryset, False
+
+    def _build_search_condition(self, request: HttpRequest, conditions: Sequence[Q]) -> Q | None:
+        """Build the condition that any of `conditions` holds; return None if none holds for a row that this user may
+        see.
+
+        Each condition is a subquery of its own, so that each uses its index. If few rows match, the condition lists
+        their keys: PostgreSQL then joins only these rows with other tables. Costs one statement.
+        """
+        subqueries = [self.model._base_manager.filter(one).order_by().values("pk") for one in conditions]
+        any_holds = Q(pk__in=subqueries[0].union(*subqueries[1:], all=True) if subqueries[1:] else subqueries[0])
+        visible = self.get_queryset(request).order_by().filter(any_holds)
+        keys = list(visible.values_list("pk", flat=True)[: MAX_LISTED_KEYS + 1])
+        if len(keys) > MAX_LISTED_KEYS:
+            return any_holds
+        return Q(pk__in=keys) if keys else None
+
+    def _list_indexed_search_fields(self, request: HttpRequest) -> list[str]:
+        """Return the lookup paths of `indexed_search_fields` and of those search fields that are uuids."""
+        names = [name.removesuffix("__startswith") for name in self.get_search_fields(request)]
+        return list(dict.fromkeys([*(name for name in names if name.endswith("uuid")), *self.indexed_search_fields]))
 
     def get_queryset(self, request: HttpRequest) -> QuerySet[Any]:
         """Return the rows that this user may see: those of one project if the user is limited to it (promise X4).
@@ -274,17 +319,7 @@ class ReadOnlyModelAdmin(ConsoleModelAdmin):
     Everybody with the view permission can read it.
     """
 
-    def has_add_permission(self, request: HttpRequest) -> bool:
-        """Return False: nobody can add rows in the console."""
-        return False
-
-    def has_change_permission(self, request: HttpRequest, obj: Model | None = None) -> bool:
-        """Return False: nobody can edit rows in the console."""
-        return False
-
-    def has_delete_permission(self, request: HttpRequest, obj: Model | None = None) -> bool:
-        """Return False: nobody can delete rows in the console."""
-        return False
+    rights: ClassVar[Rights] = {"add": None, "change": None, "delete": None}
 
     def get_object(self, request: HttpRequest, object_id: str, from_field: str | None = None) -> Any | None:
         """Return the object with this id or uuid that the user may see, else None.

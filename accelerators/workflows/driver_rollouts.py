@@ -24,6 +24,7 @@ from accelerators.commands import command_queue
 from accelerators.domain import driver_status
 from accelerators.domain.caller import Caller, request_id
 from accelerators.domain.errors import RefusalReason, RefusedError
+from accelerators.domain.setting_edits import NO_EDITS, SettingEdits
 from accelerators.domain.states import CommandState, EventSource, RolloutOp, RolloutState, RolloutStepState
 from accelerators.models import Host, Rollout, RolloutStep
 from accelerators.models.drivers import ROLLOUT_IS_OPEN
@@ -90,14 +91,19 @@ def start_rollout(
     pace: RolloutPace = RolloutPace(),
     reason: str = "",
     source: EventSource,
+    generation: int | None = None,
 ) -> Rollout:
     """Start a rollout of `change` on these hosts and return it.
 
     For a single host the order is placed when this returns; for more, the job `rollouts` places them. Raises
     RefusedError INVALID for a wrong change, reason or pace, and for a single host whatever
-    `driver_config.order_driver_change` raises; then nothing is stored.
+    `driver_config.order_driver_change` raises; then nothing is stored. `generation`, only for a single host, is the
+    generation of the wanted configuration that the caller has seen.
     """
     driver_config.check_driver_change(change)
+    if generation is not None and len(hosts) != 1:
+        text = f"A generation is only for a single host; {len(hosts)} hosts are chosen."
+        raise RefusedError(RefusalReason.INVALID, text)
     reason = command_queue.check_reason(reason)
     if not 1 <= pace.max_parallel <= MAX_PARALLEL:
         raise RefusedError(
@@ -110,6 +116,7 @@ def start_rollout(
             driver=change.driver,
             enabled=change.enabled,
             settings=change.settings,
+            edits={"set": change.edits.set, "unset": [*change.edits.unset]} if change.edits else None,
             max_parallel=pace.max_parallel,
             stop_on_failure=pace.stop_on_failure,
             total=len(hosts),
@@ -122,7 +129,7 @@ def start_rollout(
         RolloutStep.objects.bulk_create(steps, batch_size=1000)
         _record_rollout_event(rollout, "started", rollout.actor, {"hosts": [None, rollout.total]})
         if len(steps) == 1:
-            _order_host(rollout, steps[0], answers)
+            _order_host(rollout, steps[0], answers, generation)
             _advance_rollout(rollout)
         call_after_commit(jobs.enqueue_job, ROLLOUTS_JOB)
     return rollout
@@ -218,7 +225,8 @@ def _find_next_step(rollout: Rollout) -> RolloutStep | None:
 
 def _build_change(rollout: Rollout) -> DriverChange:
     """Return the change that a rollout makes on each host."""
-    return DriverChange(RolloutOp(rollout.op), rollout.driver, rollout.enabled, rollout.settings)
+    edits = SettingEdits(**rollout.edits) if rollout.edits else NO_EDITS
+    return DriverChange(RolloutOp(rollout.op), rollout.driver, rollout.enabled, rollout.settings, edits)
 
 
 def delete_oldest_ended_rollout(now: datetime | None = None) -> bool:
@@ -273,7 +281,9 @@ def _record_ended_commands(rollout: Rollout) -> bool:
     return bool(steps)
 
 
-def _order_host(rollout: Rollout, step_row: RolloutStep, answers: safety.HolderAnswers) -> None:
+def _order_host(
+    rollout: Rollout, step_row: RolloutStep, answers: safety.HolderAnswers, generation: int | None = None
+) -> None:
     """Place the command for one host, or mark the host as done if nothing has to be changed there.
 
     Raises RefusedError as `driver_config.order_driver_change` does, and NOT_FOUND if the host was deleted.
@@ -284,7 +294,7 @@ def _order_host(rollout: Rollout, step_row: RolloutStep, answers: safety.HolderA
     try:
         change = _build_change(rollout)
         origin = ChangeOrigin(rollout.actor, rollout.reason, EventSource(rollout.source))
-        command = driver_config.order_driver_change(step_row.host, change, origin, answers)
+        command = driver_config.order_driver_change(step_row.host, change, origin, answers, generation)
     finally:
         request_id.reset(token)
     if command is None:

@@ -6,6 +6,7 @@ import base64
 import json
 import time
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -210,7 +211,8 @@ def test_a_client_causes_at_most_30_events_a_day_and_code(
     monkeypatch: pytest.MonkeyPatch, pause_s: float, most: int
 ) -> None:
     now, written = [1000.0], []
-    monkeypatch.setattr("agents.gateway.rejections.time.monotonic", lambda: now[0])
+    # Not `time.monotonic` itself: the event loop of the file's web server would wait until the time set here.
+    monkeypatch.setattr("agents.gateway.rejections.time", SimpleNamespace(monotonic=lambda: now[0]))
     refusals = RefusalCounter()
     monkeypatch.setattr(refusals, "_record_events", lambda due: written.append(dict(due)))
     added = 0

@@ -474,6 +474,10 @@ def find_buttons() -> dict[str, tuple[str, Press]]:
             lambda world, one=verb: (world.subscription(one), {}),
         )
     return buttons | {
+        "host: remove": (
+            "accelerators_host_remove",
+            lambda world: (world.page("host", world.host.pk, "remove"), {"name": "cmp1"}),
+        ),
         "rollout: cancel": ("accelerators_rollout_change", lambda world: (world.rollout(), {})),
         "attachment: attach": (
             "accelerators_attachment_attach",
