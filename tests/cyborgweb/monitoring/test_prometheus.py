@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 import subprocess
 import time
 import urllib.error
@@ -27,12 +26,15 @@ from tests.cyborgweb.monitoring.test_metrics_documented import DOCS, list_querie
 from tests.support.reports import create_heard_host
 from tests.support.requests import bind_new_requests, create_profiles, offer_devices
 from tests.support.webserver import until
+from tests.system.simulated import PROMETHEUS, PROMTOOL
 
-PROMTOOL, PROMETHEUS = shutil.which("promtool"), shutil.which("prometheus")
-needs_prometheus = pytest.mark.skipif(
-    not (PROMTOOL and PROMETHEUS), reason="Prometheus is not installed: apt install prometheus"
-)
-pytestmark = [pytest.mark.django_db(transaction=True), needs_prometheus]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.django_db(transaction=True),
+    pytest.mark.skipif(
+        not (PROMTOOL.exists() and PROMETHEUS.exists()), reason="there is no Prometheus in .sim (make deps-sim)"
+    ),
+]
 LOADS = {
     "utilization_percent": 40.0,
     "memory_used_bytes": 2.0**30,
