@@ -5,7 +5,6 @@ All changes are written by `accelerators.devices.admission_rules`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from django.contrib import admin, messages
@@ -25,7 +24,7 @@ from accelerators.models import AdmissionRule
 from accelerators.ui import badges, permissions
 from accelerators.ui.changelist import ConsoleModelAdmin
 from accelerators.ui.conflicts import ConflictPage, read_generation
-from accelerators.ui.permissions import Right
+from accelerators.ui.explained_admin import Rights
 
 
 @admin.register(AdmissionRule)
@@ -45,7 +44,7 @@ class AdmissionRuleAdmin(ConflictPage, ConsoleModelAdmin):
         "No admission rules yet: new devices are inactive until somebody enables them. A rule can make the devices that"
         " match it ready, or quarantined, as soon as they are found."
     )
-    rights: ClassVar[Mapping[str, tuple[Right, ...] | None]] = {
+    rights: ClassVar[Rights] = {
         "add": (permissions.CREATE_RULE,),
         "change": (permissions.UPDATE_RULE,),
         "delete": (permissions.DELETE_RULE,),

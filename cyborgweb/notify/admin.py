@@ -5,7 +5,6 @@ Every console user has their own subscriptions. The API's policy rules decide wh
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from django import forms
@@ -26,6 +25,7 @@ from accelerators.ui import badges
 from accelerators.ui.changelist import ConsoleModelAdmin, ReadOnlyModelAdmin
 from accelerators.ui.conflicts import ConflictPage, read_generation
 from accelerators.ui.empty_lists import Source
+from accelerators.ui.explained_admin import Rights
 from accelerators.ui.permissions import Right
 from cyborgweb.auth import policy
 from cyborgweb.auth.roles import get_caller
@@ -147,11 +147,12 @@ class SubscriptionAdmin(ConflictPage, ConsoleModelAdmin):
         "There are no subscriptions, so nobody gets messages when accelerators are bound or devices fail. Add one for"
         " your inbox, an e-mail address or a webhook."
     )
-    rights: ClassVar[Mapping[str, tuple[Right, ...] | None]] = {
+    rights: ClassVar[Rights] = {
         "view": (Right("cyborg:subscription:get_all", ""),),
         "add": (Right("cyborg:subscription:create", ""),),
         "change": (Right("cyborg:subscription:update", ""),),
         "delete": (Right("cyborg:subscription:delete", ""),),
+        "hand_over": (Right("cyborg:subscription:hand_over", ""),),
     }
 
     @display(description="Standing", ordering="standing")
@@ -401,7 +402,10 @@ class DeliveryAdmin(ReadOnlyModelAdmin):
     }
     empty = "No message was delivered yet. Each event is delivered to the subscriptions that match it."
     sources = (Source("Subscriptions", "cyborgweb.subscription"),)
-    rights: ClassVar[Mapping[str, tuple[Right, ...] | None]] = {"view": (Right("cyborg:delivery:get_all", ""),)}
+    rights: ClassVar[Rights] = {
+        "view": (Right("cyborg:delivery:get_all", ""),),
+        "replay": (Right("cyborg:delivery:update", ""),),
+    }
 
     @display(description="When", ordering="-at")
     def when(self, row: Delivery) -> SafeString:
