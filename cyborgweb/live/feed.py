@@ -18,6 +18,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
+from math import ceil
 from typing import Any
 
 from django.core.exceptions import PermissionDenied
@@ -40,15 +41,15 @@ list.
 """
 MAX_CACHED_ROWS = 1000
 """Rendered rows kept in memory per list; a list that reaches this number is rendered again."""
-MIN_RELOAD_HINTS, MAX_RELOAD_HINTS = 2, 10
-"""How many of all open pages are told per look to reload themselves: at least two, more if many pages wait, and never
-more than ten. With two looks a second, this makes at most 20 requests a second, however many pages are open.
-"""
-RELOAD_TARGET_LOOKS = 20
-"""Number of looks in which all waiting pages are told to reload themselves, unless MAX_RELOAD_HINTS prevents it."""
+MIN_RELOAD_HINTS = 2
+"""How many of all open pages are told per look to reload themselves, at least, if they wait for it."""
+MAX_RELOADS_PER_S = 20.0
+"""How many pages are told per second to reload themselves, at most, however many pages are open."""
+RELOAD_TARGET_S = 10.0
+"""Seconds in which all waiting pages are told to reload themselves, unless MAX_RELOADS_PER_S prevents it."""
 MAX_RELOAD_DELAY_S = 30.0
-"""Seconds after which a page that still waits for its reload hint is no longer shown as live. MAX_RELOAD_HINTS lets 500
-pages reload themselves in 25 s."""
+"""Seconds after which a page that still waits for its reload hint is no longer shown as live. MAX_RELOADS_PER_S lets
+500 pages reload themselves in 25 s."""
 UNVERSIONED_INTERVAL_S = 60.0
 """Seconds after which the page of a host or device is also told to reload itself for a change of another host, because
 parts of it may show other data, such as rollouts."""
@@ -58,6 +59,8 @@ CLOCK_RENDER_INTERVAL_S = 10.0
 """Seconds between two renderings of lists that read tables without a generation, because some of their text depends
 on the time.
 """
+NEW_ROWS_BUDGET_S = 0.2
+"""Seconds per look for searches for new rows; lists that are left over wait for the next look."""
 NEW_ROWS_INTERVAL_S = 30.0
 """Seconds between two searches for new rows in such lists, unless a counted table changed."""
 SEND_TIMEOUT_S = 10.0
@@ -168,6 +171,7 @@ class LiveFeed:
         self._uncounted: object = None
         self._host_versions: dict[int, int] = {}
         self._versioned_state: object = None
+        self._hints_sent_at = 0.0
         self._rendered_rows: dict[object, dict[Any, RenderedRow]] = {}
         self._outages = 0
         self._next_look_at = self._permissions_checked_at = self._next_uncounted_at = 0.0
@@ -481,11 +485,12 @@ class LiveFeed:
         """Count, for each live page, the rows that its list would show now and the page does not show. Note the number
         in the page's pending message if it has changed.
 
-        A page is counted only if its list may have changed since the last count. The slower the query, the less often
-        it runs.
+        The pages that have waited longest come first, until NEW_ROWS_BUDGET_S is spent. A page is counted only if its
+        list may have changed since the last count. The slower the query, the less often it runs.
         """
         keys_by_list: dict[object, set[Any]] = {}
-        for one in watchers:
+        spent = 0.0
+        for one in sorted(watchers, key=lambda watcher: watcher.next_count_at):
             state = (
                 self._compute_list_state(one.snapshot, NEW_ROWS_INTERVAL_S)
                 if one.snapshot and one.is_live and now >= one.next_count_at
@@ -493,7 +498,10 @@ class LiveFeed:
             )
             if not one.snapshot or state == one.counted_state:
                 continue
+            if spent > NEW_ROWS_BUDGET_S and one.snapshot.shared_key not in keys_by_list:
+                continue
             duration = _measure_duration(partial(self._read_page_keys, one.snapshot, keys_by_list))
+            spent += duration
             one.counted_state = state
             one.next_count_at = now + max(self._intervals.uncounted_query_s, 20 * duration)
             if (new := len(keys_by_list[one.snapshot.shared_key] - one.sent_rows.keys())) != one.new_count:
@@ -519,8 +527,9 @@ class LiveFeed:
         """Note in the pending messages of `pages`, which are not lists, that they must reload, if something has changed
         that they show: any data, or for a page with `host_id` that host.
 
-        At most MAX_RELOAD_HINTS pages get the hint per call, those that have waited longest first, and each at most
-        once in `reload_hint_s` seconds. A page that has waited for MAX_RELOAD_DELAY_S seconds is not live until then.
+        At most MAX_RELOADS_PER_S pages per second get the hint, but MIN_RELOAD_HINTS per call, those that have waited
+        longest first, and each at most once in `reload_hint_s` seconds. A page that has waited for MAX_RELOAD_DELAY_S
+        seconds is not live until then.
         """
         if pages and now >= self._next_uncounted_at:
             self._next_uncounted_at = now + self._intervals.uncounted_query_s
@@ -538,7 +547,9 @@ class LiveFeed:
                 one.is_live = one.is_live and now - one.waiting_since < MAX_RELOAD_DELAY_S
                 if now >= one.hinted_at + self._intervals.reload_hint_s:
                     waiting.append((one, own_state))
-        number = min(MAX_RELOAD_HINTS, max(MIN_RELOAD_HINTS, -(-len(waiting) // RELOAD_TARGET_LOOKS)))
+        rate = min(len(waiting) / RELOAD_TARGET_S, MAX_RELOADS_PER_S)
+        number = max(MIN_RELOAD_HINTS, ceil(rate * min(now - self._hints_sent_at, RELOAD_TARGET_S)))
+        self._hints_sent_at = now
         for one, own_state in sorted(waiting, key=lambda pair: pair[0].waiting_since or now)[:number]:
             one.synced_state, one.hinted_state, one.is_live = own_state, state, True
             one.hinted_at, one.waiting_since = now, None
