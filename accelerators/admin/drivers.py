@@ -79,6 +79,10 @@ class DriverAdmin(ReadOnlyModelAdmin):
     empty = "No drivers yet. They appear as soon as the agents of their hosts report."
     sources = (Source("Agents", "agents.agent"),)
 
+    def lookup_allowed(self, lookup: str, value: str, request: HttpRequest) -> bool:
+        """Return whether the URL may filter by `lookup`: `host__name`, used by the page of a host, and Django's own."""
+        return lookup == "host__name" or super().lookup_allowed(lookup, value, request)
+
     @display(description="Driver", ordering="driver")
     def shown_driver(self, row: HostDriver) -> str:
         """Return the driver's name."""
