@@ -17,7 +17,7 @@ from cyborgweb.cli.output import print_row
 
 DEVICE_STATES = ("inactive", "installing", "ready", "maintenance", "failed", "quarantined", "missing", "retired")
 DEVICE_HEALTH = ("ok", "degraded", "failed", "unknown")
-DEVICE_COLUMNS = ("uuid", "state", "status", "type", "model", "address", "host=host.name", "driver", "backend", "held")
+DEVICE_COLUMNS = ("uuid", "state", "status", "type", "name", "address", "host=host.name", "driver", "backend", "held")
 MAX_HISTORY = 10
 PROGRESS_STEP = 200
 """After this many devices, and each time as many more are done, the progress is printed; never for fewer devices."""
@@ -33,7 +33,8 @@ AGENT_STATES = ("up", "late", "down", "revoked", "clone")
     "--health", "status", type=click.Choice(DEVICE_HEALTH), multiple=True, help="With this health; can be repeated."
 )
 @click.option("--type", "kind", help="Only of this type: GPU, FPGA, NIC, …")
-@click.option("--vendor", help="Only of this vendor.")
+@click.option("--vendor", help="Only of this vendor, as its driver reports it: 10de.")
+@click.option("--name", help='Only with these words in the name of the hardware: --name "nvidia a100".')
 @click.option("--driver", help="Only of this driver.")
 @click.option(
     "--draining/--not-draining",
@@ -53,8 +54,9 @@ def device_list(cli_context: CliContext, limit: int, kind: str | None, quiet: bo
     fields = "uuid" if quiet else None
 
     def fetch() -> list[dict[str, Any]]:
-        """Fetch the devices that the filters select."""
-        return cli_context.fetch_rows("devices/", limit, **filters, type=kind, fields=fields)
+        """Fetch the devices that the filters select. Servers of older releases send no name."""
+        rows = cli_context.fetch_rows("devices/", limit, **filters, type=kind, fields=fields)
+        return [{"name": row.get("model")} | row for row in rows]
 
     if quiet:
         click.echo("".join(f"{row['uuid']}\n" for row in fetch()), nl=False)

@@ -35,7 +35,7 @@ from accelerators.domain.device_actions import Action
 from accelerators.domain.identity import SERIAL_PREFIX
 from accelerators.domain.states import DeviceState, DeviceType, DrainTarget, EventSource, HandleType, Health
 from accelerators.models import AcceleratorRequest, AttachHandle, Attribute, Deployable, Device, Host
-from accelerators.models.devices import build_driver_error_expression
+from accelerators.models.devices import build_driver_error_expression, build_name_condition
 from accelerators.workflows import host_removal
 
 
@@ -153,6 +153,9 @@ class DeviceFilter(ListFilter):
     status = choice_filter(Health, help_text="Its health.")
     type = choice_filter(DeviceType)
     vendor = filters.CharFilter()
+    name = filters.CharFilter(
+        method="filter_by_name", help_text="All words occur in the name of the hardware, such as `nvidia a100`."
+    )
     driver = filters.CharFilter()
     backend = filters.CharFilter()
     draining = presence_filter("drain_to", "Whether it is draining: it waits until its last request ends.")
@@ -161,6 +164,10 @@ class DeviceFilter(ListFilter):
     def filter_by_serial(self, devices: QuerySet[Device], name: str, serial: str) -> QuerySet[Device]:
         """Keep the devices with this serial number, by the index of the keys."""
         return devices.filter(key=f"{SERIAL_PREFIX}{serial}")
+
+    def filter_by_name(self, devices: QuerySet[Device], name: str, term: str) -> QuerySet[Device]:
+        """Keep the devices whose hardware has this name, by the ids that belong to it."""
+        return devices.filter(build_name_condition(term))
 
     def filter_by_staleness(self, devices: QuerySet[Device], name: str, wanted: bool) -> QuerySet[Device]:
         """Keep stale devices if `wanted`, others if not.
@@ -186,6 +193,15 @@ class DeviceSerializer(RowSerializer):
     next_actions = serializers.SerializerMethodField()
     draining = serializers.SerializerMethodField()
     held = serializers.IntegerField(read_only=True, help_text="How many requests hold one of its attach handles.")
+    name = serializers.CharField(
+        source="hardware_name.full", read_only=True, help_text="What people call the hardware: NVIDIA A100 PCIe 80GB."
+    )
+    vendor_name = serializers.CharField(
+        source="hardware_name.vendor", read_only=True, help_text="The vendor in the PCI ID database; empty if unknown."
+    )
+    model_name = serializers.CharField(
+        source="hardware_name.model", read_only=True, help_text="The model in the PCI ID database; empty if unknown."
+    )
     stale = serializers.SerializerMethodField()
     to_install = serializers.SerializerMethodField()
     acts = serializers.SerializerMethodField()
@@ -204,6 +220,9 @@ class DeviceSerializer(RowSerializer):
             "type",
             "vendor",
             "model",
+            "name",
+            "vendor_name",
+            "model_name",
             "address",
             "state",
             "status",
