@@ -77,8 +77,8 @@ def select_rows_of_saved_view(caller: Caller, model: str, name: str) -> QuerySet
     can also use views that others share. Raises RefusedError INVALID if there is no such view, if several people share
     views of this name, or if the list does not understand the view any more.
     """
-    is_local = get_keys().auth == "local" and caller.user_id.isdecimal()
-    own = Q(user_id=int(caller.user_id)) if is_local else Q(pk__in=[])
+    has_own_user = get_keys().auth == "local" and caller.user_id.isdecimal()
+    own = Q(user_id=int(caller.user_id)) if has_own_user else Q(pk__in=[])
     visible = own | Q(shared=True) if caller.roles & {ADMIN_ROLE, OPERATOR, AUDITOR} else own
     is_own = ExpressionWrapper(own, BooleanField())
     saved = SavedView.objects.filter(visible, of=model, name=name).exclude(name="").select_related("user")
