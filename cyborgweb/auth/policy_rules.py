@@ -337,7 +337,7 @@ OWN_RULES = (
         "cyborg:driver:rollout",
         ELEVATED,
         "Install, uninstall, change drivers on any host: for administrators and the role accelerator_operator.",
-        ("POST /api/rollouts/", "POST /api/rollouts/{uuid}/cancel/"),
+        ("POST /api/rollouts/", "POST /api/rollouts/{uuid}/{cancel,retry}/"),
     ),
     PolicyRule(
         "cyborg:attachment:get",

@@ -77,6 +77,7 @@ VERBS: Mapping[str, Mapping[str, click.Command]] = {
         "uninstall": drivers.uninstall_driver,
         "rollout": drivers.rollout_show,
         "cancel": drivers.rollout_cancel,
+        "retry": drivers.rollout_retry,
     },
     "command": {
         **{name.partition("-")[2]: verb for name, verb in device_commands.ORDER_VERBS.items()},
