@@ -40,7 +40,8 @@ def order_after_preview(
         return None
     if not yes and (preview["confirm"] or always_ask):
         _confirm_number(preview, question, noun)
-    return cli_context.api.post(path, {**body, "token": preview["token"]})
+    token = {"token": preview["token"]} if preview["confirm"] else {}  # without it, a refusal is answered at once
+    return cli_context.api.post(path, {**body, **token})
 
 
 def _confirm_number(preview: Mapping[str, Any], question: str, noun: str) -> None:
