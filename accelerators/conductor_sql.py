@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 
-def build_event_insert(rows: str) -> str:
+def build_event_insert(rows: str, at: str = "clock_timestamp()") -> str:
     """Build the statement that inserts an event for each row of the SELECT `rows`. No other statement inserts events.
 
     `rows` has the columns source, actor, request_id, action, subject, subject_name, host, changes and reason. NULL
     stands for the source 'agent' and for an empty request id. The type of the subject is the first word of the action.
+    `at` is the SQL expression of the time, over the rows `e`.
     Statements of requests and commands contain this one, so that a bind or a batch of commands does not need a second
     statement for its events.
     """
     return f"""INSERT INTO accelerators_event (at, source, actor, request_id, action, subject_type, subject,
   subject_name, host, changes, reason)
-SELECT clock_timestamp(), coalesce(e.source, 'agent'), e.actor, coalesce(e.request_id, ''), e.action,
+SELECT {at}, coalesce(e.source, 'agent'), e.actor, coalesce(e.request_id, ''), e.action,
   split_part(e.action, '.', 1), e.subject, left(e.subject_name, 255), e.host, e.changes, e.reason
 FROM ({rows}) e"""
 

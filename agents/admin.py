@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 from django.contrib import admin, messages
-from django.db.models import Model, Q, QuerySet
+from django.db.models import Q, QuerySet
 from django.http import HttpRequest
 from django.utils.safestring import SafeString
 from unfold.decorators import display
@@ -17,6 +17,8 @@ from accelerators.models import Host
 from accelerators.runtime import database_clock
 from accelerators.ui import badges, permissions
 from accelerators.ui.changelist import ConsoleModelAdmin, ReadOnlyModelAdmin
+from accelerators.ui.empty_lists import JOIN_COMMAND, JOIN_IN_MANUAL, Source
+from accelerators.ui.explained_admin import Rights
 from accelerators.ui.permissions import Right
 from agents import key_revocation
 from agents.liveness import (
@@ -107,9 +109,10 @@ class AgentAdmin(ReadOnlyModelAdmin):
     )
     readonly_fields = fields
     exports = {"shown_liveness": ("host__lease__seen_at", "barred_reason")}
-    empty = (
-        "No agents yet. Make a join token with “manage.py join_token HOST” and start cyborg-agent on that host with it."
-    )
+    empty = "No agents yet. An agent on a compute host joins with a join token. This command prints one:"
+    empty_command = JOIN_COMMAND
+    rights: ClassVar[Rights] = {"decide": (UPDATE_AGENTS,)}
+    sources = (Source("Join tokens", "agents.jointoken"), JOIN_IN_MANUAL)
 
     def get_object(self, request: HttpRequest, object_id: str, from_field: str | None = None) -> Agent | None:
         """Return an agent by its id, with host and lease; None if `object_id` is no number or no agent has it."""
@@ -244,15 +247,10 @@ class JoinTokenAdmin(ConsoleModelAdmin):
     fields = ("host_name", "shown_use", "public_key", "created_by", "created_at", "expires_at", "used_at")
     readonly_fields = fields
     exports = {"shown_use": ("used_at",)}
-    empty = "No join tokens yet. “manage.py join_token HOST” makes one and prints it, once."
-
-    def has_add_permission(self, request: HttpRequest) -> bool:
-        """Return False: only `manage.py join_token` makes tokens."""
-        return False
-
-    def has_change_permission(self, request: HttpRequest, obj: Model | None = None) -> bool:
-        """Return False: join tokens cannot be changed."""
-        return False
+    empty = "No join tokens yet. This command makes one and prints it, once:"
+    empty_command = JOIN_COMMAND
+    sources = (JOIN_IN_MANUAL,)
+    rights: ClassVar[Rights] = {"add": None, "change": None}
 
     @display(description="Use")
     def shown_use(self, token: JoinToken) -> SafeString:

@@ -9,10 +9,16 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
-from placement_sync.client import IN_USE_CODES, PlacementClient, PlacementConflictError
+from placement_sync.client import (
+    IN_USE_CODES,
+    PlacementClient,
+    PlacementConflictError,
+    PlacementRejectedError,
+)
 from placement_sync.errors import PlacementSyncError
 from placement_sync.mapping import DesiredProvider
 from placement_sync.reconcile import (
@@ -32,6 +38,9 @@ MAX_ATTEMPTS = 8
 """Attempts for one host when another writer changes the same providers."""
 FIRST_BACK_OFF_S, MAX_BACK_OFF_S = 0.02, 0.5
 """First and longest back-off between two attempts, in seconds. The pause is random between 0 and the back-off."""
+MAX_READ_FOREIGN, MAX_FOREIGN = 8, 64
+"""Numbers of providers of others whose inventories and traits are read in one call, and that are remembered for a
+host."""
 
 
 class ProviderMissingError(PlacementSyncError):
@@ -43,13 +52,15 @@ class SyncOutcome:
     """The result of a synchronization: the writes that were sent (in a dry run: would be sent), and the problems.
 
     `root` is the uuid of the host's compute provider. `written` maps each provider (uuid) to what has been written to
-    it; the caller stores it and passes it to the next call.
+    it; the caller stores it and passes it to the next call. `foreign` are the other providers in the tree, by uuid, if
+    the caller asked for them.
     """
 
     root: str = ""
     writes: list[ProviderWrite] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     written: dict[str, WrittenRecord] = field(default_factory=dict)
+    foreign: dict[str, ObservedProvider] = field(default_factory=dict)
 
 
 def synchronize_host(
@@ -59,11 +70,14 @@ def synchronize_host(
     written: Mapping[str, WrittenRecord],
     root: str = "",
     dry_run: bool = False,
+    known_foreign: Mapping[str, ObservedProvider] | None = None,
 ) -> SyncOutcome:
     """Make Placement show `desired` below the compute provider `host`. `root` is that provider's uuid, if it is known.
 
     With `dry_run`, only read, and return the writes that would be sent. A provider with allocations is not deleted, and
-    an allocated resource class is not removed; each becomes a problem in the SyncOutcome.
+    an allocated resource class is not removed; each becomes a problem in the SyncOutcome. If `known_foreign` is given,
+    also return the providers below the compute provider that are neither desired nor written: `known_foreign` are those
+    of the last call, and only new and changed ones are read.
 
     Raises ProviderMissingError; PlacementUnavailableError, PlacementRejectedError, WriterStoppedError;
     PlacementConflictError after MAX_ATTEMPTS attempts. Writes that were sent before an error are found by the next
@@ -72,7 +86,10 @@ def synchronize_host(
     outcome = SyncOutcome(written=dict(written))
     for attempt in range(MAX_ATTEMPTS):
         try:
-            outcome.root, observed = _read_observed(placement, host, desired, outcome.written, root)
+            outcome.root, tree, observed = _read_observed(placement, host, desired, outcome.written, root)
+            if known_foreign is not None:
+                others = [one for one in tree.values() if one.uuid not in observed and one.uuid != outcome.root]
+                outcome.foreign = _read_foreign(placement, others, known_foreign)
             outcome.written = _merge_observed(outcome.written, observed, desired)
             writes = plan_writes(outcome.root, desired, outcome.written, observed)
             if dry_run:
@@ -97,8 +114,8 @@ def _read_observed(
     desired: Mapping[str, DesiredProvider],
     written: Mapping[str, WrittenRecord],
     root: str,
-) -> tuple[str, dict[str, ObservedProvider]]:
-    """Return the compute provider's uuid, and the observed state of the providers in `desired` or `written`.
+) -> tuple[str, dict[str, ObservedProvider], dict[str, ObservedProvider]]:
+    """Return the compute provider's uuid, its tree, and the observed state of the providers in `desired` or `written`.
 
     A written provider is found in other trees, too; one that is only desired is looked for in the host's tree alone.
     Raises ProviderMissingError.
@@ -122,7 +139,29 @@ def _read_observed(
             observed[uuid] = last_seen if last_seen and is_unchanged else placement.read_details(summary)
         elif uuid in written and (elsewhere := placement.read_provider(uuid)):
             observed[uuid] = elsewhere
-    return root, observed
+    return root, tree, observed
+
+
+def _read_foreign(
+    placement: PlacementClient, providers: Iterable[ObservedProvider], known: Mapping[str, ObservedProvider]
+) -> dict[str, ObservedProvider]:
+    """Return these providers of the tree with their inventories and traits, at most MAX_FOREIGN, by uuid.
+
+    `known` are those of the last look. A provider is read if it is new or its generation changed, at most
+    MAX_READ_FOREIGN in one call; the others keep what is known, or are left to the next look. So does a provider that
+    changes or disappears while it is read.
+    """
+    foreign: dict[str, ObservedProvider] = {}
+    reads = 0
+    for provider in sorted(providers, key=lambda one: one.uuid)[:MAX_FOREIGN]:
+        current = known.get(provider.uuid)
+        if (current is None or current.generation != provider.generation) and reads < MAX_READ_FOREIGN:
+            reads += 1
+            with suppress(PlacementConflictError, PlacementRejectedError):
+                current = placement.read_details(provider)
+        if current is not None:
+            foreign[provider.uuid] = current
+    return foreign
 
 
 def _merge_observed(

@@ -17,6 +17,9 @@ class Tree(models.Model):
     looked_at = models.DateTimeField(db_default=Now(), db_index=True)
     synced_at = models.DateTimeField(null=True, help_text="When Placement last matched the inventory completely.")
     problems = models.JSONField(default=list, help_text="What could not be done, as sentences.")
+    foreign = models.JSONField(
+        default=list, db_default=[], help_text="The providers of others below the compute provider, as last seen."
+    )
     compared_at = models.DateTimeField(
         null=True, help_text="The time of the observation that the job `faults` compared last."
     )
@@ -172,22 +175,27 @@ class DiscrepancyKind(Choice):
     * UNCLAIMED: a bound request has no allocation in Placement.
     * UNATTACHED: an allocation in Placement has no request that holds a handle there. It only wastes capacity.
     * WITHOUT_DEVICE: Nova shows the instance as running, but its device is missing or has failed.
+    * FOREIGN: a provider below a host's compute provider offers accelerators like ours, but no device here has it.
     """
 
     UNCLAIMED = "unclaimed", "bad", "attached but unclaimed"
     UNATTACHED = "unattached", "warn", "claimed but not attached"
     WITHOUT_DEVICE = "without_device", "bad", "instance without its device"
+    FOREIGN = "foreign", "bad", "provider of somebody else"
 
 
 class Discrepancy(fields.Row):
-    """A contradiction about one instance on one provider. Only the job `faults` creates and deletes these rows."""
+    """A contradiction about one provider, and usually about one instance there. Only the job `faults` creates and
+    deletes these rows."""
 
     kind = models.CharField(max_length=16, choices=DiscrepancyKind.choices())
     host = models.ForeignKey(Host, models.CASCADE, related_name="discrepancies")
     device = models.ForeignKey(Device, models.CASCADE, null=True, blank=True, related_name="discrepancies")
     provider = models.UUIDField()
     provider_name = fields.name_field()
-    instance = models.UUIDField(help_text="The instance or other consumer in Placement.")
+    instance = models.UUIDField(
+        null=True, blank=True, help_text="The instance or other consumer in Placement; null: it is about the provider."
+    )
     since = models.DateTimeField(help_text="When it was first seen.")
     seen_at = models.DateTimeField(help_text="When it was last seen.")
     said = models.TextField(help_text="What is wrong, and what to do.")
@@ -196,7 +204,9 @@ class Discrepancy(fields.Row):
         ordering = ["-id"]
         verbose_name_plural = "discrepancies"
         constraints = [
-            models.UniqueConstraint(fields=["kind", "provider", "instance"], name="discrepancy_once"),
+            models.UniqueConstraint(
+                fields=["kind", "provider", "instance"], name="discrepancy_once", nulls_distinct=False
+            ),
             fields.one_of_constraint("kind", DiscrepancyKind, "discrepancy_kind_known"),
         ]
 
@@ -206,4 +216,4 @@ class Discrepancy(fields.Row):
         return DiscrepancyKind(self.kind).label
 
     def __str__(self) -> str:
-        return f"{self.label}: {self.instance}"
+        return f"{self.label}: {self.instance or self.provider_name}"

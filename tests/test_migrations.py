@@ -37,6 +37,18 @@ REVIEWED_STEPS: dict[str, str] = {
     "accelerators 0005_index_hosts_without_applied_report: AddIndex accelerators.host": "its writes of hosts wait "
     "for a few milliseconds: the table has one row for each host",
     "accelerators 0005_index_hosts_without_applied_report: RunSQL": "it sets a time limit for the migration's locks",
+    "placement_sync 0004_foreign_providers: RunSQL": "it sets a time limit for the migration's locks",
+    **{
+        f"placement_sync 0004_foreign_providers: {step} placement_sync.discrepancy{field}": "it writes the three kinds "
+        "that it knows, with an instance; its console cannot show a row of the new kind"
+        for step, field in (
+            ("AlterField", ".instance"),
+            ("AlterField", ".kind"),
+            ("AddConstraint", ""),
+            ("RemoveConstraint", ".discrepancy_kind_known"),
+            ("RemoveConstraint", ".discrepancy_once"),
+        )
+    },
     "accelerators 0003_add_lifetime_of_programs: RunSQL": "it sets a time limit for the migration's locks",
     "accelerators 0006_correct_claims_in_sets: RunSQL": "it replaces functions and triggers of 0002 and 0004, and adds "
     "a column that triggers fill",
@@ -52,6 +64,9 @@ REVIEWED_STEPS: dict[str, str] = {
     "table has one row for each rollout of the last 90 days",
     "accelerators 0009_confirmations: AlterField accelerators.rollout.state": "only its choices are others; the former "
     "release does not advance a draft, and its list of rollouts fails until the drafts are confirmed or deleted",
+    "accelerators 0010_generations_of_settings: RunSQL": "it sets a time limit for the migration's locks",
+    "cyborgweb 0005_generations_of_subscriptions: RunSQL": "it sets a time limit for the migration's locks",
+    "accelerators 0011_host_removing_since: RunSQL": "it sets a time limit for the migration's locks",
     "agents 0003_agent_announcement: RunSQL": "it sets a time limit for the migration's locks",
     "agents 0002_used_nonces: RunSQL": "it sets a time limit for the migration's locks",
     "cyborgweb 0002_mail_server: RunSQL": "it sets a time limit for the migration's locks",

@@ -5,7 +5,7 @@ All changes are written by `accelerators.devices.admission_rules`.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 from django.contrib import admin, messages
 from django.core.exceptions import PermissionDenied
@@ -23,11 +23,12 @@ from accelerators.domain.states import EventSource
 from accelerators.models import AdmissionRule
 from accelerators.ui import badges, permissions
 from accelerators.ui.changelist import ConsoleModelAdmin
-from accelerators.ui.refusals import RefusalAsMessage
+from accelerators.ui.conflicts import ConflictPage, read_generation
+from accelerators.ui.explained_admin import Rights
 
 
 @admin.register(AdmissionRule)
-class AdmissionRuleAdmin(RefusalAsMessage, ConsoleModelAdmin):
+class AdmissionRuleAdmin(ConflictPage, ConsoleModelAdmin):
     """List of admission rules in the order in which they are tried, the form of one, and the page that applies them."""
 
     list_display = ("order", "name", "shown_enabled", "shown_action", "shown_fits", "updated")
@@ -43,22 +44,15 @@ class AdmissionRuleAdmin(RefusalAsMessage, ConsoleModelAdmin):
         "No admission rules yet: new devices are inactive until somebody enables them. A rule can make the devices that"
         " match it ready, or quarantined, as soon as they are found."
     )
+    rights: ClassVar[Rights] = {
+        "add": (permissions.CREATE_RULE,),
+        "change": (permissions.UPDATE_RULE,),
+        "delete": (permissions.DELETE_RULE,),
+    }
 
     def has_view_permission(self, request: HttpRequest, obj: Model | None = None) -> bool:
         """Return whether the user may view the rules: with Django's view permission, or if they may change them."""
         return super().has_view_permission(request, obj) or self.has_change_permission(request, obj)
-
-    def has_add_permission(self, request: HttpRequest) -> bool:
-        """Return whether the user has the right `permissions.CREATE_RULE`."""
-        return permissions.is_allowed(request, permissions.CREATE_RULE)
-
-    def has_change_permission(self, request: HttpRequest, obj: Model | None = None) -> bool:
-        """Return whether the user has the right `permissions.UPDATE_RULE`."""
-        return permissions.is_allowed(request, permissions.UPDATE_RULE)
-
-    def has_delete_permission(self, request: HttpRequest, obj: Model | None = None) -> bool:
-        """Return whether the user has the right `permissions.DELETE_RULE`."""
-        return permissions.is_allowed(request, permissions.DELETE_RULE)
 
     @display(description="In force", ordering="enabled")
     def shown_enabled(self, rule: AdmissionRule) -> SafeString:
@@ -92,11 +86,13 @@ class AdmissionRuleAdmin(RefusalAsMessage, ConsoleModelAdmin):
         """Create or change the rule, with an event, by `accelerators.devices.admission_rules`.
 
         Raises RefusedError: CONFLICT for a name that is in use or too many rules, NOT_FOUND if the rule was deleted
-        meanwhile. Devices that the rule admitted before keep their state.
+        meanwhile; ChangedMeanwhileError if it was changed since the form was shown.
+        Devices that the rule admitted before keep their state.
         """
         values, caller = {name: form.cleaned_data[name] for name in self.fields}, device_actions.get_caller(request)
         if change:
-            admission_rules.edit_rule(obj.uuid, values, caller, EventSource.PERSON)
+            generation = read_generation(request)
+            admission_rules.edit_rule(obj.uuid, values, caller, EventSource.PERSON, generation=generation)
         else:
             obj.pk = admission_rules.create_rule(values | {"uuid": obj.uuid}, caller, EventSource.PERSON).pk
 

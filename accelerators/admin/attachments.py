@@ -24,6 +24,7 @@ from accelerators.models import Attachment, DeviceProfile, Intent
 from accelerators.models.attachments import AttachmentState
 from accelerators.ui import badges, permissions
 from accelerators.ui.changelist import ReadOnlyModelAdmin
+from accelerators.ui.empty_lists import Source
 from accelerators.workflows import attachment_orders
 
 MAX_PROFILES = 200
@@ -42,6 +43,10 @@ class AttachmentAdmin(ReadOnlyModelAdmin):
     list_before_template = "accelerators/admin/attachments_header.html"
     exports = {"shown_instance": ("instance",), "what": ("profile", "device")}
     empty = "Nothing was attached to a running instance yet. Nova's own requests are listed under Requests."
+    sources = (
+        Source("Attach to a running instance", "accelerators.attachment", "attach", rights=permissions.ATTACH),
+        Source("Requests", "accelerators.acceleratorrequest"),
+    )
 
     def has_view_permission(self, request: HttpRequest, obj: Model | None = None) -> bool:
         """Return whether the user may view attachments: with Django's view permission, or if they may attach.

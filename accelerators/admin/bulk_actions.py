@@ -27,6 +27,7 @@ from accelerators.domain.states import BulkState, DeviceOutcome
 from accelerators.models import Bulk, BulkItem, Device
 from accelerators.ui import badges, permissions
 from accelerators.ui.changelist import ReadOnlyModelAdmin
+from accelerators.ui.empty_lists import Source
 from accelerators.workflows import bulk_actions, bulk_commands
 from drivers.plan import DESTRUCTIVE
 
@@ -51,6 +52,7 @@ class BulkAdmin(ReadOnlyModelAdmin):
     search_fields = ("uuid__startswith", "actor__startswith", "reason__icontains")
     search_help_text = "uuid, by whom, reason"
     empty = "No bulk actions yet. To make one, select devices in the list of devices and choose an action."
+    sources = (Source("Devices", "accelerators.device", rights=(permissions.UPDATE_DEVICE,)),)
 
     def has_view_permission(self, request: HttpRequest, obj: Model | None = None) -> bool:
         """Return whether the user may view bulk actions: with Django's view permission, or if they may make some.
@@ -183,6 +185,7 @@ class BulkItemAdmin(ReadOnlyModelAdmin):
     search_fields = ("device_name__icontains", "host__startswith", "device_uuid__startswith")
     search_help_text = "device, host, uuid"
     empty = "No devices here. The page of each bulk action links to the list of its devices."
+    sources = (Source("Bulk actions", "accelerators.bulk"),)
 
     def has_view_permission(self, request: HttpRequest, obj: Model | None = None) -> bool:
         """Return the same as `BulkAdmin.has_view_permission`, with the view permission for bulk items."""

@@ -23,8 +23,9 @@ from unfold.decorators import display
 from accelerators.domain.states import CommandState
 from accelerators.models import Command, Device, Event, Host
 from accelerators.models.commands import COMMAND_IS_OPEN
-from accelerators.ui import badges, timeline
+from accelerators.ui import badges, permissions, timeline
 from accelerators.ui.changelist import ReadOnlyModelAdmin
+from accelerators.ui.empty_lists import Source
 
 MAX_LATEST = 8
 """Number of commands that the page of a device or host shows, the newest ones; the list has them all."""
@@ -88,6 +89,10 @@ class CommandAdmin(ReadOnlyModelAdmin):
         "result": ("percent", "progress"),
     }
     empty = "No commands yet. The pages of devices and hosts have buttons that order commands from their agents."
+    sources = (
+        Source("Devices", "accelerators.device", rights=(permissions.CREATE_COMMAND,)),
+        Source("Hosts", "accelerators.host", rights=(permissions.RESCAN,)),
+    )
 
     @display(description="State", ordering="state")
     def shown_state(self, command: Command) -> SafeString:

@@ -20,6 +20,7 @@ from accelerators.models.records import event_has_words
 from accelerators.runtime import database_clock
 from accelerators.ui import badges, timeline
 from accelerators.ui.changelist import ConsoleChangeList, ReadOnlyModelAdmin, parse_uuid
+from accelerators.ui.empty_lists import Source
 
 STUCK_AFTER = 10
 """Failures after which an intent is shown as stuck."""
@@ -114,6 +115,7 @@ class EventAdmin(ReadOnlyModelAdmin):
         "by": ("source", "actor", "request_id"),
     }
     empty = "No events yet. Every change of the inventory is recorded as an event."
+    sources = (Source("Hosts", "accelerators.host"), Source("Devices", "accelerators.device"))
 
     def get_object(self, request: HttpRequest, object_id: str, from_field: str | None = None) -> Event | None:
         """Return an event by its id; None if `object_id` is no number or there is no such event."""
@@ -256,6 +258,7 @@ class IntentAdmin(ReadOnlyModelAdmin):
     search_fields = ("uuid__startswith", "kind__startswith", "key__startswith")
     search_help_text = "kind, key, uuid"
     empty = "Nothing waits to be sent: Placement, Nova and the agents have received everything."
+    sources = (Source("Placement", "placement_sync.tree"),)
 
     @display(description="Progress", ordering="attempts")
     def progress(self, intent: Intent) -> SafeString:

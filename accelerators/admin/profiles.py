@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 from django.contrib import admin, messages
 from django.core.exceptions import PermissionDenied
-from django.db.models import Model
 from django.http import HttpRequest, HttpResponse, HttpResponseRedirect, QueryDict
 from django.template.response import TemplateResponse
 from django.urls import reverse
@@ -25,9 +24,13 @@ from accelerators.models import DeviceProfile
 from accelerators.requests import fitting_hosts, profiles
 from accelerators.ui import badges, permissions
 from accelerators.ui.changelist import ReadOnlyModelAdmin
+from accelerators.ui.empty_lists import Source
+from accelerators.ui.explained_admin import Rights
 
 MAX_SHOWN_HOSTS = 50
 """Maximum number of hosts that the page of a profile lists."""
+PROFILE_COMMAND = """openstack accelerator device profile create NAME '[{{"resources:{}": "1"}}]'"""
+"""The command that makes a device profile; the resource class has to be filled in."""
 FLAVOR_PROPERTY = "accel:device_profile"
 """The property by which a flavor of Nova names a device profile."""
 
@@ -123,15 +126,13 @@ class DeviceProfileAdmin(ReadOnlyModelAdmin):
     search_fields = ("uuid__startswith", "name__icontains", "description__icontains")
     search_help_text = "name, description, uuid"
     exports = {"shown_groups": ("groups",)}
-    empty = "No device profiles yet. “Add device profile” makes one; a flavor of Nova names it."
-
-    def has_add_permission(self, request: HttpRequest) -> bool:
-        """Return whether the user has the right `permissions.CREATE_PROFILE`."""
-        return permissions.is_allowed(request, permissions.CREATE_PROFILE)
-
-    def has_delete_permission(self, request: HttpRequest, obj: Model | None = None) -> bool:
-        """Return whether the user has the right `permissions.DELETE_PROFILE`."""
-        return permissions.is_allowed(request, permissions.DELETE_PROFILE)
+    empty = "No device profiles yet. A flavor names a device profile to give an instance accelerators. This makes one:"
+    empty_command = PROFILE_COMMAND.format("PGPU")
+    sources = (Source("The manual: offer devices to tenants", manual="first-day/#offer-devices-to-tenants"),)
+    rights: ClassVar[Rights] = {
+        "add": (permissions.CREATE_PROFILE,),
+        "delete": (permissions.DELETE_PROFILE,),
+    }
 
     @display(description="Groups")
     def shown_groups(self, profile: DeviceProfile) -> SafeString:

@@ -17,6 +17,7 @@ from accelerators.domain.states import RequestState
 from accelerators.models import AcceleratorRequest, Command, Event
 from accelerators.ui import badges
 from accelerators.ui.changelist import ReadOnlyModelAdmin
+from accelerators.ui.empty_lists import Source
 from accelerators.ui.extensions import build_sections
 
 MAX_SIBLINGS = 20
@@ -54,6 +55,7 @@ class AcceleratorRequestAdmin(ReadOnlyModelAdmin):
         "handle": ("attach_handle__attach_info", "attach_handle__deployable__device__uuid"),
     }
     empty = "No requests yet. Nova makes one for each accelerator of an instance when a flavor names a device profile."
+    sources = (Source("Device profiles", "accelerators.deviceprofile"),)
 
     def get_queryset(self, request: HttpRequest) -> QuerySet[AcceleratorRequest]:
         """Return the requests that this user may see, with profile, held handle and its deployable loaded."""

@@ -21,6 +21,7 @@ from django.db.models.functions import Now
 
 from accelerators import conductor, safety
 from accelerators.commands import placement_delegation, sql
+from accelerators.domain import generations
 from accelerators.domain.caller import Caller, request_id
 from accelerators.domain.errors import RefusalReason, RefusedError
 from accelerators.domain.states import CommandState, DeviceState, EventSource
@@ -569,14 +570,11 @@ def _lock_affected_siblings(op: str, device: Device) -> list[Device]:
 
 
 def refuse_if_changed(device: Device, expected_generation: int | None) -> None:
-    """Raise RefusedError CONFLICT if the device's generation is not `expected_generation`; do nothing if that is None.
+    """Raise ChangedMeanwhileError if the device's generation is not `expected_generation`; do nothing if that is None.
 
     If two callers change a device that both have read, the second one is refused and must read it again.
     """
-    if expected_generation is not None and expected_generation != device.generation:
-        present = f"generation {device.generation}"
-        why = f"is at {present} now, not {expected_generation}: somebody changed it"
-        raise RefusedError(RefusalReason.CONFLICT, f"Device {device.uuid} {why}. Read it again, then send {present}.")
+    generations.refuse_if_changed(f"Device {device.uuid}", device.generation, expected_generation)
 
 
 def refuse_unknown_words(device: Device, layout: Mapping[str, str]) -> None:

@@ -21,7 +21,7 @@ from accelerators.devices.lifecycle import (
     build_lifecycle_state,
     store_state_changes,
 )
-from accelerators.domain import admission
+from accelerators.domain import admission, generations
 from accelerators.domain.admission import AdmissionFacts, EnabledRule
 from accelerators.domain.caller import Caller
 from accelerators.domain.device_actions import Action, state_after_action
@@ -58,12 +58,17 @@ def create_rule(values: Mapping[str, Any], caller: Caller, source: EventSource =
 
 
 def edit_rule(
-    uuid: UUID, values: Mapping[str, Any], caller: Caller, source: EventSource = EventSource.API
+    uuid: UUID,
+    values: Mapping[str, Any],
+    caller: Caller,
+    source: EventSource = EventSource.API,
+    *,
+    generation: int | None = None,
 ) -> AdmissionRule:
     """Change a rule, with an event; write nothing if `values` change nothing.
 
     Devices that the rule admitted keep their state. `values` must be validated. Raises RefusedError NOT_FOUND, or
-    CONFLICT if the name is in use.
+    CONFLICT if the name is in use; ChangedMeanwhileError if the rule's generation is not `generation`.
     """
     try:
         with conductor.writing():
@@ -71,6 +76,8 @@ def edit_rule(
             before = {field: getattr(rule, field) for field in values}
             changes = {field: [before[field], values[field]] for field in values if before[field] != values[field]}
             if changes:
+                generations.refuse_if_changed(f"Admission rule {rule.name}", rule.generation, generation)
+                rule.generation += 1
                 for field, value in values.items():
                     setattr(rule, field, value)
                 rule.updated_at = database_clock.now()
@@ -81,10 +88,14 @@ def edit_rule(
     return rule
 
 
-def delete_rule(uuid: UUID, caller: Caller, source: EventSource = EventSource.API) -> None:
-    """Delete a rule; devices that it admitted keep their state. Raises RefusedError NOT_FOUND."""
+def delete_rule(
+    uuid: UUID, caller: Caller, source: EventSource = EventSource.API, *, generation: int | None = None
+) -> None:
+    """Delete a rule; devices that it admitted keep their state. Raises RefusedError NOT_FOUND, and
+    ChangedMeanwhileError if the rule's generation is not `generation`."""
     with conductor.writing():
         rule = _load_rule_for_update(uuid)
+        generations.refuse_if_changed(f"Admission rule {rule.name}", rule.generation, generation)
         event_changes = {field: [getattr(rule, field), None] for field in RULE_FIELDS if getattr(rule, field) != ""}
         rule.delete()
         _record_rule_event("deleted", rule, event_changes, caller, source)

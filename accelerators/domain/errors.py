@@ -4,6 +4,8 @@ All exceptions of this package, each with the module that defines it:
 
     AcceleratorsError                   accelerators.domain.errors
       RefusedError                      accelerators.domain.errors
+        BindRefusedError                accelerators.domain.bind_failures
+        ChangedMeanwhileError           accelerators.domain.generations
       WritesRefusedError                accelerators.domain.errors
       GroupError                        accelerators.domain.groups
       IllegalTransitionError            accelerators.domain.states
@@ -12,6 +14,8 @@ All exceptions of this package, each with the module that defines it:
       AnchorFileError                   accelerators.audit.anchors
       ImageUnusableError                accelerators.images.download
       ImageServiceUnavailableError      accelerators.images.download
+      SeedError                         accelerators.inventory.seed
+        RealHostsError                  accelerators.inventory.seed
       ConcurrentUpdateError             accelerators.workflows.attachment_orders
       _HandlesContendedError            accelerators.requests.binding
       ApiError                          accelerators.api.own.errors

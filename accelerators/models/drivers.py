@@ -69,6 +69,9 @@ class Rollout(fields.Row):
     driver = models.CharField(max_length=64, db_collation="C")
     enabled = models.BooleanField(null=True, help_text="Null: unchanged; a newly installed driver is enabled.")
     settings = models.JSONField(null=True, help_text="Null: the settings stay unchanged.")
+    edits = models.JSONField(
+        null=True, help_text="Changes of single settings: `set` maps paths to values, `unset` lists paths."
+    )
     selection = models.CharField(max_length=1000, default="", help_text="How the hosts were selected.")
     max_parallel = models.IntegerField(default=5)
     stop_on_failure = models.BooleanField(default=True)

@@ -26,6 +26,20 @@ class Row(models.Model):
         abstract = True
 
 
+class SettingsRow(Row):
+    """Abstract model of settings that people change. `generation` detects that two people change the same row.
+
+    The function that changes the row calls `domain.generations.refuse_if_changed`, and adds 1 to `generation`.
+    """
+
+    generation = models.BigIntegerField(
+        default=1, db_default=1, editable=False, help_text="It grows by 1 with each change of the settings."
+    )
+
+    class Meta:
+        abstract = True
+
+
 class KeptJson(models.JSONField):
     """JSON field that keeps the text and the order of keys, so that clients get back what they sent.
 

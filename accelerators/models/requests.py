@@ -10,7 +10,7 @@ from accelerators.models import fields
 from accelerators.models.devices import AttachHandle, Deployable
 
 
-class DeviceProfile(fields.Row):
+class DeviceProfile(fields.SettingsRow):
     """A named list of groups. A group's index in it is the `device_profile_group_id` of its requests."""
 
     name = fields.name_field(unique=True)

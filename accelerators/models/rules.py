@@ -12,7 +12,7 @@ RULE_NAME = RegexValidator(r"^[a-zA-Z0-9_.-]+\Z", "Say letters, digits, ., - and
 MAX_RULE_ORDER = 1_000_000
 
 
-class AdmissionRule(fields.Row):
+class AdmissionRule(fields.SettingsRow):
     """A rule that decides the first state of a found device.
 
     The first enabled rule that matches decides. An empty field matches everything.

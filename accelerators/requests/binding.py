@@ -31,13 +31,15 @@ from accelerators import conductor, safety
 from accelerators.commands import command_queue
 from accelerators.commands.command_queue import TYPES_CREATED_ON_HOST, CommandOrder
 from accelerators.domain import groups, offer, redaction
+from accelerators.domain.bind_failures import BindFailure, BindRefusedError
 from accelerators.domain.caller import Caller, request_id
 from accelerators.domain.errors import AcceleratorsError, RefusalReason, RefusedError
 from accelerators.domain.states import BINDABLE_STATES, CommandState, EventSource, RequestState
-from accelerators.models import Command, Intent
+from accelerators.models import Command, Host, Intent
 from accelerators.requests import binding_sql as sql
 from accelerators.requests import notices, profiles, releases
 from accelerators.runtime import jobs, metrics
+from accelerators.runtime.after_commit import call_after_commit
 
 log = logging.getLogger(__name__)
 
@@ -50,6 +52,19 @@ OVERDUE_BATCH_SIZE = 200
 PROGRAMMED_INTENT = "programmed"
 """Kind of the intent that waits until a programmed device's new traits are in Placement. Its key is the request's uuid;
 its payload has the uuid of the host."""
+STORED_FAILURES = frozenset(
+    {
+        BindFailure.UNKNOWN_PROVIDER,
+        BindFailure.OTHER_HOST,
+        BindFailure.NONE_FREE,
+        BindFailure.NOT_OFFERED,
+        BindFailure.BUSY,
+        BindFailure.DEVICE_NODE,
+        BindFailure.IMAGE_CONFLICT,
+        BindFailure.INVALID_GROUP,
+    }
+)
+"""Failures that move the requests to BindFailed; all others of a bind change nothing."""
 
 _json = msgspec.json.Encoder()
 _S = RequestState
@@ -125,13 +140,14 @@ class BindOutcome:
     """The end of a BindStarted request: it becomes Bound if `fault` is empty, otherwise BindFailed with `fault` as the
     reason.
 
-    `may_exist_on_host` says that the handle may already exist on the host. A failed bind then also orders a detach
-    there.
+    `failure` is the kind of the fault, if there is one. `may_exist_on_host` says that the handle may already exist on
+    the host. A failed bind then also orders a detach there.
     """
 
     request: WaitingRequest
     fault: str = ""
     may_exist_on_host: bool = True
+    failure: BindFailure = BindFailure.HOST_FAILED
 
 
 class _HandlesContendedError(AcceleratorsError):
@@ -178,7 +194,23 @@ def bind_requests(specs: Sequence[BindSpec], caller: Caller, allow_existing: boo
     BindFailed with that reason. With NOT_FOUND for a request, with INVALID for an instance that already has requests
     and with WRONG_STATE, nothing is changed. If other transactions keep the needed handles, the bind is retried with a
     back-off for RETRY_TIMEOUT_S seconds, then UNAVAILABLE is raised and nothing is changed.
+
+    Every failure is logged and counted by its reason.
     """
+    try:
+        _bind_or_refuse(specs, caller, allow_existing)
+    except RefusedError as error:
+        # Only requests that are not found are refused without a more precise reason.
+        failure = error.failure if isinstance(error, BindRefusedError) else BindFailure.UNKNOWN_REQUEST
+        if failure not in STORED_FAILURES:  # the others were logged and counted where they were stored
+            metrics.count_bind_failures([failure] * len(specs))
+            for spec in specs:
+                _log_failure(failure, spec.uuid, spec.instance_uuid, spec.hostname, spec.device_rp_uuid, error.text)
+        raise
+
+
+def _bind_or_refuse(specs: Sequence[BindSpec], caller: Caller, allow_existing: bool) -> None:
+    """Bind the requests, as `bind_requests` describes it, or raise RefusedError."""
     give_up_at, pause_s, check_claims = time.monotonic() + RETRY_TIMEOUT_S, 0.01, False
     while True:
         try:
@@ -190,8 +222,8 @@ def bind_requests(specs: Sequence[BindSpec], caller: Caller, allow_existing: boo
             if isinstance(error, OperationalError) and not isinstance(error.__cause__, DeadlockDetected):
                 raise
             if time.monotonic() > give_up_at:
-                raise RefusedError(
-                    RefusalReason.UNAVAILABLE, "Others are taking the same accelerators: try again."
+                raise BindRefusedError(
+                    BindFailure.CONTENTION, "Others are taking the same accelerators: try again."
                 ) from error
             time.sleep(random.uniform(pause_s, 2 * pause_s))
             pause_s = min(2 * pause_s, 0.1)
@@ -261,7 +293,9 @@ def fail_overdue_binds() -> bool:
         overdue = [WaitingRequest(*row) for row in _fetch_all(sql.LOCK_OVERDUE, {"count": OVERDUE_BATCH_SIZE})]
         reasons = _explain_overdue_binds(overdue) if overdue else {}
         finish_binds(
-            [BindOutcome(request, reasons[request.uuid]) for request in overdue], EventSource.SYSTEM, "deadlines"
+            [BindOutcome(request, reasons[request.uuid], failure=BindFailure.DEADLINE) for request in overdue],
+            EventSource.SYSTEM,
+            "deadlines",
         )
     return len(overdue) == OVERDUE_BATCH_SIZE
 
@@ -356,6 +390,7 @@ def _build_finish_row(outcome: BindOutcome) -> dict[str, Any]:
         "deployable": request.deployable,
         "handle": None if outcome.fault else request.handle,
         "fault": outcome.fault,
+        "failure": outcome.failure if outcome.fault else None,
         "group": request.group,
         "had_instance": request.instance,
         "had_handle": request.handle,
@@ -388,20 +423,23 @@ def _try_bind(
         text = (
             f"Instance {instances_with_requests[0][0]} already has accelerator requests. Cannot bind additional ARQs."
         )
-        raise RefusedError(RefusalReason.INVALID, f"Couldn't apply patch. Reason: {text}")
+        raise BindRefusedError(BindFailure.INSTANCE_HAS_REQUESTS, f"Couldn't apply patch. Reason: {text}")
     spec_by_uuid = {spec.uuid: spec for spec in specs}
     requests = _load_requests_for_update([*spec_by_uuid], caller)
     for request in requests:
         if request.state not in BINDABLE_STATES:
             text = f"Bad state: {request.state} for ARQ: {request.uuid}. Expected state(s): {list(BINDABLE_STATES)}"
-            raise RefusedError(RefusalReason.WRONG_STATE, text)
+            raise BindRefusedError(BindFailure.WRONG_STATE, text)
     pairs = [(request, spec_by_uuid[request.uuid]) for request in requests]
     try:
         handles = _reserve_handles(pairs, check_claims)
         programmed_by = _choose_programming_requests(pairs, handles)
-    except RefusedError as error:
-        _move_requests([_build_failure_row(*pair, caller, error.text) for pair in pairs], EventSource.API, caller.name)
-        return RefusedError(error.reason, redaction.hide_foreign_ids(error.text, str(pairs)))
+    except BindRefusedError as error:
+        _move_requests([_build_failure_row(*pair, caller, error) for pair in pairs], EventSource.API, caller.name)
+        if error.failure in (BindFailure.UNKNOWN_PROVIDER, BindFailure.OTHER_HOST):
+            # The host's tree in Placement differs from what is stored here: compare it now, so that operators see why.
+            conductor.raise_provider_intents(Host.objects.filter(name__in={spec.hostname for _, spec in pairs}))
+        return BindRefusedError(error.failure, redaction.hide_foreign_ids(error.text, str(pairs)))
     plans = [_plan_bind(*pair, caller, handles[pair[0].id], programmed_by) for pair in pairs]
     command_queue.place_commands([order for _, order in plans if order], EventSource.API)
     moves = [move for move, _ in plans]
@@ -421,12 +459,12 @@ def _reserve_handles(pairs: Sequence[tuple[_LockedRequest, BindSpec]], check_cla
     requests_by_provider: dict[tuple[str, str], list[_LockedRequest]] = {}
     for request, spec in pairs:
         if groups.BITSTREAM_KEY in request.group and groups.FUNCTION_KEY in request.group:
-            raise RefusedError(
-                RefusalReason.INVALID,
+            raise BindRefusedError(
+                BindFailure.INVALID_GROUP,
                 f"{groups.BITSTREAM_KEY} and {groups.FUNCTION_KEY} exclude each other in one group.",
             )
         if not groups.first_resource_class(request.group):
-            raise RefusedError(RefusalReason.INVALID, f"Group of ARQ {request.uuid} asks for no resource.")
+            raise BindRefusedError(BindFailure.INVALID_GROUP, f"Group of ARQ {request.uuid} asks for no resource.")
         requests_by_provider.setdefault((spec.hostname, spec.device_rp_uuid), []).append(request)
     handles: dict[int, _FreeHandle] = {}
     for (host, rp), requests in requests_by_provider.items():
@@ -450,35 +488,37 @@ def _raise_shortage_error(selection: Mapping[str, Any], count: int) -> None:
     rows = _fetch_all(sql.SELECT_SHORTAGE_FACTS, selection)
     if not rows:
         text = f"Deployable not found with resource provider uuid={selection['rp']}"
-        raise RefusedError(RefusalReason.NOT_FOUND, text)
+        raise BindRefusedError(BindFailure.UNKNOWN_PROVIDER, text)
     ((deployable, state, busy, free, has_device_nodes, is_on_host, health, released, *elsewhere),) = rows
     if not is_on_host:
         text = f"Deployable not found with resource provider uuid={selection['rp']} on host {selection['host']}"
-        raise RefusedError(RefusalReason.NOT_FOUND, text)
+        raise BindRefusedError(BindFailure.OTHER_HOST, text)
     if free >= count:
         raise _HandlesContendedError
     if has_device_nodes:
-        raise _build_none_free_error(deployable, "its handles are device nodes (DEV), which no guest gets")
+        why = "its handles are device nodes (DEV), which no guest gets"
+        raise _build_none_free_error(BindFailure.DEVICE_NODE, deployable, why)
+    if busy:
+        raise _build_none_free_error(BindFailure.BUSY, deployable, "its device is busy with a command")
     if state != offer.OFFERED_STATE:
         why = f"its device is {state}, not {offer.OFFERED_STATE}"
-    elif withheld := offer.describe_withheld_health(health):
-        why = withheld
-    else:
-        is_held_elsewhere, is_released_elsewhere = elsewhere
-        reasons = ["all are held"]
-        if is_held_elsewhere:
-            reasons.append("held by requests for another device at the same PCI address")
-        if released:
-            reasons.append(f"released and not confirmed by the host as unused ({released})")
-        if is_released_elsewhere:
-            reasons.append("released through another device at the same PCI address and not confirmed as unused")
-        why = ", or ".join(reasons)
-    raise _build_none_free_error(deployable, "its device is busy with a command" if busy else why)
+        raise _build_none_free_error(BindFailure.NOT_OFFERED, deployable, why)
+    if withheld := offer.describe_withheld_health(health):
+        raise _build_none_free_error(BindFailure.NOT_OFFERED, deployable, withheld)
+    is_held_elsewhere, is_released_elsewhere = elsewhere
+    reasons = ["all are held"]
+    if is_held_elsewhere:
+        reasons.append("held by requests for another device at the same PCI address")
+    if released:
+        reasons.append(f"released and not confirmed by the host as unused ({released})")
+    if is_released_elsewhere:
+        reasons.append("released through another device at the same PCI address and not confirmed as unused")
+    raise _build_none_free_error(BindFailure.NONE_FREE, deployable, ", or ".join(reasons))
 
 
-def _build_none_free_error(deployable: int, why: str) -> RefusedError:
-    """Return a RefusedError NONE_FREE with the beginning of upstream's error message, followed by the reason `why`."""
-    return RefusedError(RefusalReason.NONE_FREE, f"AttachHandle not found Matching deployable_id {deployable}: {why}")
+def _build_none_free_error(failure: BindFailure, deployable: int, why: str) -> BindRefusedError:
+    """Return an error with the beginning of upstream's error message, followed by the reason `why`."""
+    return BindRefusedError(failure, f"AttachHandle not found Matching deployable_id {deployable}: {why}")
 
 
 def _choose_programming_requests(
@@ -500,13 +540,17 @@ def _choose_programming_requests(
             handle.deployable,
             _get_wanted_image(request.group),
         ):
-            raise _build_none_free_error(handle.deployable, "its device cannot be programmed with two images at once")
+            raise _build_none_free_error(
+                BindFailure.IMAGE_CONFLICT,
+                handle.deployable,
+                "its device cannot be programmed with two images at once",
+            )
     for device, uuid in safety.query_requests_of_devices([*first_by_device], "uuid") if first_by_device else ():
         why = f"its device is held by request {uuid}: it cannot be programmed for another"
-        raise _build_none_free_error(handles[first_by_device[device].id].deployable, why)
+        raise _build_none_free_error(BindFailure.IMAGE_CONFLICT, handles[first_by_device[device].id].deployable, why)
     for device, release in safety.find_releases_of_devices([*first_by_device]) if first_by_device else ():
         why = f"its device cannot be programmed: {release.description}"
-        raise _build_none_free_error(handles[first_by_device[device].id].deployable, why)
+        raise _build_none_free_error(BindFailure.IMAGE_CONFLICT, handles[first_by_device[device].id].deployable, why)
     return {device: request.id for device, request in first_by_device.items()}
 
 
@@ -546,10 +590,12 @@ def _plan_bind(
     return move, CommandOrder("attach", handle=handle.id, arguments=arguments, actor=caller.name, request=request.uuid)
 
 
-def _build_failure_row(request: _LockedRequest, spec: BindSpec, caller: Caller, fault: str) -> dict[str, Any]:
-    """Build the row with which `_move_requests` moves the request to BindFailed; `fault` is the reason."""
-    failure = {"state": _S.BIND_FAILED, "fault": fault, "group": str(request.group)}
-    return _build_bind_columns(request, spec, caller) | failure
+def _build_failure_row(
+    request: _LockedRequest, spec: BindSpec, caller: Caller, error: BindRefusedError
+) -> dict[str, Any]:
+    """Build the row with which `_move_requests` moves the request to BindFailed because of `error`."""
+    end = {"state": _S.BIND_FAILED, "fault": error.text, "failure": error.failure, "group": str(request.group)}
+    return _build_bind_columns(request, spec, caller) | end
 
 
 def _build_bind_columns(request: _LockedRequest, spec: BindSpec, caller: Caller) -> dict[str, Any]:
@@ -579,8 +625,8 @@ def _move_requests(moves: Sequence[dict[str, Any]], source: EventSource, actor: 
     """Update locked requests and write an event for each; one statement. Does nothing if `moves` is empty.
 
     This is the only writer of faults, which the project of the request reads: identifiers that do not occur in the
-    request or its bind are hidden in them, and the log has the whole text. A row with a `fault` has the `group` of its
-    request, too. Raises AssertionError if a request is not in the state `was` of its row.
+    request or its bind are hidden in them, and the log has the whole text. A row with a `fault` has its `failure` and
+    the `group` of its request, too. Raises AssertionError if a request is not in the state `was` of its row.
     """
     if moves:
         rows = [move | {"fault": _hide_foreign_ids(move)} if move.get("fault") else move for move in moves]
@@ -589,16 +635,25 @@ def _move_requests(moves: Sequence[dict[str, Any]], source: EventSource, actor: 
         cursor.execute(sql.MOVE_REQUESTS, values | {"actor": actor, "request_id": request_id.get()})
         assert cursor.rowcount == len(moves), "a request moved although it was locked"
         metrics.count_bind_outcomes(moves)
+        failed = [move for move in moves if move.get("fault")]
+        metrics.count_bind_failures([move["failure"] for move in failed])
+        for move in failed:
+            subject = (move["uuid"], move["instance"], move["hostname"], move["rp"])
+            call_after_commit(_log_failure, move["failure"], *subject, move["fault"])
+
+
+def _log_failure(failure: BindFailure, uuid: str, instance: str, host: str, provider: str, text: str) -> None:
+    """Log a failed bind with all that an operator needs to find its cause. `text` may name other projects' objects."""
+    log.warning(
+        "the bind of request %s failed (%s): instance %s, host %r, provider %s, request id %s: %s",
+        *(uuid, failure, instance, host[:255], provider, request_id.get() or "none", text[:1024]),
+    )
 
 
 def _hide_foreign_ids(move: Mapping[str, Any]) -> str:
-    """Return the fault of the row without identifiers that are not the request's own; log the whole text if it has
-    such identifiers, because the refusal of a bind is stored nowhere else."""
+    """Return the fault of the row without identifiers that are not the request's own."""
     own = (str(move[name]) for name in ("uuid", "rp", "instance", "group"))
-    fault = redaction.hide_foreign_ids(move["fault"], " ".join(own))
-    if fault != move["fault"]:
-        log.info("the bind of request %s failed: %r", move["uuid"], move["fault"])
-    return fault
+    return redaction.hide_foreign_ids(move["fault"], " ".join(own))
 
 
 def _delete_locked_requests(requests: Sequence[_LockedRequest], caller: Caller, *, instance_is_gone: bool) -> None:

@@ -132,8 +132,8 @@ is no such provider."""
 MOVE_REQUESTS = f"""
 WITH x AS (SELECT x.*, (SELECT hostname FROM accelerators_acceleratorrequest r WHERE r.id = x.id) AS had_hostname
   FROM jsonb_to_recordset(%(rows)s::jsonb) AS x(id bigint, was text, state text, hostname text,
-    rp uuid, instance uuid, project text, deployable bigint, handle bigint, wait int, fault text, had_instance uuid,
-    had_handle bigint, had_project text) LIMIT %(count)s::bigint),
+    rp uuid, instance uuid, project text, deployable bigint, handle bigint, wait int, fault text, failure text,
+    had_instance uuid, had_handle bigint, had_project text) LIMIT %(count)s::bigint),
 moved AS (
   UPDATE accelerators_acceleratorrequest q SET state = x.state, hostname = x.hostname, device_rp_uuid = x.rp,
     instance_uuid = x.instance, project_id = coalesce(x.project, q.project_id), deployable_id = x.deployable,
@@ -142,6 +142,7 @@ moved AS (
   FROM x WHERE q.id = x.id AND q.state = x.was
   RETURNING q.uuid, x.was, q.state, q.fault, coalesce(q.hostname, x.had_hostname) AS hostname, x.had_instance,
     q.instance_uuid, x.had_handle, q.attach_handle_id, x.had_project, q.project_id,
+    x.failure, q.device_rp_uuid,
     (SELECT name FROM accelerators_deviceprofile f WHERE f.id = q.profile_id) AS profile_name)
 {
     _INSERT_EVENTS.format(
@@ -153,7 +154,10 @@ moved AS (
         " 'attach_handle', jsonb_build_array(m.had_handle, m.attach_handle_id))"
         " || CASE WHEN m.had_project <> m.project_id"
         " THEN jsonb_build_object('project_id', jsonb_build_array(m.had_project, m.project_id))"
-        " ELSE jsonb_build_object() END",
+        " ELSE jsonb_build_object() END"
+        " || CASE WHEN m.failure IS NULL THEN jsonb_build_object()"
+        " ELSE jsonb_build_object('failure', jsonb_build_array(NULL, m.failure),"
+        " 'device_rp_uuid', jsonb_build_array(NULL, m.device_rp_uuid)) END",
         reason="m.fault",
         rows="moved",
     )

@@ -16,6 +16,7 @@ from django.db import IntegrityError, transaction
 from django.db.models import ProtectedError
 
 from accelerators import conductor
+from accelerators.domain import generations
 from accelerators.domain.caller import Caller
 from accelerators.domain.errors import RefusalReason, RefusedError
 from accelerators.domain.groups import ProfileGroup
@@ -99,12 +100,12 @@ def create_profile(
     return profile_uuid
 
 
-def edit_profile(uuid: UUID, changes: dict[str, Any], caller: Caller) -> None:
+def edit_profile(uuid: UUID, changes: dict[str, Any], caller: Caller, *, generation: int | None = None) -> None:
     """Change the name, groups or description of a profile and record an event; locks its row.
 
     `changes` maps these fields to their new values, which the caller must have checked. Raises RefusedError: NOT_FOUND;
     CONFLICT if the new name is in use; IN_USE while there are requests of this profile, because they refer to its
-    groups.
+    groups. Raises ChangedMeanwhileError if the profile's generation is not `generation`.
     """
     try:
         with conductor.writing():
@@ -113,6 +114,9 @@ def edit_profile(uuid: UUID, changes: dict[str, Any], caller: Caller) -> None:
                 text = f"Device profile {profile.name} is used by accelerator requests: make another one instead."
                 raise RefusedError(RefusalReason.IN_USE, text)
             before = {field: getattr(profile, field) for field in changes}
+            if before != changes:
+                generations.refuse_if_changed(f"Device profile {profile.name}", profile.generation, generation)
+                profile.generation += 1
             for field, value in changes.items():
                 setattr(profile, field, value)
             profile.updated_at = database_clock.now()
@@ -124,13 +128,17 @@ def edit_profile(uuid: UUID, changes: dict[str, Any], caller: Caller) -> None:
         raise _build_duplicate_error(error, changes.get("name", ""), uuid) from None
 
 
-def delete_profile(uuid: UUID, caller: Caller, source: EventSource = EventSource.API) -> None:
+def delete_profile(
+    uuid: UUID, caller: Caller, source: EventSource = EventSource.API, *, generation: int | None = None
+) -> None:
     """Delete a profile and record an event; locks its row.
 
-    Raises RefusedError: NOT_FOUND; IN_USE while there are requests of this profile.
+    Raises RefusedError: NOT_FOUND; IN_USE while there are requests of this profile. Raises ChangedMeanwhileError if the
+    profile's generation is not `generation`.
     """
     with conductor.writing():
         profile = _load_profile_for_update(uuid)
+        generations.refuse_if_changed(f"Device profile {profile.name}", profile.generation, generation)
         try:
             profile.delete()
         except ProtectedError:

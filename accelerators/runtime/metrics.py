@@ -19,6 +19,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disa
 from prometheus_client.metrics_core import Metric
 from prometheus_client.multiprocess import MultiProcessCollector
 
+from accelerators.domain.bind_failures import BindFailure
 from accelerators.domain.errors import RefusedError
 from accelerators.runtime import metric_files
 from accelerators.runtime.after_commit import call_after_commit
@@ -154,6 +155,9 @@ _merge_seconds = create_histogram(
 _merged_hosts = create_histogram("cyborg_merge_hosts", "Hosts that one merge changed.", (0, 1, 10, 50, 100, 200, 500))
 _merged_devices = create_histogram("cyborg_merge_devices", "Devices that one merge wrote.", (0, 1, 10, 100, 1000, 5000))
 _binds_total = create_counter("cyborg_binds_total", "Accelerator requests, by the outcome of their bind.", "outcome")
+_bind_failures_total = create_counter(
+    "cyborg_bind_failures_total", "Accelerator requests whose bind failed, by reason.", "reason"
+)
 _bind_answer_seconds = create_histogram(
     "cyborg_bind_answer_seconds",
     "How long a bind took until the API answered.",
@@ -175,6 +179,8 @@ OUTCOME_LABELS = {"BindStarted": "started", "Bound": "bound", "BindFailed": "fai
 
 for _outcome in OUTCOME_LABELS.values():
     _binds_total.labels(_outcome)  # starts at 0, so that the first bind is visible as an increase, too
+for _failure in BindFailure:
+    _bind_failures_total.labels(_failure.value)
 
 
 def record_merge(seconds: float, hosts: int, devices: int) -> None:
@@ -217,6 +223,18 @@ def count_bind_outcomes(moves: Collection[Mapping[str, Any]]) -> None:
                 _binds_total.labels(OUTCOME_LABELS[state]).inc(number)
         for outcome, seconds in durations:
             _bind_host_seconds.labels(outcome).observe(seconds)
+
+    call_after_commit(record_counts)
+
+
+def count_bind_failures(failures: Collection[BindFailure]) -> None:
+    """Count failed binds, given by their reasons, after the current transaction has committed."""
+    counts = Tally(failures)
+
+    def record_counts() -> None:
+        """Add the counted failures to the metric."""
+        for failure, number in counts.items():
+            _bind_failures_total.labels(failure.value).inc(number)
 
     call_after_commit(record_counts)
 

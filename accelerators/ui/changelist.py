@@ -16,6 +16,7 @@ from uuid import UUID
 from django.contrib.admin import ShowFacets
 from django.contrib.admin.helpers import ACTION_CHECKBOX_NAME
 from django.contrib.admin.options import IncorrectLookupParameters
+from django.contrib.admin.views.main import PAGE_VAR
 from django.core.exceptions import BadRequest, ValidationError
 from django.core.paginator import Paginator
 from django.db import DataError, connection
@@ -26,17 +27,27 @@ from django.urls import path
 from django.utils.functional import cached_property
 from django.utils.html import format_html
 from django.utils.safestring import SafeString
-from django.utils.text import capfirst
+from django.utils.text import capfirst, smart_split, unescape_string_literal
 from unfold.admin import ModelAdmin, checkbox
 from unfold.decorators import display
 from unfold.views import ChangeList
 
-from accelerators.ui import export
+from accelerators.ui import empty_lists, export, keyset
+from accelerators.ui.explained_admin import ExplainedModelAdmin, Rights
 from accelerators.ui.extensions import FIELD_SENTENCE, LIST_MEMORY, USER_PROJECT
+from accelerators.ui.search import build_prefix_condition
 
+AFTER_PARAM = "after"
+"""Name of the URL parameter with the primary key of the row behind which the list begins."""
 COLUMNS_PARAM = "columns"
 """Name of the URL parameter that lists the columns to show, in their order, separated by commas."""
 CHECKBOX_COLUMN = "action_checkbox"
+MAX_SELECTABLE_ROWS = 1_000_000
+"""Rows that are counted exactly in a list with actions."""
+MAX_SEARCH_WORDS = 8
+"""Words of a search term that are used; further ones are ignored."""
+MAX_LISTED_KEYS = 1000
+"""If at most this number of rows matches a word of a search, the query lists their keys."""
 
 Column = str | Callable[[Any], str | bool]
 Columns = list[Column] | tuple[Column, ...] | tuple[()]
@@ -55,10 +66,48 @@ class ConsoleChangeList(ChangeList):
     request: HttpRequest
 
     def get_filters_params(self, params: dict[str, Any] | None = None) -> dict[str, Any]:
-        """Return the filter parameters of the URL without `columns`, which filters nothing."""
+        """Return the filter parameters of the URL without `columns` and `after`, which are no filters of a field."""
         filter_params: dict[str, Any] = super().get_filters_params(params)
         filter_params.pop(COLUMNS_PARAM, None)
+        filter_params.pop(AFTER_PARAM, None)
         return filter_params
+
+    def get_queryset(self, request: HttpRequest, exclude_parameters: Any = None) -> QuerySet[Any]:
+        """Return the filtered rows in their order; those behind a row if the URL names one in `after`.
+
+        Raises IncorrectLookupParameters if there is no such row.
+        """
+        rows: QuerySet[Any] = super().get_queryset(request, exclude_parameters)
+        if not self.is_continued:
+            return rows
+        key = request.GET[AFTER_PARAM]
+        try:
+            if not (key.isascii() and key.isdecimal() and len(key) < 19):
+                raise LookupError(f"{key[:64]!r} is no key of a row")
+            ordering = self.get_ordering(request, self.root_queryset)
+            return keyset.select_rows_behind(rows, ordering, self.root_queryset, int(key))
+        except LookupError as error:
+            raise IncorrectLookupParameters(str(error)) from error
+
+    @property
+    def is_continued(self) -> bool:
+        """Whether the list begins behind a row that the URL names."""
+        return AFTER_PARAM in self.params
+
+    def continuation_query(self) -> str:
+        """Return the query string of the list behind the last row of this page; '' unless this is the last page and
+        rows follow it."""
+        rows, pages = list(self.result_list), self.paginator.num_pages
+        has_more = self.paginator.estimated or self.result_count > pages * self.list_per_page
+        return (
+            f"?{urlencode(self.params | {AFTER_PARAM: rows[-1].pk})}"
+            if rows and has_more and self.page_num == pages
+            else ""
+        )
+
+    def first_page_query(self) -> str:
+        """Return the query string of the first page of the whole list."""
+        return self.get_query_string(remove=[AFTER_PARAM])
 
     def get_results(self, request: HttpRequest) -> None:
         """Load the rows of the page; skip the query for rows if their count is 0.
@@ -74,6 +123,8 @@ class ConsoleChangeList(ChangeList):
 
     def get_query_string(self, new_params: Any = None, remove: Any = None) -> str:
         """Build the query string with changed parameters; cached, because headings ask for the same ones repeatedly."""
+        if set(new_params or {}) != {PAGE_VAR}:  # another filter or order has other rows behind a row
+            remove = [*(remove or ()), AFTER_PARAM]
         key = (repr(new_params), repr(remove))
         if key not in (query_strings := self.__dict__.setdefault("_made", {})):
             query_strings[key] = super().get_query_string(new_params, remove)
@@ -81,7 +132,7 @@ class ConsoleChangeList(ChangeList):
 
     def export_links(self) -> list[tuple[str, str]]:
         """Return the export formats, each with the URL that exports this list with its present filters and columns."""
-        query_params = {name: value for name, value in self.params.items() if name != "all"}
+        query_params = {name: value for name, value in self.params.items() if name not in ("all", AFTER_PARAM)}
         return [
             (file_format.upper(), f"export.{file_format}?{urlencode(query_params)}")
             for file_format in export.FILE_FORMATS
@@ -108,7 +159,7 @@ class ConsoleChangeList(ChangeList):
 
         It names the columns unless they are the default ones, also if they come from this user's own choice.
         """
-        query_params = {name: value for name, value in self.params.items() if name != "all"}
+        query_params = {name: value for name, value in self.params.items() if name not in ("all", AFTER_PARAM)}
         shown_columns = self._list_shown_columns()
         if shown_columns != list(self.model_admin.list_display):
             query_params[COLUMNS_PARAM] = ",".join(map(column_url_name, shown_columns))
@@ -118,21 +169,39 @@ class ConsoleChangeList(ChangeList):
         """Return the names of the columns that the list shows, in their order, without the checkbox."""
         return [str(name) for name in self.list_display if name != CHECKBOX_COLUMN]
 
+    def empty_list_hint(self) -> empty_lists.EmptyListHint:
+        """Return what an empty list shows to this user: how rows come into being, and the pages where this is done."""
+        return empty_lists.build_hint(self.model_admin, self.request)
+
+    def refused_actions(self) -> list[tuple[str, str]]:
+        """Return what this user may not do on this page of the console, each with the reason."""
+        return self.model_admin.list_refused_actions(self.request)
+
     def applied_filters(self) -> Iterator[dict[str, object]]:
         """Yield a dict per applied filter: its title (`name`), its value (`value`), and the list's query string without
-        it (`without`).
+        it (`without`). Filters that only the URL has come last; links of other pages use these.
         """
         for list_filter in self.filter_specs:
             choices = list(list_filter.choices(self))
             for choice in choices[1:]:
                 if choice["selected"]:
                     yield {"name": list_filter.title, "value": choice["display"], "without": choices[0]["query_string"]}
+        expected = {name for list_filter in self.filter_specs for name in list_filter.expected_parameters() or ()}
+        for lookup, value in self.params.items():
+            if lookup in self.get_filters_params() and lookup not in expected:
+                words = [word for word in lookup.split("__") if word not in ("exact", "id", "name")]
+                yield {
+                    "name": (words or [lookup])[-1],
+                    "value": value,
+                    "without": self.get_query_string(remove=[lookup]),
+                }
 
 
-class ConsoleModelAdmin(ModelAdmin):
+class ConsoleModelAdmin(ExplainedModelAdmin):
     """Base class of all lists.
 
-    `empty` is the sentence that an empty list shows; it says how rows come into being.
+    `empty` is the sentence that an empty list shows; it says how rows come into being. `empty_command` is the command
+    that makes a row, and `sources` are the pages on which rows come into being.
     """
 
     list_per_page = 50
@@ -144,6 +213,11 @@ class ConsoleModelAdmin(ModelAdmin):
     list_before_template = "console/filter_chips.html"
     actions: Sequence[Callable[..., Any] | str] | None = None
     empty = "There are none yet."
+    indexed_search_fields: ClassVar[Sequence[str]] = ()
+    """Lookup paths of fields that have an index for their beginnings; a search looks there first."""
+    empty_command: ClassVar[str] = ""
+    sources: ClassVar[Sequence[empty_lists.Source]] = ()
+    change_form_before_template = "console/read_only_reason.html"
     exports: ClassVar[Mapping[str, Sequence[str]]] = {}
     """Fields to export for a column that is not a field of the model, or that shows several fields."""
     project_field: ClassVar[str] = ""
@@ -160,8 +234,15 @@ class ConsoleModelAdmin(ModelAdmin):
     def get_paginator(
         self, request: HttpRequest, queryset: Any, per_page: int, *args: Any, **kwargs: Any
     ) -> AnyPaginator:
-        """Return a `BoundedPaginator`, which counts exactly only up to a limit."""
-        return BoundedPaginator(queryset, per_page, *args, **kwargs)
+        """Return a `BoundedPaginator`, which counts exactly only up to a limit.
+
+        The limit is higher for a list with actions, because these can apply to all rows, and the page says how many
+        rows these are.
+        """
+        paginator = BoundedPaginator(queryset, per_page, *args, **kwargs)
+        if self.get_actions(request):
+            paginator.max_exact_count = MAX_SELECTABLE_ROWS
+        return paginator
 
     def get_changelist_instance(self, request: HttpRequest) -> ConsoleChangeList:
         """Build the list. Raises BadRequest if the page, a filter's value or a column in the URL does not exist."""
@@ -195,19 +276,44 @@ class ConsoleModelAdmin(ModelAdmin):
     def get_search_results(
         self, request: HttpRequest, queryset: QuerySet[Any], search_term: str
     ) -> tuple[QuerySet[Any], bool]:
-        """Search for a whole uuid by index in all search fields whose names end in `uuid`; leave other terms to Django.
+        """Keep the rows that match every word of the term.
 
-        If no search field is a uuid, Django searches for a uuid as well. The second value, whether rows may occur
-        twice, is False for a uuid.
+        A word is first searched as the beginning of `indexed_search_fields`, and of the search fields that are uuids.
+        If it begins none of them in any row that this user may see, Django searches for it in `search_fields`, which
+        may read the whole table. Costs a statement for each word. The second value, whether rows may occur twice, is
+        False.
         """
-        field_names = [name.removesuffix("__startswith") for name in self.get_search_fields(request)]
-        uuid = parse_uuid(search_term)
-        if uuid is None or not (uuid_fields := [name for name in field_names if name.endswith("uuid")]):
+        if not (paths := self._list_indexed_search_fields(request)):
             return super().get_search_results(request, queryset, search_term)
-        condition = Q()
-        for name in uuid_fields:
-            condition |= Q(**{name: uuid})
-        return queryset.filter(condition), False
+        for word in list(smart_split(search_term))[:MAX_SEARCH_WORDS]:
+            literal = unescape_string_literal(word) if word[0] in "\"'" and word[-1:] == word[0] else word
+            conditions = [built for path in paths if (built := build_prefix_condition(path, literal))]
+            condition = self._build_search_condition(request, conditions) if conditions else None
+            if condition is not None:
+                queryset = queryset.filter(condition)
+            else:
+                queryset, _ = super().get_search_results(request, queryset, word)
+        return queryset, False
+
+    def _build_search_condition(self, request: HttpRequest, conditions: Sequence[Q]) -> Q | None:
+        """Build the condition that any of `conditions` holds; return None if none holds for a row that this user may
+        see.
+
+        Each condition is a subquery of its own, so that each uses its index. If few rows match, the condition lists
+        their keys: PostgreSQL then joins only these rows with other tables. Costs one statement.
+        """
+        subqueries = [self.model._base_manager.filter(one).order_by().values("pk") for one in conditions]
+        any_holds = Q(pk__in=subqueries[0].union(*subqueries[1:], all=True) if subqueries[1:] else subqueries[0])
+        visible = self.get_queryset(request).order_by().filter(any_holds)
+        keys = list(visible.values_list("pk", flat=True)[: MAX_LISTED_KEYS + 1])
+        if len(keys) > MAX_LISTED_KEYS:
+            return any_holds
+        return Q(pk__in=keys) if keys else None
+
+    def _list_indexed_search_fields(self, request: HttpRequest) -> list[str]:
+        """Return the lookup paths of `indexed_search_fields` and of those search fields that are uuids."""
+        names = [name.removesuffix("__startswith") for name in self.get_search_fields(request)]
+        return list(dict.fromkeys([*(name for name in names if name.endswith("uuid")), *self.indexed_search_fields]))
 
     def get_queryset(self, request: HttpRequest) -> QuerySet[Any]:
         """Return the rows that this user may see: those of one project if the user is limited to it (promise X4).
@@ -274,17 +380,7 @@ class ReadOnlyModelAdmin(ConsoleModelAdmin):
     Everybody with the view permission can read it.
     """
 
-    def has_add_permission(self, request: HttpRequest) -> bool:
-        """Return False: nobody can add rows in the console."""
-        return False
-
-    def has_change_permission(self, request: HttpRequest, obj: Model | None = None) -> bool:
-        """Return False: nobody can edit rows in the console."""
-        return False
-
-    def has_delete_permission(self, request: HttpRequest, obj: Model | None = None) -> bool:
-        """Return False: nobody can delete rows in the console."""
-        return False
+    rights: ClassVar[Rights] = {"add": None, "change": None, "delete": None}
 
     def get_object(self, request: HttpRequest, object_id: str, from_field: str | None = None) -> Any | None:
         """Return the object with this id or uuid that the user may see, else None.
@@ -298,29 +394,31 @@ class ReadOnlyModelAdmin(ConsoleModelAdmin):
 
 
 class BoundedPaginator(AnyPaginator):
-    """Paginator that counts exactly only up to `EXACT` rows, so that a list of millions opens as fast as a short one.
+    """Paginator that counts exactly only up to a limit, so that a list of millions opens as fast as a short one.
 
-    Above that the count is the database's estimate for the whole table, or `EXACT` if filters are set. Rows beyond
-    `EXACT` have no page, so every page is fast.
+    Above the limit `max_exact_count` the count is the database's estimate for the whole table, or the limit if filters
+    are set. Rows beyond `EXACT` have no page, so every page is fast; the last page links to the rows behind it.
     """
 
     EXACT = 10_000
+    max_exact_count = 0
     template_name = "console/pagination.html"
     estimated = False
 
     @cached_property
     def count(self) -> int:
-        """Return the number of rows, exact up to `EXACT`; sets `estimated` if there are more.
+        """Return the number of rows, exact up to the limit; sets `estimated` if there are more.
 
-        If there are more, the result is `EXACT` if the query has a condition, else the database's estimate for the
-        whole table, at least `EXACT`. One or two statements, once per paginator.
+        If there are more, the result is the limit if the query has a condition, else the database's estimate for the
+        whole table, at least the limit. One or two statements, once per paginator.
         """
         rows = cast("QuerySet[Any]", self.object_list)  # no list of this console paginates anything else
-        exact = rows.order_by()[: self.EXACT + 1].count()
-        if exact <= self.EXACT:
+        limit = max(self.EXACT, self.max_exact_count)
+        exact = rows.order_by()[: limit + 1].count()
+        if exact <= limit:
             return exact
         self.estimated = True
-        return self.EXACT if rows.query.where else max(self.EXACT, estimate_row_count(rows.model._meta.db_table))
+        return limit if rows.query.where else max(limit, estimate_row_count(rows.model._meta.db_table))
 
     @cached_property
     def num_pages(self) -> int:

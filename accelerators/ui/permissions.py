@@ -18,12 +18,16 @@ from accelerators.ui.extensions import DENIAL_REASON
 @dataclass(frozen=True)
 class Right:
     """A right that an action of the console needs: a policy rule, or a Django permission that is sufficient in its
-    place."""
+    place.
+
+    `rule` is '' where only the permission counts, and `permission` is '' where only the rule counts.
+    """
 
     rule: str
     permission: str
 
 
+VIEW_DEVICES = Right("", "accelerators.view_device")
 UPDATE_DEVICE = Right("cyborg:device:update", "accelerators.change_device")
 CREATE_COMMAND = Right("cyborg:command:create", "accelerators.add_command")
 RESCAN = Right("cyborg:service:discover", "accelerators.change_host")
@@ -41,6 +45,7 @@ DETACH = (
     Right("cyborg:attachment:elevated", "accelerators.delete_attachment"),
 )
 """Both rights, because the console shows the attachments of all projects."""
+REMOVE_HOST = Right("cyborg:host:delete", "accelerators.delete_host")
 CREATE_PROFILE = Right("cyborg:device_profile:create", "accelerators.add_deviceprofile")
 DELETE_PROFILE = Right("cyborg:device_profile:delete", "accelerators.delete_deviceprofile")
 CREATE_RULE = Right("cyborg:rule:create", "accelerators.add_admissionrule")

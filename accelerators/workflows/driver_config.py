@@ -18,8 +18,9 @@ import msgspec
 from accelerators import conductor, safety
 from accelerators.commands import command_queue
 from accelerators.commands.command_queue import CommandOrder
-from accelerators.domain import driver_status
+from accelerators.domain import driver_status, generations, setting_edits
 from accelerators.domain.errors import RefusalReason, RefusedError
+from accelerators.domain.setting_edits import NO_EDITS, SettingEdits
 from accelerators.domain.states import DeviceOutcome, DriverState, EventSource, RolloutOp
 from accelerators.models import Command, Device, DriverWish, Host
 from accelerators.runtime import database_clock
@@ -36,15 +37,17 @@ WantedSettings = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class DriverChange:
-    """A change of a driver. None in `enabled` or `settings` leaves that part as it is.
+    """A change of a driver. None in `enabled` leaves that as it is. `settings` replaces all settings; `edits` changes
+    single ones.
 
-    As an exception, `op` INSTALL enables the driver if `enabled` is None. UNINSTALL allows neither of the two.
+    As an exception, `op` INSTALL enables the driver if `enabled` is None. UNINSTALL allows none of the three.
     """
 
     op: RolloutOp
     driver: str
     enabled: bool | None = None
     settings: WantedSettings | None = None
+    edits: SettingEdits = NO_EDITS
 
 
 @dataclass(frozen=True)
@@ -78,20 +81,30 @@ def check_driver_change(change: DriverChange) -> DriverChange:
     """
     if not re.fullmatch(WORD, change.driver) or len(change.driver) > 64:
         raise RefusedError(RefusalReason.INVALID, "Give the driver's name; GET /api/drivers/ lists the drivers.")
-    if change.op is RolloutOp.UNINSTALL and (change.enabled is not None or change.settings is not None):
+    if change.op is RolloutOp.UNINSTALL and (change.enabled is not None or change.settings is not None or change.edits):
         raise RefusedError(
             RefusalReason.INVALID, "Uninstalling takes neither settings nor enabled, because it deletes both."
         )
-    if change.op is RolloutOp.UPDATE and change.enabled is None and change.settings is None:
-        raise RefusedError(RefusalReason.INVALID, "Say what to change: enabled, settings, or both.")
+    if change.op is RolloutOp.UPDATE and change.enabled is None and change.settings is None and not change.edits:
+        raise RefusedError(RefusalReason.INVALID, "Say what to change: enabled, settings or edits.")
+    if change.settings is not None and change.edits:
+        raise RefusedError(RefusalReason.INVALID, "Send either settings, which replace all, or edits, not both.")
     if change.settings is not None:
-        if "acts" in change.settings:
-            text = "acts: only CYBORG_DRIVER_SETTINGS on the host itself decides which acts are allowed there."
-            raise RefusedError(RefusalReason.INVALID, text)
-        if _measure_settings(change.settings) > MAX_SETTINGS_BYTES:
-            raise RefusedError(RefusalReason.INVALID, f"Settings are at most {MAX_SETTINGS_BYTES} bytes of JSON.")
-        _check_settings(change.settings)
+        check_settings(change.settings)
+    if change.edits:
+        setting_edits.check_edits(change.edits)
+        check_settings(setting_edits.apply_edits({}, change.edits))
     return change
+
+
+def check_settings(settings: WantedSettings) -> None:
+    """Raise RefusedError INVALID if these settings are not allowed; `check_driver_change` describes which ones are."""
+    if "acts" in settings:
+        text = "acts: only CYBORG_DRIVER_SETTINGS on the host itself decides which acts are allowed there."
+        raise RefusedError(RefusalReason.INVALID, text)
+    if _measure_settings(settings) > MAX_SETTINGS_BYTES:
+        raise RefusedError(RefusalReason.INVALID, f"Settings are at most {MAX_SETTINGS_BYTES} bytes of JSON.")
+    _check_settings(settings)
 
 
 def _measure_settings(settings: WantedSettings) -> int:
@@ -171,7 +184,11 @@ def _is_running(entry: Mapping[str, Any] | None) -> bool:
 
 
 def order_driver_change(
-    host: Host, change: DriverChange, origin: ChangeOrigin, answers: safety.HolderAnswers
+    host: Host,
+    change: DriverChange,
+    origin: ChangeOrigin,
+    answers: safety.HolderAnswers,
+    generation: int | None = None,
 ) -> Command | None:
     """Store a change of a driver on this host and place the `configure` command; returns the command.
 
@@ -179,7 +196,8 @@ def order_driver_change(
     driver's devices; the devices are busy until the command has ended. Raises RefusedError: CONFLICT if the driver to
     be updated is not installed, another change of it or an exclusive command on one of its devices is under way, or the
     agent takes no commands; IN_USE, naming the holder, if a device of a running driver is held; UNAVAILABLE if the
-    `answers` of `ask_holders_for_change` do not tell whether a device is held.
+    `answers` of `ask_holders_for_change` do not tell whether a device is held. Raises ChangedMeanwhileError if the
+    wanted configuration has another generation than `generation`, unless it is as wanted already.
     """
     with conductor.writing():
         host = Host.objects.select_for_update(no_key=True).get(pk=host.pk)
@@ -188,6 +206,8 @@ def order_driver_change(
         wanted = _resolve_wanted(change, wish, entry, host)
         if wanted is None or _is_in_effect(wish, wanted, entry):
             return None
+        present = wish.generation if wish else 0
+        generations.refuse_if_changed(f"{change.driver} on {host.name}", present, generation, [host.name])
         _refuse_if_being_changed(wish, host)
         command_queue.refuse_if_unreachable(host)
         devices = conductor.lock_devices(Device.objects.filter(host=host, driver=change.driver))
@@ -247,7 +267,8 @@ def _resolve_wanted(
 ) -> WantedDriver | None:
     """Work out the configuration that a change leads to; None if there is nothing to uninstall.
 
-    Raises RefusedError CONFLICT for an update of a driver that is not installed on the host.
+    Raises RefusedError: CONFLICT for an update of a driver that is not installed on the host, and for edits of settings
+    that stand in the host's own file, because they are not known here; INVALID for edits that do not fit the settings.
     """
     is_installed = wish.installed if wish else _is_running(entry)
     before = WantedDriver(True, wish.enabled, wish.settings) if wish and wish.installed else WantedDriver()
@@ -259,7 +280,22 @@ def _resolve_wanted(
             RefusalReason.CONFLICT, f"{change.driver} is not installed on {host.name}: install it there first."
         )
     enabled = change.enabled if change.enabled is not None else change.op is RolloutOp.INSTALL or before.enabled
+    if change.edits:
+        return WantedDriver(True, enabled, _edit_settings(change, before.settings if is_installed else {}, host))
     return WantedDriver(True, enabled, before.settings if change.settings is None else change.settings)
+
+
+def _edit_settings(change: DriverChange, settings: WantedSettings | None, host: Host) -> WantedSettings:
+    """Return the settings after the change's edits; None stands for the settings of the host's own file.
+
+    Raises RefusedError CONFLICT for None, INVALID if the edits do not fit, or if the result is not allowed.
+    """
+    if settings is None:
+        text = f"{change.driver} on {host.name} runs with the settings of the host's own file, which are not known here"
+        raise RefusedError(RefusalReason.CONFLICT, f"{text}: send all its settings once, then change single ones.")
+    edited = setting_edits.apply_edits(settings, change.edits)
+    check_settings(edited)
+    return edited
 
 
 def _is_in_effect(wish: DriverWish | None, wanted: WantedDriver, entry: Mapping[str, Any] | None) -> bool:

@@ -24,6 +24,7 @@ from accelerators.commands import command_queue
 from accelerators.domain import driver_status
 from accelerators.domain.caller import Caller, request_id
 from accelerators.domain.errors import RefusalReason, RefusedError
+from accelerators.domain.setting_edits import NO_EDITS, SettingEdits
 from accelerators.domain.states import CommandState, EventSource, RolloutOp, RolloutState, RolloutStepState
 from accelerators.models import DriverWish, Host, Rollout, RolloutStep
 from accelerators.models.drivers import ROLLOUT_IS_OPEN
@@ -93,15 +94,20 @@ def start_rollout(
     reason: str = "",
     source: EventSource,
     is_draft: bool = False,
+    generation: int | None = None,
 ) -> Rollout:
     """Start a rollout of `change` on these hosts and return it.
 
     A draft is only stored, with the generation of the driver's desired state on each host; `confirm_rollout` starts it.
     For a single host the order is placed when this returns; for more, the job `rollouts` places them. Raises
     RefusedError INVALID for a wrong change, reason or pace, and for a single host whatever
-    `driver_config.order_driver_change` raises; then nothing is stored.
+    `driver_config.order_driver_change` raises; then nothing is stored. `generation`, only for a single host, is the
+    generation of the wanted configuration that the caller has seen.
     """
     driver_config.check_driver_change(change)
+    if generation is not None and len(hosts) != 1:
+        text = f"A generation is only for a single host; {len(hosts)} hosts are chosen."
+        raise RefusedError(RefusalReason.INVALID, text)
     reason = command_queue.check_reason(reason)
     if not 1 <= pace.max_parallel <= MAX_PARALLEL:
         raise RefusedError(
@@ -115,6 +121,7 @@ def start_rollout(
             driver=change.driver,
             enabled=change.enabled,
             settings=change.settings,
+            edits={"set": change.edits.set, "unset": [*change.edits.unset]} if change.edits else None,
             max_parallel=pace.max_parallel,
             stop_on_failure=pace.stop_on_failure,
             total=len(hosts),
@@ -126,6 +133,7 @@ def start_rollout(
             source=source,
         )
         generations = _load_generations(change.driver, hosts) if is_draft else {}
+        generations |= {} if generation is None else {hosts[0].pk: generation}
         steps = [
             RolloutStep(rollout=rollout, host=host, host_name=host.name, generation=generations.get(host.pk))
             for host in hosts
@@ -288,7 +296,8 @@ def _find_next_step(rollout: Rollout) -> RolloutStep | None:
 
 def build_change(rollout: Rollout) -> DriverChange:
     """Return the change that a rollout makes on each host."""
-    return DriverChange(RolloutOp(rollout.op), rollout.driver, rollout.enabled, rollout.settings)
+    edits = SettingEdits(**rollout.edits) if rollout.edits else NO_EDITS
+    return DriverChange(RolloutOp(rollout.op), rollout.driver, rollout.enabled, rollout.settings, edits)
 
 
 def delete_oldest_ended_rollout(now: datetime | None = None) -> bool:
@@ -351,22 +360,15 @@ def _record_ended_commands(rollout: Rollout) -> bool:
 def _order_host(rollout: Rollout, step_row: RolloutStep, answers: safety.HolderAnswers) -> None:
     """Place the command for one host, or mark the host as done if nothing has to be changed there.
 
-    Raises RefusedError as `driver_config.order_driver_change` does, NOT_FOUND if the host was deleted, and CONFLICT if
-    the driver was changed there since the hosts were chosen.
+    Raises RefusedError as `driver_config.order_driver_change` does, and NOT_FOUND if the host was deleted.
     """
     if step_row.host is None:
         raise RefusedError(RefusalReason.NOT_FOUND, f"Host {step_row.host_name} does not exist any more.")
-    if step_row.generation is not None:
-        Host.objects.select_for_update(no_key=True).get(pk=step_row.host.pk)  # no other change can come in between
-        present = _load_generations(rollout.driver, [step_row.host])[step_row.host.pk]
-        if present != step_row.generation:
-            text = f"{rollout.driver} on {step_row.host_name} was at generation {step_row.generation} when this was"
-            raise RefusedError(RefusalReason.CONFLICT, f"{text} previewed; it is at {present} now. Look at it again.")
     token = request_id.set(rollout.request_id)
     try:
         change = build_change(rollout)
         origin = ChangeOrigin(rollout.actor, rollout.reason, EventSource(rollout.source))
-        command = driver_config.order_driver_change(step_row.host, change, origin, answers)
+        command = driver_config.order_driver_change(step_row.host, change, origin, answers, step_row.generation)
     finally:
         request_id.reset(token)
     if command is None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from django.contrib import admin
 from django.contrib.auth.admin import GroupAdmin as StockGroupAdmin
@@ -10,7 +10,6 @@ from django.contrib.auth.admin import UserAdmin as StockUserAdmin
 from django.contrib.auth.models import Group, User
 from django.core.exceptions import ValidationError
 from django.core.validators import EmailValidator
-from django.db.models import Model
 from django.http import HttpRequest
 from django.utils.safestring import SafeString
 from django_q.models import Failure, OrmQ, Schedule, Success
@@ -20,6 +19,7 @@ from unfold.forms import AdminPasswordChangeForm, UserChangeForm, UserCreationFo
 from accelerators.models import Host
 from accelerators.ui import badges
 from accelerators.ui.changelist import ConsoleModelAdmin
+from accelerators.ui.explained_admin import Rights
 from cyborgweb.admin.read_only import MaintenanceAdmin
 from cyborgweb.auth import roles
 from cyborgweb.auth.admin_audit import AuditedAdminMixin
@@ -132,15 +132,9 @@ class ApiTokenAdmin(AuditedAdminMixin, ConsoleModelAdmin):
     fields = ("name", "user", "shown_roles", "project_id", "created_at")
     readonly_fields = fields
     exports = {"user": ("user__username",), "shown_roles": ("roles",)}
-    empty = "No API tokens yet. “manage.py api_token NAME” makes one and prints it, once."
-
-    def has_add_permission(self, request: HttpRequest) -> bool:
-        """Return False: only `manage.py api_token` makes tokens."""
-        return False
-
-    def has_change_permission(self, request: HttpRequest, obj: Model | None = None) -> bool:
-        """Return False: tokens cannot be changed."""
-        return False
+    empty = "No API tokens yet. This command makes one and prints it, once:"
+    empty_command = "manage.py api_token NAME"
+    rights: ClassVar[Rights] = {"add": None, "change": None}
 
     @display(description="Roles")
     def shown_roles(self, token: ApiToken) -> str:

@@ -58,6 +58,10 @@ ERROR_SCHEMA = {
             "type": "object",
             "description": "Only with the reason `not_confirmed`: the preview that a request with `dry_run` answers.",
         },
+        "current": {
+            "type": "object",
+            "description": "The present version, if a change was refused because it is based on an older generation.",
+        },
     },
 }
 SECURITY_SCHEMES = {
@@ -154,6 +158,9 @@ class ViewSchema(AutoSchema):
         if self.collection.action == "create" and hasattr(self.collection, "upload_parameters"):
             upload_parameters = self.collection.upload_parameters.items()
             return [OpenApiParameter(name, kind, description=about) for name, (kind, about) in upload_parameters]
+        if self.method == "DELETE" and self.collection.deletes_by_generation:
+            generation_description = "The generation as you read it. If it has changed since, the answer is 409."
+            return [OpenApiParameter("generation", int, description=generation_description)]
         if self.method != "GET":
             return []
         serializer = cast("type[Serializer[Any]]", self.collection.get_serializer_class())()

@@ -171,14 +171,47 @@ def has_right(request: HttpRequest, rule: str, permission: str) -> bool:
     return bool(user.has_perm(permission) or (caller and policy.is_allowed(caller, rule)))
 
 
+def find_role_with_permission(permission: str) -> ConsoleRole:
+    """Return the role with the fewest rights whose group has this Django permission, such as `accelerators.view_host`.
+
+    It agrees with the permissions that `set_permissions` gives.
+    """
+    app, _, codename = permission.partition(".")
+    verb, _, model = codename.partition("_")
+    if verb == "view" and app in VISIBLE_APPS:
+        return VIEWERS
+    return AUDITORS if verb == "view" and model in AUDITOR_MODELS else ADMINISTRATORS
+
+
+def _explain_missing_permission(user: Any, permission: str) -> str:
+    """Return in which group a user would have the permission, which role of Keystone leads to the group, and who can
+    give it."""
+    role, keys = find_role_with_permission(permission), get_keys()
+    keystone_roles = {
+        ADMINISTRATORS: ADMIN_ROLE,
+        AUDITORS: AUDITOR,
+        VIEWERS: " or ".join(sorted(keys.console_viewer_roles)),
+    }
+    hint = f" The role {keystone_roles[role]} leads to this group." if keys.auth == "keystone" else ""
+    own_groups = ", ".join(get_group_names(user)) or "none"
+    return (
+        f"You need membership in the group {role.group} or the permission {permission}.{hint} Your groups:"
+        f" {own_groups}. An administrator of this console can give it to you."
+    )
+
+
 def explain_refusal(request: HttpRequest, rule: str, permission: str) -> str:
     """Return why the request's user may not do what `rule` covers, and what would help; '' if the user may.
 
-    The Django permission `permission`, given to the user or to one of the user's groups, is sufficient as well. While
-    everything is read only, nobody may, and the returned text says so. Raises KeyError for an unknown rule.
+    The Django permission `permission`, given to the user or to one of the user's groups, is sufficient as well. Without
+    a rule ('') only the permission counts. While everything is read only, nobody may change anything, and the returned
+    text says so. Raises KeyError for an unknown rule.
     """
-    if maintenance := read_only.get_maintenance():
+    if (maintenance := read_only.get_maintenance()) and ".view_" not in permission:
         return read_only.describe_maintenance(maintenance)
+    if not rule:
+        user: Any = request.user
+        return "" if user.has_perm(permission) else _explain_missing_permission(user, permission)
     if has_right(request, rule, permission):
         return ""
     caller = get_caller(request)

@@ -13,7 +13,6 @@ from cyborgweb.cli.exit_codes import ExitCode
 from cyborgweb.cli.following import wait_for_commands
 from cyborgweb.cli.many_targets import show_and_exit
 from cyborgweb.cli.options import CliContext, pass_cli_context, verb_command
-from cyborgweb.cli.output import print_rows
 
 LIST_COLUMNS = (
     "state",
@@ -47,6 +46,7 @@ MAX_UNITS = 65_535
 @click.option("--free", "which", flag_value="free", help="Units that nobody holds.")
 @click.option("--all", "which", flag_value="all", help="All units; the default of manage.py.")
 @options.limit_option
+@options.watch_option
 @pass_cli_context
 def accelerator_list(cli_context: CliContext, limit: int, which: str, device: str | None, **filters: Any) -> None:
     """List accelerators. Each row is one unit, with the instance that holds it.
@@ -56,8 +56,9 @@ def accelerator_list(cli_context: CliContext, limit: int, which: str, device: st
     filters["device"] = names.resolve_device(cli_context.api, device) if device else None
     if which != "attached":
         filters |= {"attached": False} | ({"state": "free"} if which == "free" else {})
-    rows = cli_context.fetch_rows("accelerators/", limit, **filters)
-    print_rows(rows, LIST_COLUMNS, cli_context.output, "No accelerators.")
+    cli_context.print_list(
+        lambda: cli_context.fetch_rows("accelerators/", limit, **filters), LIST_COLUMNS, "No accelerators."
+    )
 
 
 generation_option = click.option(
@@ -216,6 +217,8 @@ def _wait_and_finish(cli_context: CliContext, action: str, rows: list[dict[str, 
         ordered = [row["command"] for row in rows if row["command"]]
         first_device = next((row["device"] for row in rows if row["command"]), "")
         later = f"{cli_context.api.spell_verb('device-show')} {first_device}"
+        if len(ordered) > 1:
+            later = f"{cli_context.api.spell_verb('command-list')} --open"
         ended_commands = wait_for_commands(cli_context.api, action, later, ordered)
         for row in rows:
             if command := ended_commands.get(row["command"]):

@@ -13,7 +13,7 @@ from cyborgweb.cli.exit_codes import CliError, ExitCode
 from cyborgweb.cli.following import WorkProgress, follow_until_ended
 from cyborgweb.cli.many_targets import run_for_each, show_and_exit
 from cyborgweb.cli.options import CliContext, pass_cli_context, verb_command
-from cyborgweb.cli.output import print_row, print_rows
+from cyborgweb.cli.output import print_row
 
 LIST_COLUMNS = ("uuid", "state", "instance", "profile", "device", "host", "by", "fault")
 DETACH_COLUMNS = ("attachment", "outcome", "state", "text")
@@ -98,11 +98,13 @@ def attachment_detach(cli_context: CliContext, attachment: UUID, yes: bool, reas
 @click.option("--instance", type=click.UUID, help="Only of this instance.")
 @click.option("--state", type=click.Choice((*OPEN_STATES, *GONE_STATES)), multiple=True, help="In this state.")
 @options.limit_option
+@options.watch_option
 @pass_cli_context
 def attachment_list(cli_context: CliContext, limit: int, **filters: Any) -> None:
     """List attachments, the newest first. Accelerators that Nova attached at boot are not listed."""
-    rows = cli_context.fetch_rows("attachments/", limit, **filters)
-    print_rows(rows, LIST_COLUMNS, cli_context.output, "No attachments.")
+    cli_context.print_list(
+        lambda: cli_context.fetch_rows("attachments/", limit, **filters), LIST_COLUMNS, "No attachments."
+    )
 
 
 @verb_command("attachment-show", "attachment-show 0e8f9e63-1b5a-4738-9fb6-eff9659e382f")

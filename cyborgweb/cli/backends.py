@@ -13,12 +13,13 @@ from cyborgweb.cli.exit_codes import CliError, ExitCode
 from cyborgweb.cli.following import wait_for_commands
 from cyborgweb.cli.many_targets import run_for_each, show_and_exit
 from cyborgweb.cli.options import CliContext, pass_cli_context, verb_command
-from cyborgweb.cli.output import print_row, print_rows
+from cyborgweb.cli.output import print_row
 
 BACKEND_KINDS = ("pci", "mdev", "accel-class", "firmware", "remote")
 SERVICE_NAMES = ("passthrough", "sriov", "mdev", "program", "firmware", "reset", "health", "stats")
 BACKEND_COLUMNS = ("host", "driver", "name", "kind", "devices", "services", "labels", "error")
 SERVICE_COLUMNS = ("host", "driver", "backend", "service=name", "version", "state", "limits", "reason")
+MAX_HOSTS = 1_000_000
 DISCOVER_COLUMNS = ("host", "outcome", "state", "text")
 
 
@@ -29,14 +30,13 @@ DISCOVER_COLUMNS = ("host", "outcome", "state", "text")
 @click.option("--name", help="Only with this name.")
 @click.option("--failing/--answering", default=None, help="Only backends that have an error, or only the others.")
 @options.limit_option
+@options.watch_option
 @pass_cli_context
 def backend_list(cli_context: CliContext, limit: int, **filters: Any) -> None:
     """List drivers' backends. Each row has the services that the backend offers, or the error that it reports."""
-    rows = cli_context.fetch_rows("backends/", limit, **filters)
-    print_rows(
-        rows,
+    cli_context.print_list(
+        lambda: cli_context.fetch_rows("backends/", limit, **filters),
         BACKEND_COLUMNS,
-        cli_context.output,
         "No backends. `cyborg discover-services HOST` makes a host's drivers rescan.",
     )
 
@@ -74,44 +74,59 @@ def backend_show(cli_context: CliContext, backend: str, host: str | None, driver
 @click.option("--name", type=click.Choice(SERVICE_NAMES), help="Only this service.")
 @click.option("--state", type=click.Choice(["ready", "unavailable"]), help="Only in this state.")
 @options.limit_option
+@options.watch_option
 @pass_cli_context
 def service_list(cli_context: CliContext, limit: int, **filters: Any) -> None:
     """List the services of backends. Each row has the version and the limits, or why the service is unavailable."""
-    print_rows(
-        cli_context.fetch_rows("services/", limit, **filters), SERVICE_COLUMNS, cli_context.output, "No services."
+    cli_context.print_list(
+        lambda: cli_context.fetch_rows("services/", limit, **filters), SERVICE_COLUMNS, "No services."
     )
 
 
 @verb_command("discover-services", "discover-services cmp1.example --driver generic_driver")
 @click.argument("hosts", nargs=-1)
-@click.option("--all-hosts", is_flag=True, help="On every host.")
+@click.option("--all-hosts", is_flag=True, help="On every host; the same as no HOSTS.")
 @click.option("--driver", help="Only this driver. A rescan also ends the quarantine of the drivers that it asks.")
+@options.yes_option
 @options.command_reason_option
 @options.wait_option
 @pass_cli_context
 def discover_services(
-    cli_context: CliContext, hosts: Sequence[str], all_hosts: bool, driver: str | None, reason: str, wait: bool
+    cli_context: CliContext,
+    hosts: Sequence[str],
+    all_hosts: bool,
+    driver: str | None,
+    yes: bool,
+    reason: str,
+    wait: bool,
 ) -> None:
     """Make drivers look for devices now: like host-rescan, for several hosts.
 
-    Afterwards service-list shows what they found.
+    Without HOSTS, every host that you may see is asked, after a confirmation. Afterwards service-list shows what they
+    found.
     """
-    if bool(hosts) == all_hosts:
-        raise click.UsageError("Select hosts: name them, or give --all-hosts.")
-    if all_hosts:
-        hosts = [row["name"] for row in cli_context.fetch_rows("hosts/", options.DEFAULT_LIMIT, fields="name")]
+    if hosts and all_hosts:
+        raise click.UsageError("Name hosts, or give --all-hosts, not both.")
+    uuid_by_host: dict[str, str] = {}
+    if not hosts:
+        all_rows = cli_context.fetch_rows("hosts/", MAX_HOSTS, fields="name,uuid")
+        uuid_by_host = {row["name"]: row["uuid"] for row in all_rows}
+        hosts = [*uuid_by_host]
+        if hosts:
+            options.confirm_number(f"The drivers of all {len(hosts)} hosts will look for devices.", len(hosts), yes)
     command_by_host: dict[str, str] = {}
 
     def order_rescan(name: str) -> dict[str, Any]:
         """Order a rescan of the host's drivers and return the row to show. Raises CliError."""
-        body = {"op": "rescan", "host": names.resolve_host(cli_context.api, name)}
+        body = {"op": "rescan", "host": uuid_by_host.get(name) or names.resolve_host(cli_context.api, name)}
         command = cli_context.api.post("commands/", body | options.drop_empty({"driver": driver, "reason": reason}))
         command_by_host[name] = command["uuid"]
         return {"host": name, "state": command["state"], "command": command["uuid"]}
 
     rows = [{"host": row.get("target"), **row} for row in run_for_each(hosts, order_rescan)]
     if wait:
-        ended_commands = wait_for_commands(cli_context.api, "discover", "cyborg service-list", command_by_host.values())
+        later = f"{cli_context.api.spell_verb('command-list')} --open"
+        ended_commands = wait_for_commands(cli_context.api, "discover", later, command_by_host.values())
         for row in rows:
             if command := ended_commands.get(row.get("command", "")):
                 row.update(describe_ended_command(command))

@@ -35,7 +35,15 @@ NEVER_SENT_ERRORS = ("NewConnectionError", "NameResolutionError")
 
 
 class ApiClient(ABC):
-    """A client of the API below `/api/`. A request that fails raises CliError, with the API's own message if any."""
+    """A client of the API below `/api/`. A request that fails raises CliError, with the API's own message if any.
+
+    `answered_changes` has the path and the answer of each change that the server has made so far. `unanswered_change`
+    is the path of a change that was sent and not answered yet, '' if there is none.
+    """
+
+    def __init__(self) -> None:
+        self.answered_changes: list[tuple[str, dict[str, Any]]] = []
+        self.unanswered_change = ""
 
     @property
     @abstractmethod
@@ -65,19 +73,34 @@ class ApiClient(ABC):
 
     def post(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
         """Send `body` as JSON with POST and return the decoded answer."""
-        return self.send_request("POST", path, json=body)
+        return self.send_change("POST", path, json=body)
 
     def patch(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
         """Send `body` as JSON with PATCH and return the decoded answer."""
-        return self.send_request("PATCH", path, json=body)
+        return self.send_change("PATCH", path, json=body)
 
     def delete(self, path: str) -> None:
         """Send a DELETE; its answer is ignored, unless it is an error."""
-        self.send_request("DELETE", path)
+        self.send_change("DELETE", path)
 
     def upload(self, path: str, content: Any, **query: Any) -> dict[str, Any]:
         """Send bytes with POST and return the decoded answer. `content` has `read`, `__iter__` and `__len__`."""
-        return self.send_request("POST", path, params=query, data=content)
+        return self.send_change("POST", path, params=query, data=content)
+
+    def send_change(self, method: str, path: str, **request_options: Any) -> dict[str, Any]:
+        """Send a request that changes something, return the decoded answer, and record it in `answered_changes`.
+
+        Raises CliError as `send_request` does. Only an interruption leaves the path in `unanswered_change`.
+        """
+        self.unanswered_change = path
+        try:
+            answer = self.send_request(method, path, **request_options)
+        except CliError:
+            self.unanswered_change = ""
+            raise
+        self.unanswered_change = ""
+        self.answered_changes.append((path, answer))
+        return answer
 
     def iterate_rows(self, path: str, limit: int, **query: Any) -> Iterator[dict[str, Any]]:
         """Yield at most `limit` rows of a list, fetching page after page. `query` holds the filters.
@@ -101,6 +124,7 @@ class HttpApiClient(ApiClient):
     """A client that reaches the API over HTTP, logged in with keystoneauth1."""
 
     def __init__(self, login: LoginOptions) -> None:
+        super().__init__()
         self.login = login
 
     @property
@@ -204,6 +228,7 @@ def decode_response(response: Any, server_url: str) -> dict[str, Any]:
         EXIT_CODE_BY_STATUS.get(status, ExitCode.REFUSED),
         f"{message or f'{server_url} answered {status}.'}" + (f" (request {request_id})" if request_id else ""),
         str(fields.get("reason") or ""),
+        body.get("current"),
     )
 
 

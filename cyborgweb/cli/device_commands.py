@@ -13,7 +13,7 @@ from cyborgweb.cli import names, options
 from cyborgweb.cli.exit_codes import ExitCode
 from cyborgweb.cli.following import wait_for_commands
 from cyborgweb.cli.options import CliContext, drop_empty, pass_cli_context, verb_command
-from cyborgweb.cli.output import print_row, print_rows
+from cyborgweb.cli.output import print_row
 
 COMMAND_COLUMNS = ("uuid", "state", "percent", "op", "device=device_name", "host=host.name", "by", "text")
 Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
@@ -33,6 +33,7 @@ MAX_COMMANDS = 50
     show_default=True,
     help="Largest number of rows.",
 )
+@options.watch_option
 @pass_cli_context
 def command_list(
     cli_context: CliContext, host: str | None, device: str | None, is_open: bool | None, max_rows: int
@@ -40,8 +41,9 @@ def command_list(
     """List commands to agents, the newest first."""
     uuid = names.resolve_device(cli_context.api, device) if device else None
     filters = drop_empty({"host": host, "device": uuid}) | ({} if is_open is None else {"ended": not is_open})
-    rows = cli_context.api.iterate_rows("commands/", max_rows, **filters)
-    print_rows(rows, COMMAND_COLUMNS, cli_context.output, "No commands.")
+    cli_context.print_list(
+        lambda: cli_context.api.iterate_rows("commands/", max_rows, **filters), COMMAND_COLUMNS, "No commands."
+    )
 
 
 @verb_command("command-show", "command-show 0e8f9e63-1b5a-4738-9fb6-eff9659e382f --wait")

@@ -9,15 +9,15 @@ from typing import Any
 import click
 
 from cyborgweb.cli import names, options
-from cyborgweb.cli.exit_codes import ExitCode
+from cyborgweb.cli.exit_codes import CliError, ExitCode
 from cyborgweb.cli.following import WorkProgress, follow_until_ended
 from cyborgweb.cli.many_targets import run_for_each, show_and_exit
 from cyborgweb.cli.options import CliContext, pass_cli_context, verb_command
-from cyborgweb.cli.output import print_row, print_rows
+from cyborgweb.cli.output import print_row
 
 DEVICE_STATES = ("inactive", "installing", "ready", "maintenance", "failed", "quarantined", "missing", "retired")
 DEVICE_HEALTH = ("ok", "degraded", "failed", "unknown")
-DEVICE_COLUMNS = ("uuid", "state", "status", "type", "model", "address", "host=host.name", "driver", "backend", "held")
+DEVICE_COLUMNS = ("uuid", "state", "status", "type", "name", "address", "host=host.name", "driver", "backend", "held")
 MAX_HISTORY = 10
 PROGRESS_STEP = 200
 """After this many devices, and each time as many more are done, the progress is printed; never for fewer devices."""
@@ -33,7 +33,8 @@ AGENT_STATES = ("up", "late", "down", "revoked", "clone")
     "--health", "status", type=click.Choice(DEVICE_HEALTH), multiple=True, help="With this health; can be repeated."
 )
 @click.option("--type", "kind", help="Only of this type: GPU, FPGA, NIC, …")
-@click.option("--vendor", help="Only of this vendor.")
+@click.option("--vendor", help="Only of this vendor, as its driver reports it: 10de.")
+@click.option("--name", help='Only with these words in the name of the hardware: --name "nvidia a100".')
 @click.option("--driver", help="Only of this driver.")
 @click.option(
     "--draining/--not-draining",
@@ -45,15 +46,21 @@ AGENT_STATES = ("up", "late", "down", "revoked", "clone")
 )
 @click.option("--quiet", is_flag=True, help="Print only uuids, one per line, as input for another command.")
 @options.limit_option
+@options.watch_option
 @pass_cli_context
 def device_list(cli_context: CliContext, limit: int, kind: str | None, quiet: bool, **filters: Any) -> None:
     """List devices. Each row is one card, with its state and the number of its units that are held."""
     fields = "uuid" if quiet else None
-    rows = cli_context.fetch_rows("devices/", limit, **filters, type=kind, fields=fields)
+
+    def fetch() -> list[dict[str, Any]]:
+        """Fetch the devices that the filters select. Servers of older releases send no name."""
+        rows = cli_context.fetch_rows("devices/", limit, **filters, type=kind, fields=fields)
+        return [{"name": row.get("model")} | row for row in rows]
+
     if quiet:
-        click.echo("".join(f"{row['uuid']}\n" for row in rows), nl=False)
-        return
-    print_rows(rows, DEVICE_COLUMNS, cli_context.output, "No devices.")
+        click.echo("".join(f"{row['uuid']}\n" for row in fetch()), nl=False)
+    else:
+        cli_context.print_list(fetch, DEVICE_COLUMNS, "No devices.")
 
 
 @verb_command("device-show", "device-show 3f1c\ndevice-show cmp1.example/0000:3b:00.0")
@@ -183,10 +190,33 @@ def device_retire(cli_context: CliContext, devices: Sequence[str], reason: str, 
 @click.option("--state", type=click.Choice(AGENT_STATES), help="Only in this state.")
 @click.option("--version", help="Only with this version.")
 @options.limit_option
+@options.watch_option
 @pass_cli_context
 def agent_list(cli_context: CliContext, limit: int, **filters: Any) -> None:
     """List agents. Each row has the host, the agent's state, when it was last seen, and its version."""
-    print_rows(cli_context.fetch_rows("agents/", limit, **filters), AGENT_COLUMNS, cli_context.output, "No agents.")
+    cli_context.print_list(lambda: cli_context.fetch_rows("agents/", limit, **filters), AGENT_COLUMNS, "No agents.")
+
+
+@verb_command("host-remove", "host-remove cmp9.example --reason decommissioned")
+@click.argument("host")
+@click.option("--dry-run", is_flag=True, help="Only show what would be deleted.")
+@options.reason_option
+@options.yes_option
+@pass_cli_context
+def host_remove(cli_context: CliContext, host: str, dry_run: bool, reason: str, yes: bool) -> None:
+    """Remove a decommissioned host with its devices, its providers in Placement and its agent's key.
+
+    This is refused while a request or an allocation exists. Events are kept, and the name may join again.
+    """
+    address = f"hosts/{names.resolve_host(cli_context.api, host)}/remove/"
+    preview = cli_context.api.post(address, {"dry_run": True})
+    if not dry_run:
+        if preview["refused"]:
+            raise CliError(ExitCode.REFUSED, preview["refused"])
+        name, devices, providers = (preview[column] for column in ("host", "devices", "providers"))
+        options.confirm_name(f"Remove host {name} with {devices} devices and {providers} providers?", name, yes)
+        preview = cli_context.api.post(address, {"confirm": name, "reason": reason})
+    print_row(preview, cli_context.output)
 
 
 def _apply_action(

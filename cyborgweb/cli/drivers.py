@@ -13,11 +13,12 @@ import click
 
 from cyborgweb.cli import names, options
 from cyborgweb.cli.confirmation import order_after_preview
-from cyborgweb.cli.exit_codes import ExitCode
+from cyborgweb.cli.conflicts import edit_settings, show_conflict
+from cyborgweb.cli.exit_codes import ExitCode, to_printable_line
 from cyborgweb.cli.following import WorkProgress, follow_until_ended
 from cyborgweb.cli.many_targets import show_and_exit
 from cyborgweb.cli.options import CliContext, pass_cli_context, verb_command
-from cyborgweb.cli.output import print_row, print_rows
+from cyborgweb.cli.output import print_row
 
 DRIVER_STATES = ("ok", "failed", "quarantined", "disabled", "absent")
 DRIVER_COLUMNS = (
@@ -34,6 +35,8 @@ DRIVER_COLUMNS = (
 )
 ROLLOUT_COLUMNS = ("uuid", "state", "op", "driver", "total", "created_at", "by", "reason")
 STEP_COLUMNS = ("host", "state", "text")
+FOLLOWED_FIELDS = "uuid,op,driver,state,counts"
+"""The fields of a rollout that are read again and again while it is followed; its hosts are not among them."""
 MAX_ROLLOUTS = 50
 MAX_SETTINGS_BYTES = 65_536
 
@@ -48,10 +51,11 @@ MAX_SETTINGS_BYTES = 65_536
     help="Only drivers whose state differs from the desired state, or only the others.",
 )
 @options.limit_option
+@options.watch_option
 @pass_cli_context
 def driver_list(cli_context: CliContext, limit: int, **filters: Any) -> None:
     """List drivers, one row per host and driver. Each row has the observed state and the desired state."""
-    print_rows(cli_context.fetch_rows("drivers/", limit, **filters), DRIVER_COLUMNS, cli_context.output, "No drivers.")
+    cli_context.print_list(lambda: cli_context.fetch_rows("drivers/", limit, **filters), DRIVER_COLUMNS, "No drivers.")
 
 
 def read_settings_file(context: click.Context, parameter: click.Parameter, path: str | None) -> dict[str, Any] | None:
@@ -151,11 +155,12 @@ def add_rollout_options(function: Callable[..., Any]) -> Callable[..., Any]:
 settings_options = (
     click.option(
         "--settings",
+        "--replace-settings",
         "--settings-file",
         "file",
         metavar="FILE",
         callback=read_settings_file,
-        help="All settings of the driver: a .json, .toml or .yaml file; - is standard input.",
+        help="Replace all settings by those in a .json, .toml or .yaml file; - is standard input.",
     ),
     click.option(
         "--set",
@@ -163,45 +168,68 @@ settings_options = (
         multiple=True,
         metavar="NAME=VALUE",
         callback=_parse_set_options,
-        help="One setting of the driver; settings that are not given are deleted.",
+        help="Change one setting, such as mtu=9000 or backends/gpus/enabled=false; all others stay. Can be repeated.",
+    ),
+    click.option(
+        "--unset", "unset", multiple=True, metavar="NAME", help="Delete one setting; all others stay. Can be repeated."
+    ),
+    click.option(
+        "--generation",
+        type=click.IntRange(0),
+        help="The generation that driver-list shows, for one host: refused if it has changed.",
     ),
 )
 
 
+def add_settings_options(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Add the options that change the settings of a driver, and return the decorated function."""
+    for option in reversed(settings_options):
+        function = option(function)
+    return function
+
+
 @verb_command("install-driver", "install-driver generic_driver --hosts-like 'gpu*' --settings-file generic.toml")
 @add_rollout_options
-@settings_options[0]
-@settings_options[1]
+@add_settings_options
 @click.option("--enable/--disable", "enabled", default=True, help="Whether the driver runs; by default it does.")
 @pass_cli_context
 def install_driver(
     cli_context: CliContext,
     file: dict[str, Any] | None,
     values: dict[str, Any],
+    unset: tuple[str, ...],
+    generation: int | None,
     enabled: bool,
     **rollout_options: Any,
 ) -> None:
     """Install a driver on hosts. Its package must be installed there; the answer names hosts where it is missing."""
-    _start_rollout(cli_context, "install", {"enabled": enabled} | _merge_settings(file, values), **rollout_options)
+    changes = {"enabled": enabled} | _build_settings_fields(file, values, unset, generation)
+    _start_rollout(cli_context, "install", changes, **rollout_options)
 
 
 @verb_command("update-driver", "update-driver pci_driver --host cmp1.example --disable --reason 'bad firmware'")
 @add_rollout_options
-@settings_options[0]
-@settings_options[1]
+@add_settings_options
 @click.option("--enable/--disable", "enabled", default=None, help="Whether the driver runs.")
 @pass_cli_context
 def update_driver(
     cli_context: CliContext,
     file: dict[str, Any] | None,
     values: dict[str, Any],
+    unset: tuple[str, ...],
+    generation: int | None,
     enabled: bool | None,
     **rollout_options: Any,
 ) -> None:
-    """Enable, disable or configure a driver on hosts. Refused on hosts where its devices are held."""
-    changes = _merge_settings(file, values) | ({} if enabled is None else {"enabled": enabled})
-    if not changes:
-        raise click.UsageError("Select what to change: give --enable, --disable, --settings-file or --set.")
+    """Enable, disable or configure a driver on hosts. Refused on hosts where its devices are held.
+
+    --set and --unset change single settings; a settings file replaces all of them. If somebody has changed the driver
+    since --generation, nothing is changed, and the difference is shown.
+    """
+    changes = _build_settings_fields(file, values, unset, generation)
+    changes |= {} if enabled is None else {"enabled": enabled}
+    if not changes.keys() - {"generation"}:
+        raise click.UsageError("Select what to change: give --enable, --disable, --settings-file, --set or --unset.")
     _start_rollout(cli_context, "update", changes, **rollout_options)
 
 
@@ -216,15 +244,18 @@ def uninstall_driver(cli_context: CliContext, **rollout_options: Any) -> None:
 @verb_command("rollout-show", "rollout-show 5d0c1d0e-0a53-4a0c-8f0e-1c2d3e4f5a6b --wait")
 @click.argument("rollout", type=click.UUID, required=False)
 @options.follow_option
+@options.watch_option
 @pass_cli_context
 def rollout_show(cli_context: CliContext, rollout: UUID | None, wait: bool) -> None:
     """Show a rollout, which installs, updates or uninstalls a driver on its hosts; without a uuid list the newest."""
     if rollout is None:
-        rows = cli_context.api.iterate_rows("rollouts/", MAX_ROLLOUTS)
-        return print_rows(rows, ROLLOUT_COLUMNS, cli_context.output, "No rollouts.")
-    shown = cli_context.api.get(f"rollouts/{rollout}/")
+        return cli_context.print_list(
+            lambda: cli_context.api.iterate_rows("rollouts/", MAX_ROLLOUTS), ROLLOUT_COLUMNS, "No rollouts."
+        )
     if wait:
-        shown = _follow_rollout(cli_context, shown, f"{shown['op']} {shown['driver']}")
+        shown = cli_context.api.get(f"rollouts/{rollout}/", fields=FOLLOWED_FIELDS)
+        _follow_rollout(cli_context, shown, f"{shown['op']} {shown['driver']}")
+    shown = cli_context.api.get(f"rollouts/{rollout}/")
     print_row(shown, cli_context.output)
     if wait and (shown["counts"]["failed"] or shown["state"] != "done"):
         sys.exit(ExitCode.REFUSED)
@@ -254,9 +285,29 @@ def rollout_retry(cli_context: CliContext, rollout: UUID, reason: str, dry_run: 
         _show_rollout(cli_context, started, wait)
 
 
-def _merge_settings(file: dict[str, Any] | None, values: dict[str, Any]) -> dict[str, Any]:
-    """Return the field `settings` of a request, where `values` override `file`; {} if neither was given."""
-    return {"settings": (file or {}) | values} if file is not None or values else {}
+def _build_settings_fields(
+    file: dict[str, Any] | None, values: dict[str, Any], unset: Sequence[str], generation: int | None
+) -> dict[str, Any]:
+    """Return the fields of a request that change settings: `settings` if a file was given, where `values` override it,
+    otherwise `edits`; {} if nothing was given.
+
+    Raises UsageError if both a file and settings to delete were given.
+    """
+    fields: dict[str, Any] = {} if generation is None else {"generation": generation}
+    if file is not None:
+        if unset:
+            raise click.UsageError("A settings file replaces all settings: leave --unset out.")
+        return fields | {"settings": file | values}
+    edits = options.drop_empty({"set": values, "unset": [*unset]})
+    return fields | ({"edits": edits} if edits.get("set") or edits.get("unset") else {})
+
+
+def _preview_wanted(current: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
+    """Return the wanted configuration that a request would have led to, from the present one."""
+    wanted = dict(current.get("wanted") or {})
+    edits = changes.get("edits", {})
+    settings = edit_settings(wanted.get("settings") or {}, edits.get("set", {}), edits.get("unset", ()))
+    return wanted | {"settings": changes.get("settings", settings)} | {k: changes[k] for k in changes if k == "enabled"}
 
 
 def _start_rollout(
@@ -294,19 +345,21 @@ def _start_rollout(
     body = {"op": op, "driver": driver, "max_parallel": max_parallel, "stop_on_failure": not keep_going}
     target: dict[str, Any] = {"hosts": [*hosts]} if hosts else {"selector": selector}
     body |= changes | target | ({"reason": reason} if reason else {})
-    if len(hosts) == 1 and not dry_run and (op != "uninstall" or yes):
-        rollout: dict[str, Any] | None = cli_context.api.post("rollouts/", body)
-    else:
-        rollout = order_after_preview(
-            cli_context,
-            "rollouts/",
-            body,
-            f"{op.capitalize()} {driver} on {', '.join(hosts) or 'these hosts'}?",
-            "hosts",
-            yes=yes,
-            dry_run=dry_run,
-            always_ask=op == "uninstall",
-        )
+    rollout: dict[str, Any] | None
+    with show_conflict(lambda current: (current.get("wanted"), _preview_wanted(current, changes))):
+        if len(hosts) == 1 and not dry_run and (op != "uninstall" or yes):
+            rollout = cli_context.api.post("rollouts/", body)
+        else:
+            rollout = order_after_preview(
+                cli_context,
+                "rollouts/",
+                body,
+                f"{op.capitalize()} {driver} on {', '.join(hosts) or 'these hosts'}?",
+                "hosts",
+                yes=yes,
+                dry_run=dry_run,
+                always_ask=op == "uninstall",
+            )
     if rollout is not None:
         _show_rollout(cli_context, rollout, wait)
 
@@ -317,7 +370,8 @@ def _show_rollout(cli_context: CliContext, rollout: dict[str, Any], wait: bool) 
     Exits with REFUSED if all hosts have failed or were skipped, with PARTIAL if some have.
     """
     if wait:
-        rollout = _follow_rollout(cli_context, rollout, f"{rollout['op']} {rollout['driver']}")
+        _follow_rollout(cli_context, rollout, f"{rollout['op']} {rollout['driver']}")
+        rollout = cli_context.api.get(f"rollouts/{rollout['uuid']}/")
     else:
         command = cli_context.api.spell_verb("rollout-show")
         click.echo(f"To follow the rollout: {command} {rollout['uuid']} --wait", err=True)
@@ -329,25 +383,29 @@ def _show_rollout(cli_context: CliContext, rollout: dict[str, Any], wait: bool) 
     )
 
 
-def _follow_rollout(cli_context: CliContext, rollout: dict[str, Any], title: str) -> dict[str, Any]:
-    """Follow a rollout until it has ended and no host changes its driver any more; return it as the API shows it then.
+def _follow_rollout(cli_context: CliContext, rollout: dict[str, Any], title: str) -> None:
+    """Follow a rollout until it has ended and no host changes its driver any more.
 
-    Raises CliError in the same cases as `follow_until_ended`.
+    Each poll reads the number of hosts in each state. The hosts themselves are read only after further hosts have
+    failed, and only those that failed; each is named once on standard error. Raises CliError in the same cases as
+    `follow_until_ended`.
     """
-    current = rollout
+    path = f"rollouts/{rollout['uuid']}/"
+    named_hosts: set[str] = set()
 
     def poll() -> WorkProgress:
-        """Fetch the rollout again and return its progress, by the number of hosts that are done."""
-        nonlocal current
-        current = cli_context.api.get(f"rollouts/{rollout['uuid']}/")
-        states = [step["state"] for step in current["steps"]]
-        open_count = states.count("waiting") + states.count("ordered")
-        failed_count = states.count("failed")
-        text = f"{len(states) - open_count} of {len(states)} hosts" + (
-            f", {failed_count} failed" if failed_count else ""
-        )
-        has_ended = current["state"] != "running" and "ordered" not in states
-        return WorkProgress(100 * (len(states) - open_count) / max(1, len(states)), text, has_ended)
+        """Fetch the counts again, name the hosts that have failed since, and return the progress by hosts done."""
+        current = cli_context.api.get(path, fields=FOLLOWED_FIELDS)
+        counts, total = current["counts"], sum(current["counts"].values())
+        if counts["failed"] > len(named_hosts):
+            failed_steps = cli_context.api.get(path, fields="steps", step_state="failed")["steps"]
+            for step in failed_steps:
+                if step["host"] not in named_hosts:
+                    click.echo(to_printable_line(f"{step['host']} failed: {step['text']}"), err=True)
+            named_hosts.update(step["host"] for step in failed_steps)
+        done_count = total - counts["waiting"] - counts["ordered"]
+        text = f"{done_count} of {total} hosts" + (f", {counts['failed']} failed" if counts["failed"] else "")
+        has_ended = current["state"] != "running" and not counts["ordered"]
+        return WorkProgress(100 * done_count / max(1, total), text, has_ended)
 
     follow_until_ended(title, f"{cli_context.api.spell_verb('rollout-show')} {rollout['uuid']} --wait", poll)
-    return current

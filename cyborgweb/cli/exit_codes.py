@@ -30,11 +30,12 @@ class CliError(CyborgwebError, click.ClickException):
     """An error that ends the command with one sentence on standard error and the given exit code.
 
     `reason` is the stable code of an error of the API, '' for any other error. It is printed after the sentence.
+    `current` is the present version of what could not be changed because somebody else had changed it, else None.
     """
 
-    def __init__(self, code: int, sentence: str, reason: str = "") -> None:
+    def __init__(self, code: int, sentence: str, reason: str = "", current: dict[str, Any] | None = None) -> None:
         super().__init__(to_printable_line(sentence))
-        self.reason = to_printable_line(reason)
+        self.reason, self.current = to_printable_line(reason), current
         self.exit_code = code  # type: ignore[misc]  # click declares it on the class, but reads it from the instance
 
     def format_message(self) -> str:

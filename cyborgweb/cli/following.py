@@ -63,7 +63,7 @@ def follow_until_ended(title: str, later_command: str, poll: Callable[[], WorkPr
                 time.sleep(pause)
                 pause = min(pause * PAUSE_FACTOR, MAX_PAUSE_S)
     except KeyboardInterrupt:
-        text = f"The command stopped following; the ordered work goes on. To look again: {later_command}"
+        text = f"Following {title!r} was interrupted; the ordered work goes on. To look again: {later_command}"
         raise CliError(ExitCode.INTERRUPTED, text) from None
 
 

@@ -16,7 +16,7 @@ import click
 from cyborgweb.cli import options
 from cyborgweb.cli.exit_codes import CliError, ExitCode
 from cyborgweb.cli.options import CliContext, pass_cli_context, verb_command
-from cyborgweb.cli.output import print_row, print_rows
+from cyborgweb.cli.output import print_row
 
 IMAGE_COLUMNS = ("uuid", "source", "size", "name", "properties")
 CHUNK_BYTES = 1_048_576
@@ -92,10 +92,11 @@ def image_upload(cli_context: CliContext, file: str, name: str | None, propertie
 
 @verb_command("image-list", "image-list --json")
 @options.limit_option
+@options.watch_option
 @pass_cli_context
 def image_list(cli_context: CliContext, limit: int) -> None:
     """List the stored images: those that were uploaded, and copies of images in Glance."""
-    print_rows(cli_context.fetch_rows("images/", limit), IMAGE_COLUMNS, cli_context.output, "No images.")
+    cli_context.print_list(lambda: cli_context.fetch_rows("images/", limit), IMAGE_COLUMNS, "No images.")
 
 
 @verb_command("image-remove", "image-remove 77ab0d1e-0a53-4a0c-8f0e-1c2d3e4f5a6b --yes")

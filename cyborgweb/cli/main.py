@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import click
 from click.shell_completion import get_completion_class
 
@@ -19,7 +21,9 @@ from cyborgweb.cli import (
     subscriptions,
     usage,
 )
-from cyborgweb.cli.options import VerbCommand, connection_options, output_options
+from cyborgweb.cli.exit_codes import CliError, ExitCode
+from cyborgweb.cli.interruption import describe_interruption
+from cyborgweb.cli.options import CliContext, VerbCommand, connection_options, output_options
 
 SHELLS = ("bash", "zsh", "fish")
 EPILOG = """\b
@@ -39,7 +43,18 @@ not logged in, 5 cannot be reached, cannot be trusted or busy, 6 partly done,
 
 
 class VerbGroup(click.Group):
-    """A command group that lists its verbs in the order in which they were added, not alphabetically."""
+    """A command group that lists its verbs in the order in which they were added, not alphabetically.
+
+    Its verbs end with the exit code INTERRUPTED if the user interrupts them.
+    """
+
+    def invoke(self, context: click.Context) -> Any:
+        """Run the verb. Raises CliError with INTERRUPTED if the user interrupts it; the text says what was ordered."""
+        cli_context = context.ensure_object(CliContext)
+        try:
+            return super().invoke(context)
+        except (KeyboardInterrupt, click.Abort):
+            raise CliError(ExitCode.INTERRUPTED, describe_interruption(cli_context.api)) from None
 
     def list_commands(self, context: click.Context) -> list[str]:
         """Return the verbs' names in the order in which they were added."""
@@ -115,6 +130,7 @@ VERB_COMMANDS = (
     usage.show_usage,
     census.load_census,
     devices.agent_list,
+    devices.host_remove,
     certificates.announcement_key,
     certificates.announce_certificate,
     completion,

@@ -8,18 +8,22 @@ import click
 
 from cyborgweb.cli import options
 from cyborgweb.cli.options import CliContext, pass_cli_context, verb_command
-from cyborgweb.cli.output import print_row, print_rows
+from cyborgweb.cli.output import print_row
 
 LIST_COLUMNS = ("uuid", "address", "trusted", "unknown_instances", "proven_at", "confirmed_at", "confirmed_by")
 
 
 @verb_command("nova-list", "nova-list --json")
 @options.limit_option
+@options.watch_option
 @pass_cli_context
 def nova_list(cli_context: CliContext, limit: int) -> None:
     """List the addresses of Nova that were used, and whether their answer 404 for an instance is believed."""
-    rows = cli_context.fetch_rows("nova_endpoints/", limit)
-    print_rows(rows, LIST_COLUMNS, cli_context.output, "Nova was not asked about instances yet.")
+    cli_context.print_list(
+        lambda: cli_context.fetch_rows("nova_endpoints/", limit),
+        LIST_COLUMNS,
+        "Nova was not asked about instances yet.",
+    )
 
 
 @verb_command("nova-confirm", "nova-confirm 0e8f9e63-1b5a-4738-9fb6-eff9659e382f --yes")

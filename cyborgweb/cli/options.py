@@ -6,7 +6,7 @@ Connection and output options are accepted both before and after the verb.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -15,12 +15,16 @@ import click
 from click.core import ParameterSource
 
 from cyborgweb.cli.connection import ApiClient, HttpApiClient
+from cyborgweb.cli.exit_codes import CliError, ExitCode
 from cyborgweb.cli.logins import LoginOptions
-from cyborgweb.cli.output import FORMATS, OutputOptions
+from cyborgweb.cli.output import FORMATS, OutputOptions, print_rows
+from cyborgweb.cli.watching import watch_rows
 
 DEFAULT_LIMIT = 10_000
 MAX_REASON = 500
 MAX_KEY_VALUES = 64
+DEFAULT_WATCH_S = 2.0
+NOT_CONFIRMED_TEXT = "You did not confirm: nothing was changed."
 
 
 @dataclass
@@ -33,6 +37,7 @@ class CliContext:
     login: LoginOptions = field(default_factory=LoginOptions)
     output: OutputOptions = field(default_factory=OutputOptions)
     client: ApiClient | None = None
+    has_noted_limit: bool = False
 
     @cached_property
     def api(self) -> ApiClient:
@@ -45,9 +50,19 @@ class CliContext:
         Filters that are None or empty are left out.
         """
         found = list(self.api.iterate_rows(path, limit + 1, **drop_empty(filters)))
-        if len(found) > limit:
+        if len(found) > limit and not self.has_noted_limit:
             click.echo(f"Only the first {limit} rows are shown. Give a larger --limit to see more.", err=True)
+            self.has_noted_limit = True
         return found[:limit]
+
+    def print_list(
+        self, fetch: Callable[[], Iterable[Mapping[str, Any]]], columns: Sequence[str], empty_text: str
+    ) -> None:
+        """Print the rows that `fetch` returns, as `print_rows` does; with --watch again and again, until Ctrl-C."""
+        if self.output.watch_s:
+            watch_rows(fetch, columns, self.output, empty_text)
+        else:
+            print_rows(fetch(), columns, self.output, empty_text)
 
 
 pass_cli_context: Callable[[Callable[..., Any]], Callable[..., Any]] = click.make_pass_decorator(
@@ -177,6 +192,17 @@ limit_option = click.option(
     show_default=True,
     help="Largest number of rows.",
 )
+watch_option = click.option(
+    "--watch",
+    is_flag=False,
+    flag_value=DEFAULT_WATCH_S,
+    type=click.FloatRange(0.5, 3600),
+    metavar="[SECONDS]",
+    expose_value=False,
+    callback=_store_in_context("output", "watch_s"),
+    help=f"Refresh the list every SECONDS ({DEFAULT_WATCH_S:g} by default) until Ctrl-C: in place on a terminal, else"
+    " by printing the rows that are new or have changed.",
+)
 wait_option = click.option(
     "--wait/--no-wait", default=True, show_default=True, help="Wait until the work has ended, or return at once."
 )
@@ -205,8 +231,10 @@ command_reason_option = click.option(
 
 def read_dash(context: click.Context, parameter: click.Parameter, words: tuple[str, ...]) -> tuple[str, ...]:
     """Return the words of an argument without repetitions. The word `-` is replaced by the words on standard input,
-    which is read to its end.
+    which is read to its end, but not while a shell completes the command line.
     """
+    if context.resilient_parsing:
+        return words
     return tuple(dict.fromkeys(one for word in words for one in (sys.stdin.read().split() if word == "-" else [word])))
 
 
@@ -237,10 +265,43 @@ def layout_option(**attributes: Any) -> Callable[[Callable[..., Any]], Callable[
 def confirm(question: str, is_confirmed: bool) -> None:
     """Ask the user to confirm, unless `is_confirmed` (the option --yes) is set.
 
-    Raises click.Abort if the user declines, UsageError if standard input is not a terminal.
+    Raises CliError if the user declines, UsageError if standard input is not a terminal, and click.Abort if the user
+    interrupts the question.
     """
     if is_confirmed:
         return
+    _require_terminal()
+    if not click.confirm(question, err=True):
+        raise CliError(ExitCode.REFUSED, NOT_CONFIRMED_TEXT)
+
+
+def confirm_number(question: str, number: int, is_confirmed: bool) -> None:
+    """Ask the user to type `number`, unless `is_confirmed` (the option --yes) is set. Anything else declines.
+
+    Raises the same errors as `confirm`.
+    """
+    if is_confirmed:
+        return
+    _require_terminal()
+    if click.prompt(f"{question} To confirm, type the number {number}", default="", show_default=False, err=True) != (
+        str(number)
+    ):
+        raise CliError(ExitCode.REFUSED, NOT_CONFIRMED_TEXT)
+
+
+def _require_terminal() -> None:
+    """Raise UsageError if there is no terminal on which a question could be answered."""
     if not sys.stdin.isatty():
         raise click.UsageError("There is no terminal on which to confirm this: give --yes.")
-    click.confirm(question, abort=True, err=True)
+
+
+def confirm_name(question: str, name: str, is_confirmed: bool) -> None:
+    """Ask the user to type `name` as a confirmation, unless `is_confirmed` (the option --yes) is set.
+
+    Raises CliError if the user types something else, UsageError if standard input is not a terminal.
+    """
+    if is_confirmed:
+        return
+    _require_terminal()
+    if click.prompt(f"{question} To confirm, type its name", default="", show_default=False, err=True) != name:
+        raise CliError(ExitCode.REFUSED, NOT_CONFIRMED_TEXT)

@@ -41,11 +41,13 @@ UNCUT_COLUMNS = ("uuid", "id", "command")
 @dataclass
 class OutputOptions:
     """The output options. `format` is one of FORMATS; `columns` are names of the verb's columns, or paths into a row,
-    such as host.name, () for the verb's own columns.
+    such as host.name, () for the verb's own columns. `watch_s` is the number of seconds after which a list is
+    refreshed, None if it is printed once.
     """
 
     format: str = "table"
     columns: tuple[str, ...] = ()
+    watch_s: float | None = None
 
 
 def print_rows(
@@ -55,6 +57,18 @@ def print_rows(
 
     A column is a field, or `name=path` with a path into the row. `empty_text` is printed on standard error if a table
     has no rows. Raises UsageError if the user chose a column that the first row does not have.
+    """
+    lines = format_row_lines(rows, columns, output)
+    if lines:
+        click.echo("\n".join(lines))
+    elif empty_text:
+        click.echo(empty_text, err=True)
+
+
+def format_row_lines(rows: Iterable[Mapping[str, Any]], columns: Sequence[str], output: OutputOptions) -> list[str]:
+    """Return the lines that `print_rows` prints; none for a table without rows. Raises UsageError as `print_rows` does.
+
+    A table that is not limited to the width of a terminal, and CSV, have one line for the header and one for each row.
     """
     row_list = list(rows)
     path_by_name = dict(_parse_column(column) for column in columns)
@@ -70,19 +84,14 @@ def print_rows(
             if output.columns
             else row_list
         )
-        click.echo(_serialize(complete_rows, output.format), nl=False)
-        return
+        return _serialize(complete_rows, output.format).removesuffix("\n").split("\n")
     cells = [[_value_at_path(row, path) for path in chosen_paths.values()] for row in row_list]
     if output.format == "csv":
-        click.echo(_format_csv([[*chosen_paths], *cells]), nl=False)
-    elif row_list:
-        for line in format_table_lines(
-            _prepend_header(chosen_paths, [[format_cell(value) for value in row] for row in cells], output),
-            _terminal_width(),
-        ):
-            click.echo(line)
-    elif empty_text:
-        click.echo(empty_text, err=True)
+        return _format_csv([[*chosen_paths], *cells]).removesuffix("\n").split("\n")
+    if not row_list:
+        return []
+    text_cells = [[format_cell(value) for value in row] for row in cells]
+    return [*format_table_lines(_prepend_header(chosen_paths, text_cells, output), _terminal_width())]
 
 
 def _prepend_header(names: Iterable[str], cells: list[list[str]], output: OutputOptions) -> list[list[str]]:

@@ -9,18 +9,22 @@ import click
 
 from cyborgweb.cli import options
 from cyborgweb.cli.options import CliContext, pass_cli_context, verb_command
-from cyborgweb.cli.output import print_row, print_rows
+from cyborgweb.cli.output import print_row
 
 LIST_COLUMNS = ("uuid", "name", "way", "target", "standing", "last_error")
 
 
 @verb_command("subscription-list", "subscription-list --json")
 @options.limit_option
+@options.watch_option
 @pass_cli_context
 def subscription_list(cli_context: CliContext, limit: int) -> None:
     """List subscriptions: who gets messages, and which addresses still wait for confirmation."""
-    rows = [_show_confirmation(row) for row in cli_context.fetch_rows("subscriptions/", limit)]
-    print_rows(rows, LIST_COLUMNS, cli_context.output, "There are no subscriptions.")
+    cli_context.print_list(
+        lambda: map(_show_confirmation, cli_context.fetch_rows("subscriptions/", limit)),
+        LIST_COLUMNS,
+        "There are no subscriptions.",
+    )
 
 
 @verb_command("subscription-resend", "subscription-resend 0e8f9e63-1b5a-4738-9fb6-eff9659e382f")

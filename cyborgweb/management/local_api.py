@@ -27,6 +27,7 @@ class LocalApiClient(ApiClient):
     server_name = "manage.py"
 
     def __init__(self, caller: Caller, spellings: Mapping[str, str]) -> None:
+        super().__init__()
         self.caller = caller
         self.spellings = spellings
 

@@ -58,7 +58,7 @@ def api_field_sentence(component: str, name: str) -> str:
     if there is none.
     """
     kind = component.removeprefix("Patched")
-    for end in ("Reference", "Request", "WithTimeline", "WithSteps"):
+    for end in ("Reference", "Request", "WithTimeline", "WithSteps", "Change"):
         kind = kind.removesuffix(end) or kind
     return field_sentence(MODEL_BY_API_KIND.get(kind.lower(), kind.lower()), name)
 

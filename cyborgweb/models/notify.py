@@ -23,7 +23,7 @@ from cyborgweb.models.event_types import (
 )
 
 
-class Subscription(fields.Row):
+class Subscription(fields.SettingsRow):
     """The events about which somebody wants to be notified, and how. It belongs to a person or to a whole project."""
 
     name = models.CharField(max_length=64, help_text="A name of your choice.")

@@ -25,6 +25,11 @@ REFUSED_CLIENTS: dict[str, str | int] = {
     "refused": REFUSED_CLIENTS_ACTION,
     "minutes": REFUSED_MINUTES,
 }
+FAILED_BINDS_MINUTES, MAX_FAILED_BINDS = 15, 10
+"""Minutes for which failed binds are counted, and the number of (reason, host) pairs that are listed."""
+REPEATED_FAILURES = 3
+"""The number of failed binds with the same reason on the same host that is listed."""
+BIND_FAILED_ACTION = "request.bind_failed"
 SELECT_BACKLOG = """
 SELECT json_build_object(
   'spool', (SELECT count(*) FROM spool), 'spool_oldest', (SELECT min(received_at) FROM spool),
@@ -67,6 +72,11 @@ SELECT json_build_object(
     SELECT DISTINCT ON (subject_name) subject_name, reason FROM accelerators_event
     WHERE host = %(neighbours)s AND at > now() - make_interval(secs => %(shown)s)
     ORDER BY subject_name, at DESC LIMIT %(most)s) s),
+  'failed_binds', (SELECT coalesce(json_agg(f ORDER BY number DESC, host, failure), '[]') FROM (
+    SELECT changes->'failure'->>1 AS failure, host, count(*) AS number, (array_agg(reason ORDER BY at DESC))[1] AS text
+    FROM accelerators_event WHERE at > now() - make_interval(mins => %(failed_minutes)s) AND action = %(bind_failed)s
+      AND changes ? 'failure'
+    GROUP BY 1, 2 HAVING count(*) >= %(repeated)s ORDER BY 3 DESC, 2, 1 LIMIT %(most_failed)s) f),
   'intents', (SELECT coalesce(json_object_agg(kind, i), '{}') FROM (
     SELECT kind, count(*) AS number, count(*) FILTER (WHERE attempts >= %(stuck)s) AS stuck, min(created_at) AS oldest,
       coalesce((array_agg(last_error ORDER BY attempts DESC) FILTER (WHERE last_error <> ''))[1], '') AS error
@@ -85,6 +95,19 @@ class IntentBacklog:
     stuck: int = 0
     oldest: datetime | None = None
     error: str = ""
+
+
+@dataclass(frozen=True)
+class FailedBinds:
+    """Binds on one host that failed for the same reason within the last FAILED_BINDS_MINUTES.
+
+    `failure` is the reason as a code, `text` the sentence of the newest one.
+    """
+
+    failure: str
+    host: str
+    number: int
+    text: str
 
 
 @dataclass(frozen=True)
@@ -143,6 +166,8 @@ class Backlog:
     mail_error: str = ""
     slow_neighbours: list[tuple[str, str]] = field(default_factory=list)
     """Name of each slow neighbour, and what is slow (`accelerators.slow_neighbours`)."""
+    failed_binds: list[FailedBinds] = field(default_factory=list)
+    """Reasons and hosts with REPEATED_FAILURES or more failed binds, those with the most first."""
     audit: AuditState | None = None
     """None if the jobs have not run yet."""
     intents: dict[str, IntentBacklog] = field(default_factory=dict)
@@ -170,6 +195,8 @@ def read_backlog() -> Backlog:
     with connection.cursor() as cursor:
         parameters = REFUSED_CLIENTS | {"near": NEAR_DEADLINE_S, "stuck": STUCK_AFTER}
         parameters |= {"neighbours": slow_neighbours.NEIGHBOURS, "most": MAX_SLOW_NEIGHBOURS}
+        parameters |= {"failed_minutes": FAILED_BINDS_MINUTES, "bind_failed": BIND_FAILED_ACTION}
+        parameters |= {"repeated": REPEATED_FAILURES, "most_failed": MAX_FAILED_BINDS}
         cursor.execute(SELECT_BACKLOG, parameters | {"shown": slow_neighbours.SHOWN_S})
         document: Any = cursor.fetchone()[0]
     return msgspec.json.decode(document, type=Backlog)

@@ -17,7 +17,14 @@ from rest_framework.exceptions import PermissionDenied
 from rest_framework.request import Request
 from rest_framework.response import Response
 
-from accelerators.api.own.fields import ClosedSerializer, RowSerializer, StrictBooleanField, StrictTextField, UrlField
+from accelerators.api.own.fields import (
+    ChangeSerializer,
+    ClosedSerializer,
+    RowSerializer,
+    StrictBooleanField,
+    StrictTextField,
+    UrlField,
+)
 from accelerators.api.own.filters import single_choice_filter
 from accelerators.api.own.views import CollectionView
 from accelerators.domain.errors import RefusalReason, RefusedError
@@ -119,6 +126,7 @@ class SubscriptionSerializer(RowSerializer):
             "owner_doubt",
             "last_error",
             "failing_since",
+            "generation",
             "created_at",
             "updated_at",
         )
@@ -143,6 +151,10 @@ class SubscriptionSerializer(RowSerializer):
         if "target" in shown and (is_of_other or not self.context.get("whole")):
             shown["target"] = instance.destination if instance.target else ""
         return shown
+
+
+class SubscriptionChangeSerializer(ChangeSerializer, SubscriptionSerializer):
+    """A change of a subscription."""
 
 
 class SecretSerializer(SubscriptionSerializer):
@@ -248,6 +260,8 @@ class SubscriptionView(CollectionView):
         "hand_over": HandOverSerializer,
     }
     actions_to_confirm = ("rotate",)
+    body_serializers = {"partial_update": SubscriptionChangeSerializer}
+    deletes_by_generation = True
     response_serializers = {
         "create": (201, SecretSerializer),
         "partial_update": (200, SubscriptionSerializer),
@@ -303,21 +317,23 @@ class SubscriptionView(CollectionView):
     def partial_update(self, request: Request, **kwargs: str) -> Response:
         """Change a subscription. A paused one resumes when its standing is set to active.
 
-        409: `way` and `personal` cannot change.
+        409: `way` and `personal` cannot change, or it has another generation.
         """
         subscription = self._get_changeable()
-        values = self.validate_body(subscription)
+        values, generation = self.validate_change(subscription)
         if values.pop("personal", subscription.personal) != subscription.personal:
             raise RefusedError(
                 RefusalReason.CONFLICT, "A subscription cannot change its owner: create another subscription."
             )
         if values.get("scope") == SubscriptionScope.CLOUD:
             self.require_rule("cyborg:subscription:elevated")
-        return Response(self.get_serializer(subscriptions.edit(subscription.pk, values, self.caller)).data)
+        edited = subscriptions.edit(subscription.pk, values, self.caller, generation=generation)
+        return Response(self.get_serializer(edited).data)
 
     def destroy(self, request: Request, **kwargs: str) -> Response:
         """Delete a subscription and its deliveries."""
-        subscriptions.delete(self.get_object().pk, self.caller)
+        generation = self.get_generation_to_delete()
+        subscriptions.delete(self.get_object().pk, self.caller, generation=generation)
         return Response(status=204)
 
     def test(self, request: Request, **kwargs: str) -> Response:

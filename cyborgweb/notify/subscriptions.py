@@ -17,6 +17,7 @@ from django.db import connection
 from django.db.models import Q, QuerySet
 
 from accelerators import conductor
+from accelerators.domain import generations
 from accelerators.domain.caller import Caller
 from accelerators.domain.errors import RefusalReason, RefusedError
 from accelerators.domain.states import EventSource
@@ -125,7 +126,14 @@ def create(
     return subscription, secret
 
 
-def edit(pk: int, values: Mapping[str, Any], caller: Caller, source: EventSource = EventSource.API) -> Subscription:
+def edit(
+    pk: int,
+    values: Mapping[str, Any],
+    caller: Caller,
+    source: EventSource = EventSource.API,
+    *,
+    generation: int | None = None,
+) -> Subscription:
     """Change the fields in `values` of a subscription, record an event, wake its delivery job, and return the row.
 
     The row is locked meanwhile. A change also resets the failures and the back-off, so a paused subscription that is
@@ -136,7 +144,8 @@ def edit(pk: int, values: Mapping[str, Any], caller: Caller, source: EventSource
     if the values do not fit together, WRONG_STATE if it has ended and the caller is not its owner, or may not have it,
     and would change its standing.
 
-    A new mail address that the same owner has not proven yet gets a request to confirm it.
+    A new mail address that the same owner has not proven yet gets a request to confirm it. Raises
+    ChangedMeanwhileError if anything would change, and the generation of the subscription is not `generation`.
     """
     with conductor.writing():
         row = _lock_subscription(pk)
@@ -153,6 +162,9 @@ def edit(pk: int, values: Mapping[str, Any], caller: Caller, source: EventSource
                 " may have it again.",
             )
         before, target_before = _recorded_values(row), row.target
+        if any(getattr(row, name) != value for name, value in values.items()):
+            generations.refuse_if_changed(f"The subscription {row.name}", row.generation, generation)
+            row.generation += 1
         for name, value in values.items():
             setattr(row, name, value)
         validate_subscription(row, target_before)
@@ -178,12 +190,13 @@ def edit(pk: int, values: Mapping[str, Any], caller: Caller, source: EventSource
     return row
 
 
-def delete(pk: int, caller: Caller, source: EventSource = EventSource.API) -> None:
+def delete(pk: int, caller: Caller, source: EventSource = EventSource.API, *, generation: int | None = None) -> None:
     """Delete the subscription with its deliveries and record an event. Raises RefusedError NOT_FOUND if it does not
-    exist.
+    exist, ChangedMeanwhileError if its generation is not `generation`.
     """
     with conductor.writing():
         row = _lock_subscription(pk)
+        generations.refuse_if_changed(f"The subscription {row.name}", row.generation, generation)
         _record_event(
             "deleted",
             row,
@@ -228,6 +241,7 @@ def hand_over(
         _replace_target(row, person, target)
         if row.destination != destination_before:
             changes["target"] = [destination_before, row.destination]
+        row.generation += 1
         row.owner, row.user = person.user_id, _owning_user(person)
         row.person = person.user_id if row.personal else ""
         row.owner_confirmed_at = row.owner_check_at = row.updated_at = row.retry_at = database_clock.now()

@@ -13,10 +13,17 @@ from urllib.parse import urlencode
 from django.urls import reverse
 
 from accelerators import slow_neighbours
+from accelerators.domain.bind_failures import ADVICE
 from accelerators.domain.choices import Tone
 from accelerators.runtime import jobs
 from accelerators.ui.badges import format_duration
-from cyborgweb.monitoring.backlog import NEAR_DEADLINE_S, REFUSED_CLIENTS_ACTION, Backlog
+from cyborgweb.monitoring.backlog import (
+    BIND_FAILED_ACTION,
+    FAILED_BINDS_MINUTES,
+    NEAR_DEADLINE_S,
+    REFUSED_CLIENTS_ACTION,
+    Backlog,
+)
 from cyborgweb.pages.capacity import RenderableCapacity
 
 MAX_CLOUD_DELAY = timedelta(seconds=60)
@@ -26,6 +33,7 @@ MAX_WORKER_DELAY = timedelta(seconds=15)
 SHOW_RESTORE_FOR = timedelta(days=3)
 """How long a restore is shown."""
 MAX_ERROR_LENGTH = 160
+_ADVICE_BY_CODE = {failure.value: advice for failure, advice in ADVICE.items()}
 
 
 @dataclass(frozen=True)
@@ -64,6 +72,7 @@ def list_alerts(system_state: SystemState) -> list[Alert]:
         *_device_alerts(system_state),
         *_host_alerts(system_state),
         *_cloud_alerts(system_state),
+        *_bind_alerts(system_state),
         *_worker_alerts(system_state),
         *_neighbour_alerts(system_state),
         *_audit_alerts(system_state),
@@ -189,6 +198,17 @@ def _worker_alerts(system_state: SystemState) -> Iterator[Alert]:
         unsent = _append_error("sends no mail now, so mails wait: check the CYBORG_MAIL_… keys", work.mail_error)
         url = reverse("admin:cyborgweb_delivery_changelist") + "?progress__exact=waiting"
         yield Alert("warn", "mail", "The mail server", unsent, url)
+
+
+def _bind_alerts(system_state: SystemState) -> Iterator[Alert]:
+    """Yield an alert for each reason for which binds on one host failed repeatedly, with advice."""
+    for failed in system_state.backlog.failed_binds:
+        url = list_url("event", q=f"action:{BIND_FAILED_ACTION} host:{failed.host}")
+        text = failed.text.rstrip(".")
+        text = text if len(text) <= MAX_ERROR_LENGTH else f"{text[:MAX_ERROR_LENGTH]}…"
+        advice = _ADVICE_BY_CODE.get(failed.failure, "")
+        why = f"failed on {failed.host} within {FAILED_BINDS_MINUTES} minutes, the last because: {text}. {advice}"
+        yield Alert("bad", "binds", count_noun(failed.number, "bind"), why, url)
 
 
 def _neighbour_alerts(system_state: SystemState) -> Iterator[Alert]:

@@ -24,7 +24,7 @@ from accelerators.ui import badges, timeline
 from agents import telemetry
 from agents.liveness import LIVENESS_STATES, compute_thresholds
 from cyborgweb.monitoring import backlog
-from cyborgweb.pages import alerts, capacity
+from cyborgweb.pages import alerts, capacity, first_steps
 
 MAX_EVENTS = 20
 MAX_TROUBLES = 50
@@ -33,6 +33,8 @@ MAX_TROUBLES = 50
 SELECT_HOSTS_AND_FAILING = """
 WITH hosts AS (
   SELECT count(*) AS total, count(h.stale_since) AS stale, count(a.host_id) AS agents,
+    EXISTS (SELECT FROM accelerators_deviceprofile) AS has_profiles,
+    EXISTS (SELECT FROM accelerators_acceleratorrequest) AS has_requests,
     count(a.host_id) FILTER (WHERE l.seen_at >= %(up)s) AS up,
     count(a.host_id) FILTER (WHERE l.seen_at < %(up)s AND l.seen_at >= %(down)s) AS late,
     count(a.host_id) FILTER (WHERE l.seen_at < %(down)s OR l.seen_at IS NULL) AS down
@@ -94,8 +96,16 @@ def build_overview_context(request: HttpRequest, context: dict[str, Any]) -> dic
             troubles["faults_n"],
             now,
         )
+        facts = first_steps.SystemFacts(
+            bool(hosts["agents"]),
+            any(system_state.devices_by_state[state] for state in first_steps.ADMITTED_STATES),
+            bool(hosts["has_profiles"]),
+            bool(hosts["has_requests"]),
+            next((one.name for one in classes if one.name), ""),
+        )
         context |= {
             "as_of": now,
+            "first_steps": first_steps.list_first_steps(request, facts),
             "hosts": hosts,
             "agents": [(badges.render_choice(state), state, hosts[state]) for state in LIVENESS_STATES],
             "devices": devices,
@@ -181,6 +191,7 @@ def _load_hosts_and_troubles() -> tuple[dict[str, int], dict[str, Any]]:
     """Return the numbers of hosts and agents by state, and the troubles: drivers and backends that fail now, and
     hardware that drivers skipped, with the reasons.
 
+    The numbers also have `has_profiles` and `has_requests`: whether device profiles and requests exist.
     The troubles are `failing` and `faults`, at most MAX_TROUBLES of each, and the whole numbers `failing_n` and
     `faults_n`. Costs one statement.
     """

@@ -7,7 +7,6 @@ view. A single result opens its page; several are listed by kind.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from functools import reduce
 from itertools import groupby
@@ -25,11 +24,11 @@ from django.urls import reverse
 
 from accelerators.domain.uuids import uuid_bounds
 from accelerators.ui.extensions import SEARCH_PROVIDERS
+from accelerators.ui.search import list_search_prefixes
 
 MAX_HITS_PER_KIND = 20
 """Results that are listed for each kind."""
 MAX_TERM_LENGTH = 255
-PCI_ADDRESS = re.compile(r"(?:([0-9a-f]{4}):)?([0-9a-f]{2}):([0-9a-f]{2})(?:\.([0-7])?)?", re.IGNORECASE)
 
 
 def show_search(request: HttpRequest) -> HttpResponse:
@@ -101,7 +100,7 @@ def _build_query(name: str, term: str, rows: QuerySet[Any]) -> QuerySet[Any, tup
         prefix_conditions += [Q(**{f"{field}__range": bounds}) for field in provider.uuid_fields]
         exact_conditions += [Q(**{field: bounds[0]}) for field in provider.uuid_fields if bounds[0] == bounds[1]]
     for field in provider.name_fields:
-        for word in _search_prefixes(field, term):
+        for word in list_search_prefixes(field, term):
             prefix_conditions.append(Q(**{f"{field}__startswith": word}))
             exact_conditions.append(Q(**{field: word}))
     if not prefix_conditions:
@@ -119,29 +118,3 @@ def _build_query(name: str, term: str, rows: QuerySet[Any]) -> QuerySet[Any, tup
             Cast(is_exact, BooleanField()),
         )[: MAX_HITS_PER_KIND + 1]
     )
-
-
-def _search_prefixes(field: str, term: str) -> list[str]:
-    """Return the prefixes to search for in this field, in the form in which the field stores them; an empty list if the
-    term cannot match. `address` and `attach_info` hold PCI addresses, `key` also serial numbers.
-    """
-    address = PCI_ADDRESS.fullmatch(term)
-    if field == "address":
-        return [_format_pci_address(address)] if address else []
-    if field == "attach_info":
-        domain, bus, device, function = address.groups() if address else (None,) * 4
-        names = {"bus": bus, "device": device, "domain": domain or "0000", "function": function}
-        text = ", ".join(f'"{name}": "{str(value).lower()}"' for name, value in names.items())
-        return ["{" + text + "}"] if function else []
-    if field == "key":
-        return [] if address else [term, f"serial:{term}"]
-    return [term]
-
-
-def _format_pci_address(match: re.Match[str]) -> str:
-    """Return the address in lower case, with the domain `0000` if it has none, and with the function only if it has
-    one.
-    """
-    domain, bus, device, function = match.groups()
-    end = f".{function}" if function else ""
-    return f"{domain or '0000'}:{bus}:{device}{end}".lower()

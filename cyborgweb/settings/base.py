@@ -216,6 +216,7 @@ SPECTACULAR_SETTINGS = {
         "BulkState": list(states.BulkState),
         "DeviceOutcome": list(states.DeviceOutcome),
         "DrainTarget": list(states.DrainTarget),
+        "AdmittedState": list(states.AdmittedState),
         "BulkActionName": "accelerators.api.own.bulk_actions.ACTIONS",
     },
     "POSTPROCESSING_HOOKS": [

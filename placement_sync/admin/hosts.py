@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 from django.conf import settings
 from django.contrib import admin
@@ -21,6 +21,8 @@ from accelerators.models import Host, Intent
 from accelerators.outbox import STUCK_AFTER_FAILURES
 from accelerators.ui import badges, permissions
 from accelerators.ui.changelist import ReadOnlyModelAdmin, parse_uuid
+from accelerators.ui.empty_lists import CLOUD_IN_MANUAL, Source
+from accelerators.ui.explained_admin import Rights
 from placement_sync.admin import describe, status
 from placement_sync.cloud import get_cloud_session
 from placement_sync.jobs import discrepancies, writer_election
@@ -72,7 +74,9 @@ class TreeAdmin(ReadOnlyModelAdmin):
     search_fields = ("host__name__icontains", "root__startswith")
     search_help_text = "host, uuid of its compute provider"
     exports = {"standing": ("waiting", "problems"), "providers": ()}
-    empty = "No host was written to Placement yet. Configure a cloud (docs/configuration.md) and enable a device."
+    empty = "No host was written to Placement yet. That needs a cloud and an enabled device."
+    rights: ClassVar[Rights] = {"look": (permissions.RESCAN,)}
+    sources = (CLOUD_IN_MANUAL, Source("Devices", "accelerators.device", rights=(permissions.UPDATE_DEVICE,)))
 
     def get_queryset(self, request: HttpRequest) -> QuerySet[Tree]:
         """Return the rows with their written providers loaded, each annotated with `waiting`.
@@ -258,8 +262,10 @@ class DiscrepancyAdmin(ReadOnlyModelAdmin):
     empty = (
         "Placement, Nova and the hardware agree with what is bound. Every look at a host adds discrepancies to this"
         " list: an instance whose device Placement considers free, a device that is claimed but used by nobody, an"
-        " instance that runs without its device. A discrepancy leaves the list when it is resolved."
+        " instance that runs without its device, a provider of somebody else that Placement can choose for an instance."
+        " A discrepancy leaves the list when it is resolved."
     )
+    sources = (Source("Placement", "placement_sync.tree", rights=(permissions.RESCAN,)),)
 
     @display(description="What is wrong", ordering="kind")
     def shown_kind(self, row: Discrepancy) -> SafeString:
@@ -294,7 +300,7 @@ class DiscrepancyAdmin(ReadOnlyModelAdmin):
     @display(description="Instance")
     def shown_instance(self, row: Discrepancy) -> SafeString:
         """Render the uuid of the instance or other consumer."""
-        return badges.render_identifier(row.instance)
+        return badges.render_identifier(row.instance) if row.instance else badges.DASH
 
     @display(description="Since", ordering="-since")
     def shown_since(self, row: Discrepancy) -> SafeString:

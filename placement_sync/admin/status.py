@@ -43,7 +43,8 @@ def load_comparisons(host: Host) -> tuple[list[ProviderComparison], list[str]]:
     Reads only the database, with three statements; see `compare_providers`.
     """
     desired, problems = mapping.compute_desired_providers(repository.load_deployables(host))
-    return compare_providers(desired, repository.load_written(host), repository.load_root(host), host.name), problems
+    root, _ = repository.load_root_and_foreign(host)
+    return compare_providers(desired, repository.load_written(host), root, host.name), problems
 
 
 def compare_providers(

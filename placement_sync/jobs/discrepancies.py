@@ -1,6 +1,6 @@
 """The job `faults`: after each look at a host, compare what is bound there with what Placement and Nova show.
 
-It finds three kinds of contradiction (`models.DiscrepancyKind`), stores them, and deletes them when they are resolved;
+It finds four kinds of contradiction (`models.DiscrepancyKind`), stores them, and deletes them when they are resolved;
 each of these changes records an event. Allocations are read if the provider's generation changed, if a discrepancy is
 stored or suspected, and every REREAD_S if something is bound: Placement raises the generation when something is
 allocated, but not always when an allocation is deleted. `list_discrepancies_of_devices` and
@@ -24,8 +24,9 @@ from django.db.models.fields.json import KT
 from django.db.models.functions import Coalesce, Now
 
 from accelerators import conductor
+from accelerators.domain.groups import ProfileGroup, first_resource_class
 from accelerators.domain.states import DeviceState, EventSource, Health, RequestState
-from accelerators.models import AcceleratorRequest, AttachHandle, Deployable, Device, Host
+from accelerators.models import AcceleratorRequest, AttachHandle, Deployable, Device, DeviceProfile, Host
 from accelerators.runtime import jobs
 from drivers.isolation.threads import call_in_parallel, is_ended
 from placement_sync.client import (
@@ -35,10 +36,14 @@ from placement_sync.client import (
     PlacementUnavailableError,
 )
 from placement_sync.cloud import get_cloud_session
+from placement_sync.jobs.repository import decode_observed
 from placement_sync.models import Discrepancy, DiscrepancyKind, Tree, WrittenProvider
 from placement_sync.nova import client, endpoints
+from placement_sync.reconcile import ObservedProvider
 
 JOB = "faults"
+OWNER_TRAIT = "OWNER_CYBORG"
+"""The trait of all providers of accelerators of this service, and of other installations of it."""
 CONFIRM_AFTER_S = 60.0
 """An allocation for which no request holds a handle is a fault if two comparisons at least this many seconds apart see
 it. A claim comes seconds before its bind and may outlive it.
@@ -127,11 +132,11 @@ class Contradiction:
     device_id: int | None
     provider_uuid: str
     provider_name: str
-    instance: str
+    instance: str | None
     explanation: str
 
     @property
-    def key(self) -> tuple[str, str, str]:
+    def key(self) -> tuple[str, str, str | None]:
         """Return the identity of the contradiction: kind, provider, instance."""
         return self.kind.value, self.provider_uuid, self.instance
 
@@ -146,7 +151,7 @@ class DiscrepancySummary:
     device: int | None
     provider: str
     provider_name: str
-    instance: str
+    instance: str | None
     since: datetime
     seen_at: datetime
     explanation: str
@@ -175,7 +180,7 @@ def _summarize_discrepancies(condition: Q) -> list[DiscrepancySummary]:
             row.device_id,
             str(row.provider),
             row.provider_name,
-            str(row.instance),
+            str(row.instance) if row.instance else None,
             row.since,
             row.seen_at,
             row.said,
@@ -229,6 +234,7 @@ def step() -> bool:
         [one for one in holdings if one.is_bound and one.defect]
     )
     contradictions += [fault for _, _, faults in comparisons for fault in faults]
+    foreign_offers = _find_foreign_offers(looked_at_by_host)  # these change only with the next look at the host
     undecided = [
         row
         for row in stored
@@ -242,7 +248,7 @@ def step() -> bool:
     hosts_to_recheck |= {one.host_id for one in providers if one.uuid in unread_uuids}
     hosts_to_recheck |= {one.host_id for one, claims, _ in comparisons if claims and claims.loose}
     with conductor.writing():
-        _store_contradictions(contradictions, stored, undecided, now)
+        _store_contradictions([*contradictions, *foreign_offers], stored, undecided, now)
         _store_comparisons(comparisons, looked_at_by_host, hosts_to_recheck)
     return len(due) == HOST_BATCH
 
@@ -370,6 +376,64 @@ def _find_without_device(broken_holdings: Sequence[HoldingRequest]) -> tuple[lis
     return [*contradictions.values()], unanswered_instances
 
 
+def offers_accelerators(provider: ObservedProvider, groups: Iterable[ProfileGroup]) -> bool:
+    """Return whether somebody else's provider offers what requests of this service ask for. This is a pure function.
+
+    It does if it has the trait of providers of accelerators, or if it fits one of these groups of device profiles: it
+    has the group's resource class and the traits that the group requires.
+    """
+    if not provider.inventories:
+        return False
+    return OWNER_TRAIT in provider.traits or any(
+        first_resource_class(group) in provider.inventories
+        and {
+            key.removeprefix("trait:")
+            for key, value in group.items()
+            if key.startswith("trait:") and value == "required"
+        }
+        <= provider.traits
+        for group in groups
+    )
+
+
+def _find_foreign_offers(hosts: Collection[int]) -> list[Contradiction]:
+    """Find providers below these hosts' compute providers that offer accelerators and that no device here has.
+
+    Usually costs one statement, two more if there are providers of others.
+    """
+    foreign = [
+        (host, decode_observed(document))
+        for host, documents in Tree.objects.filter(host__in=hosts).exclude(foreign=[]).values_list("host", "foreign")
+        for document in documents
+    ]
+    if not foreign:
+        return []
+    uuids = [provider.uuid for _, provider in foreign]
+    deployables = Deployable.objects.filter(rp_uuid__in=uuids).order_by().values_list("rp_uuid")
+    written = WrittenProvider.objects.filter(uuid__in=uuids).values_list("uuid")
+    known_uuids = {str(uuid) for (uuid,) in deployables.union(written)}
+    groups = [group for profile in DeviceProfile.objects.values_list("groups", flat=True) for group in profile]
+    return [
+        Contradiction(
+            DiscrepancyKind.FOREIGN, host, None, provider.uuid, provider.name, None, _explain_foreign_offer(provider)
+        )
+        for host, provider in foreign
+        if provider.uuid not in known_uuids and offers_accelerators(provider, groups)
+    ]
+
+
+def _explain_foreign_offer(provider: ObservedProvider) -> str:
+    """Return what is wrong with a provider that offers accelerators and that no device here has, and what to do."""
+    offered = ", ".join(sorted(provider.inventories))
+    return (
+        f"Provider {provider.name} ({provider.uuid}) offers {offered} below the compute provider of this host, but no"
+        " device here has it. Placement can choose it for an instance, and then the bind is answered with 404 and the"
+        " boot fails. Another installation may have left it behind, or another service may own it. If nobody uses it:"
+        f" openstack resource provider delete {provider.uuid}. If another service owns it, give it traits by which the"
+        " device profiles tell it from the devices here, and remove OWNER_CYBORG."
+    )
+
+
 def _build_contradiction(kind: DiscrepancyKind, holding: HoldingRequest, explanation: str) -> Contradiction:
     """Build a contradiction about the instance and the provider of this request."""
     return Contradiction(
@@ -492,12 +556,12 @@ def _store_contradictions(
     whether they are resolved. Call it inside `conductor.writing()`.
     """
     contradiction_by_key = {fault.key: fault for fault in contradictions}
-    stored_by_key = {(row.kind, str(row.provider), str(row.instance)): row for row in stored}
+    stored_by_key = {_build_key(row): row for row in stored}
     new = [fault for key, fault in contradiction_by_key.items() if key not in stored_by_key]
     still_present = [row for key, row in stored_by_key.items() if key in contradiction_by_key]
     resolved = [row for key, row in stored_by_key.items() if key not in contradiction_by_key and row not in undecided]
     for row in still_present:
-        row.seen_at, row.said = now, contradiction_by_key[row.kind, str(row.provider), str(row.instance)].explanation
+        row.seen_at, row.said = now, contradiction_by_key[_build_key(row)].explanation
     Discrepancy.objects.bulk_update(still_present, ["seen_at", "said"])
     Discrepancy.objects.filter(pk__in=[row.pk for row in resolved]).delete()
     created = Discrepancy.objects.bulk_create(_build_row(fault, now) for fault in new)
@@ -509,6 +573,11 @@ def _store_contradictions(
     event_arguments += [("mended", row, [row.label, None]) for row in resolved]
     if event_arguments:
         conductor.record_events([_build_event(*one) for one in event_arguments])
+
+
+def _build_key(row: Discrepancy) -> tuple[str, str, str | None]:
+    """Return the identity of the contradiction that this row stores (`Contradiction.key`)."""
+    return row.kind, str(row.provider), str(row.instance) if row.instance else None
 
 
 def _build_row(fault: Contradiction, now: datetime) -> Discrepancy:
@@ -533,7 +602,8 @@ def _build_event(verb: str, row: Discrepancy, change: list[str | None]) -> dict[
     there is one, so that the device's time line shows the event.
     """
     subject = (row.device.uuid, str(row.device)) if row.device else None
-    changes = {"discrepancy": change, "instance": [None, str(row.instance)][:: 1 if verb == "appeared" else -1]}
+    concerned = ("instance", str(row.instance)) if row.instance else ("provider", str(row.provider))
+    changes = {"discrepancy": change, concerned[0]: [None, concerned[1]][:: 1 if verb == "appeared" else -1]}
     reason = row.said if verb == "appeared" else ""
     return conductor.build_event(
         f"discrepancy.{verb}", EventSource.SYSTEM, JOB, host=row.host, subject=subject, changes=changes, reason=reason

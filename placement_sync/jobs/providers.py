@@ -188,7 +188,8 @@ def _synchronize_in_parallel(
     outages: list[PlacementUnavailableError] = []
 
     def synchronize_one(host: Host, *loaded_state: Any) -> SyncResult:
-        """Synchronize one host; `loaded_state` is what `repository` loaded: deployables, written records and root.
+        """Synchronize one host; `loaded_state` is what `repository` loaded: deployables, written records, root and
+        foreign providers.
 
         Expected errors are returned. Uses no database, because it runs on threads.
         """
@@ -198,10 +199,18 @@ def _synchronize_in_parallel(
             return NotBegunError("there was no time left to begin")
         endpoint = settings.KEYS.placement_endpoint
         placement = PlacementClient(cloud, endpoint, before_call=refuse_late_call, known_names=known_names)
-        parts, written, root = loaded_state
+        parts, written, root, known_foreign = loaded_state
         desired, problems = mapping.compute_desired_providers(parts)
         try:
-            outcome = synchronize_host(placement, host.name, desired, written, root, dry_run=host.id in dry_run_hosts)
+            outcome = synchronize_host(
+                placement,
+                host.name,
+                desired,
+                written,
+                root,
+                dry_run=host.id in dry_run_hosts,
+                known_foreign=known_foreign,
+            )
         except PlacementUnavailableError as away:
             outages.append(away)
             return away
@@ -211,7 +220,12 @@ def _synchronize_in_parallel(
         return outcome
 
     loaded = [
-        (host, repository.load_deployables(host), repository.load_written(host), repository.load_root(host))
+        (
+            host,
+            repository.load_deployables(host),
+            repository.load_written(host),
+            *repository.load_root_and_foreign(host),
+        )
         for host in hosts
     ]
     if len(loaded) == 1:

@@ -6,7 +6,9 @@ three statements, storing an outcome at most three.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict
+from typing import Any
 
 from django.contrib.postgres.expressions import ArraySubquery
 from django.db import transaction
@@ -28,7 +30,8 @@ def load_deployables(host: Host) -> list[DeployableRecord]:
     The total of a missing deployable is 0. Deployables of missing devices come next to last, because the same provider
     may also have a deployable of the card that has replaced theirs.
     A provider exists from the time when its device first left `inactive` (then its id is recorded) until it is removed.
-    Device nodes (attach type DEV) are left out: they are not for guests, so Nova must never be offered one.
+    A host that is being removed has none. Device nodes (attach type DEV) are left out: they are not for guests, so Nova
+    must never be offered one.
     """
     device_nodes = AttachHandle.objects.filter(deployable=OuterRef("pk"), attach_type=HandleType.DEV)
     attributes = Attribute.objects.filter(deployable=OuterRef("pk")).values(item=JSONObject(key="key", value="value"))
@@ -36,6 +39,7 @@ def load_deployables(host: Host) -> list[DeployableRecord]:
     is_device_missing = ExpressionWrapper(Q(device__state=DeviceState.MISSING), BooleanField())
     rows = (
         Deployable.objects.filter(~Exists(device_nodes), device__host=host, rp_uuid__isnull=False)
+        .filter(device__host__removing_since__isnull=True)
         .order_by(F("missing_since").asc(nulls_first=True), is_device_missing, "id")
         .values_list(
             "name",
@@ -68,10 +72,13 @@ def load_written(host: Host) -> dict[str, WrittenRecord]:
     return {str(row.uuid): _decode_written(row) for row in WrittenProvider.objects.filter(host=host).defer("claims")}
 
 
-def load_root(host: Host) -> str:
-    """Return the compute provider's uuid as of the last look, or '' if there was none. Costs one statement."""
-    uuid = Tree.objects.filter(pk=host.pk).values_list("root", flat=True).first()
-    return str(uuid) if uuid else ""
+def load_root_and_foreign(host: Host) -> tuple[str, dict[str, ObservedProvider]]:
+    """Return the compute provider's uuid as of the last look ('' if there was none), and the providers of others below
+    it. Costs one statement.
+    """
+    root, foreign = Tree.objects.filter(pk=host.pk).values_list("root", "foreign").first() or (None, [])
+    providers = map(decode_observed, foreign)
+    return str(root) if root else "", {one.uuid: one for one in providers}
 
 
 def store_outcome(host: Host, outcome: SyncOutcome) -> None:
@@ -81,7 +88,8 @@ def store_outcome(host: Host, outcome: SyncOutcome) -> None:
     claims stay.
     """
     tree = Tree(host=host, root=outcome.root or None, looked_at=Now(), problems=outcome.problems)
-    updated_fields = ["root", "looked_at", "problems"]
+    tree.foreign = [_encode_observed(one) for one in outcome.foreign.values()]
+    updated_fields = ["root", "looked_at", "problems", "foreign"]
     if not outcome.problems:
         tree.synced_at = Now()
         updated_fields.append("synced_at")
@@ -104,11 +112,21 @@ def store_outcome(host: Host, outcome: SyncOutcome) -> None:
 
 def _decode_written(row: WrittenProvider) -> WrittenRecord:
     """Convert a row into a WrittenRecord; `seen` is None if Placement has not shown the provider."""
-    observed = ObservedProvider(**{**row.seen, "traits": frozenset(row.seen["traits"])}) if row.seen else None
+    observed = decode_observed(row.seen) if row.seen else None
     return WrittenRecord(frozenset(row.classes), frozenset(row.traits), observed)
+
+
+def decode_observed(document: Mapping[str, Any]) -> ObservedProvider:
+    """Convert the stored form of a provider."""
+    return ObservedProvider(**{**document, "traits": frozenset(document["traits"])})
+
+
+def _encode_observed(provider: ObservedProvider) -> dict[str, Any]:
+    """Convert a provider to its stored form."""
+    return {**asdict(provider), "traits": sorted(provider.traits)}
 
 
 def _encode_written(host: Host, uuid: str, entry: WrittenRecord) -> WrittenProvider:
     """Build the row of a WrittenRecord, without `claims`; nothing is stored."""
-    seen = {**asdict(entry.seen), "traits": sorted(entry.seen.traits)} if entry.seen else None
+    seen = _encode_observed(entry.seen) if entry.seen else None
     return WrittenProvider(uuid=uuid, host=host, classes=sorted(entry.classes), traits=sorted(entry.traits), seen=seen)

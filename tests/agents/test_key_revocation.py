@@ -223,6 +223,7 @@ def test_a_requested_key_rotation_replaces_the_key_and_the_connection_goes_on(
     assert [record.getMessage() for record in caplog.records if record.name == "asyncio"] == [], "no task has failed"
 
 
+@pytest.mark.slow
 def test_an_unrequested_or_forged_new_key_is_refused(agent: WireAgent) -> None:
     key, other = Ed25519PrivateKey.generate(), Ed25519PrivateKey.generate()
     own, strange = sign_new_key(agent, key), sign_new_key(replace(agent, key=other), other)

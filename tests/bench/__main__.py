@@ -94,7 +94,9 @@ def _measure(lab: Lab, *, full: bool, only: str, soak_s: float | None) -> list[R
     if "console" in wanted:
         from tests.bench import rows_console
 
-        rows += rows_console.rows(lab, generator, 100_000, 10.0 if full else 4.0, progress)
+        seconds, events = (10.0, 1_000_000) if full else (4.0, 100_000)
+        rows += rows_console.rows(lab, generator, 100_000, seconds, progress)
+        rows += rows_console.search_rows(lab, generator, 100_000, events, seconds, progress)
     if "samples" in wanted:
         from tests.bench import rows_samples
 

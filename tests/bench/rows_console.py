@@ -1,4 +1,4 @@
-"""The row of the console's lists: complete pages of the list of devices, served by granian."""
+"""The rows of the console's lists: complete pages of the list of devices, and of searches, served by granian."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from django.contrib.auth.models import User
 from django.db import connection
 
 from accelerators import conductor
+from accelerators.inventory import seed
+from accelerators.models import Host
 from cyborgweb.auth.sessions import SessionStore
 from tests.bench import fixtures
 from tests.bench.figures import Row, cpu_s
@@ -22,6 +24,13 @@ PAGES = (LIST, f"{LIST}?state__exact=ready", f"{LIST}?p=100", f"{LIST}?o=6", f"{
 """The default page, a filtered one, page 100, another order, and a filter on a column of the hosts."""
 HOSTS = 500
 MAX_MS, MAX_STATEMENTS = 200, 12
+SEED_HOSTS = 1000
+FIRST_SEEDED_DEVICE = """
+SELECT h.name, d.uuid::text, d.address, substring(d.key FROM 8), p.uuid::text, t.uuid::text
+FROM accelerators_device d JOIN accelerators_host h ON h.id = d.host_id
+JOIN accelerators_deployable p ON p.device_id = d.id JOIN accelerators_attachhandle t ON t.deployable_id = p.id
+WHERE starts_with(d.key, 'serial:') AND starts_with(h.name, 'seed-') ORDER BY h.name DESC, d.id LIMIT 1
+"""
 
 DEVICES = """
 INSERT INTO accelerators_device (uuid, host_id, key, driver, type, vendor, model, address, status, state, updated_at,
@@ -58,6 +67,39 @@ def rows(lab: Lab, generator: Generator, devices: int, seconds: float, progress:
     named = f"the console's list of {devices} devices"
     holds = each < MAX_STATEMENTS + 1
     return [Row(named, value, "ms", "a person's patience", MAX_MS, cpu_us=spent, note=note, holds=holds)]
+
+
+def search_rows(
+    lab: Lab, generator: Generator, devices: int, events: int, seconds: float, progress: Callable[[str], None]
+) -> list[Row]:
+    """Return two rows: one client searches for one device, its host and its parts, and then for its events."""
+    progress(f"searches of {devices} devices and {events} events, through granian")
+    fixtures.empty_inventory()
+    seed.insert_rows(SEED_HOSTS, devices, events, lambda inserted: None, beside_real_hosts=True)
+    with connection.cursor() as cursor:
+        cursor.execute("VACUUM ANALYZE accelerators_device, accelerators_deployable, accelerators_attachhandle")
+        cursor.execute("VACUUM ANALYZE accelerators_event, accelerators_host")
+        cursor.execute(FIRST_SEEDED_DEVICE)
+        host, uuid, address, serial, deployable, handle = cursor.fetchone()
+    admin = "/admin/accelerators"
+    device_paths = [f"{LIST}?q={term}" for term in (host, uuid[:8], serial, address)]
+    device_paths += [f"{admin}/deployable/?q={term}" for term in (host, deployable[:8], address)]
+    device_paths += [f"{admin}/attachhandle/?q={term}" for term in (host, handle[:8])]
+    device_paths += [f"/admin/find/?q={term}" for term in ("seed-00", address)]
+    event_paths = [f"{admin}/event/?q={term}" for term in (host, uuid, "olga", f"{host}+device.maintenance")]
+    found = []
+    with run_granian(lab, 1) as server:
+        for name, paths in ((f"{devices} devices", device_paths), (f"{events} events", event_paths)):
+            arguments = {"tokens": {"Cookie": f"sessionid={_create_session()}"}, "paths": paths, "clients": 1}
+            generator.ask("fetch", port=server.port, seconds=1.0, **arguments)
+            done = generator.ask("fetch", port=server.port, seconds=seconds, **arguments)
+            p95 = float(done["slowest_ms"][-(done["count"] // 20 + 1)])
+            note = f"p95 of {done['count']} pages, {len(paths)} addresses in turn; p50 {done['p50_ms']:.0f} ms"
+            found.append(Row(f"the console's search of {name}", p95, "ms", "a person's patience", MAX_MS, note=note))
+    fixtures.empty_inventory()
+    with conductor.writing():
+        Host.objects.filter(name__startswith="seed-").delete()
+    return found
 
 
 def create_devices(devices: int) -> None:

@@ -22,13 +22,20 @@ from django.urls import reverse
 from accelerators import conductor
 from accelerators.devices import lifecycle
 from accelerators.domain.caller import Caller
+from accelerators.domain.errors import RefusedError
 from accelerators.models import AcceleratorRequest, AttachHandle, Deployable, Device, DeviceProfile, Event, Host
 from accelerators.requests import binding
 from accelerators.requests.binding import BindSpec
 from placement_sync.cloud import SERVICE_SESSION
 from placement_sync.jobs import discrepancies, providers
 from placement_sync.models import Discrepancy, DiscrepancyKind, NovaEndpoint, Tree, WrittenProvider
-from tests.placement_sync.session import PlacementModelSession, placement_session, using_placement_model
+from placement_sync.reconcile import ObservedProvider
+from tests.placement_sync.session import (
+    COMPUTE_PROVIDER,
+    PlacementModelSession,
+    placement_session,
+    using_placement_model,
+)
 from tests.support.nova import FakeNova, running_nova
 from tests.support.reports import apply_report, get_or_create_host, make_card, make_driver_report
 
@@ -318,3 +325,80 @@ def _capture_statements() -> list[str]:
     with CaptureQueriesContext(connection) as asked:
         discrepancies.step()
     return [query["sql"] for query in asked]
+
+
+LEFT_BEHIND = "99999999-0000-4000-8000-000000000001"
+
+
+def leave_provider_behind(*traits: str, resource_class: str = "FPGA") -> None:
+    """Add a provider below the compute provider of cmp1 that no device here has."""
+    inventories = {resource_class: {"total": 1, "reserved": 0}}
+    placement_session.model.providers[LEFT_BEHIND] = ObservedProvider(
+        LEFT_BEHIND, "cmp1_other", COMPUTE_PROVIDER, 1, inventories, frozenset(traits)
+    )
+
+
+def test_a_provider_that_another_installation_left_behind_is_a_discrepancy_until_it_is_deleted(client: Client) -> None:
+    make_bound_cards()
+    leave_provider_behind("CUSTOM_FPGA_INTEL", "OWNER_CYBORG")
+    compare_again()
+    (row,) = Discrepancy.objects.all()
+    assert (row.kind, row.instance, row.provider_name) == (DiscrepancyKind.FOREIGN, None, "cmp1_other")
+    assert f"openstack resource provider delete {LEFT_BEHIND}" in row.said and "offers FPGA" in row.said
+    event = Event.objects.get(action="discrepancy.appeared")
+    assert (event.host, event.changes["provider"]) == ("cmp1", [None, LEFT_BEHIND])
+    client.force_login(User.objects.create(username="olga", is_staff=True, is_superuser=True))
+    for path in (f"/{row.pk}/change/", "/"):
+        assert "cmp1_other" in client.get(f"/admin/placement_sync/discrepancy{path}").content.decode()
+    answer = client.get("/api/discrepancies/?kind=foreign").json()
+    assert [(one["provider"], one["instance"]) for one in answer["results"]] == [(LEFT_BEHIND, None)]
+
+    compare_again()
+    assert Discrepancy.objects.get().pk == row.pk, "the next look changes nothing"
+    del placement_session.model.providers[LEFT_BEHIND]
+    compare_again()
+    assert list_discrepancies() == []
+    assert Event.objects.filter(action="discrepancy.mended").count() == 1
+
+
+def test_a_foreign_provider_counts_only_if_a_request_could_be_scheduled_to_it() -> None:
+    make_bound_cards()
+    with conductor.writing():
+        DeviceProfile.objects.update(groups=[{"resources:FPGA": "1", "trait:CUSTOM_FAST": "required"}])
+    leave_provider_behind("CUSTOM_SLOW")
+    compare_again()
+    assert list_discrepancies() == []
+    leave_provider_behind("CUSTOM_FAST", resource_class="VGPU")
+    placement_session.model._raise_generation(LEFT_BEHIND)
+    compare_again()
+    assert list_discrepancies() == []
+    leave_provider_behind("CUSTOM_FAST")
+    for _ in range(2):
+        placement_session.model._raise_generation(LEFT_BEHIND)
+    compare_again()
+    assert list_discrepancies() == [("foreign", "cmp1_other")]
+
+
+def test_an_unchanged_foreign_provider_costs_no_call() -> None:
+    make_bound_cards()
+    compare_again()
+    placement_session.seen_calls.clear()
+    compare_again()
+    usual = len(placement_session.seen_calls)
+    leave_provider_behind("OWNER_CYBORG")
+    compare_again()
+    placement_session.seen_calls.clear()
+    compare_again()
+    assert len(placement_session.seen_calls) == usual
+
+
+def test_a_failed_bind_on_a_provider_left_behind_shows_the_discrepancy_at_once() -> None:
+    make_bound_cards()
+    leave_provider_behind("OWNER_CYBORG")
+    (request,) = binding.create_requests("one", NOVA)
+    with pytest.raises(RefusedError):
+        binding.bind_requests([BindSpec(request, "cmp1", LEFT_BEHIND, str(uuid.uuid4()))], NOVA)
+    providers.step()
+    while discrepancies.step():
+        pass
+    assert list_discrepancies() == [("foreign", "cmp1_other")]

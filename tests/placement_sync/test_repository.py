@@ -58,7 +58,7 @@ def test_an_outcome_replaces_the_hosts_rows_in_three_statements_and_keeps_the_cl
     repository.store_outcome(other_host, SyncOutcome(written={foreign: WrittenRecord()}))
     repository.store_outcome(host, SyncOutcome(written={kept: first, dropped: WrittenRecord()}, problems=["why"]))
     assert repository.load_written(host) == {kept: first, dropped: WrittenRecord()}
-    assert (repository.load_root(host), Tree.objects.get(host=host).problems) == ("", ["why"])
+    assert (repository.load_root_and_foreign(host), Tree.objects.get(host=host).problems) == (("", {}), ["why"])
     WrittenProvider.objects.filter(uuid=kept).update(claims={"generation": 7})
     Tree.objects.update(looked_at="2020-01-01T00:00:00Z", synced_at=None, compared_at="2020-01-01T00:00:00Z")
     second = WrittenRecord(frozenset({"PGPU"}), frozenset(), seen)
@@ -70,7 +70,7 @@ def test_an_outcome_replaces_the_hosts_rows_in_three_statements_and_keeps_the_cl
     assert WrittenProvider.objects.get(uuid=kept).claims == {"generation": 7}
     tree = Tree.objects.get(host=host)
     assert tree.synced_at and tree.compared_at
-    assert (repository.load_root(host), tree.problems, tree.looked_at.year > 2020) == (new, [], True)
+    assert (repository.load_root_and_foreign(host)[0], tree.problems, tree.looked_at.year > 2020) == (new, [], True)
     assert tree.compared_at.year == 2020, "what the job `faults` has stored is kept"
 
 

@@ -20,6 +20,7 @@ from accelerators.api.own import instances
 from accelerators.api.own.fields import (
     ClosedSerializer,
     DeviceReference,
+    GenerationField,
     HandleReference,
     HostReference,
     ProfileReference,
@@ -40,7 +41,6 @@ from accelerators.models.devices import HANDLE_USES
 
 FREE, RELEASED = "free", "released"
 """States of units without a request. A `released` unit is not free yet: a guest may still use it."""
-MAX_GENERATION = 2**63 - 1
 
 
 class InstanceSerializer(serializers.Serializer[Any]):
@@ -180,12 +180,7 @@ class LayoutSerializer(ClosedSerializer):
         validators=[MinLengthValidator(1)],  # so that the OpenAPI document shows minLength
         help_text='Layout keys that its driver accepts, with their values, for example {"vfs": "4"}.',
     )
-    generation = StrictIntegerField(
-        min_value=0,
-        max_value=MAX_GENERATION,
-        required=False,
-        help_text="The generation of the device as you read it. If it has changed since, the answer is 409.",
-    )
+    generation = GenerationField()
     reason = ReasonField("Shown with the commands and their events.")
 
     # The OpenAPI generator treats every PATCH body as partial; this one requires `layout`.

@@ -8,7 +8,14 @@ from rest_framework import serializers
 from rest_framework.request import Request
 from rest_framework.response import Response
 
-from accelerators.api.own.fields import RowSerializer, StrictBooleanField, StrictIntegerField, StrictTextField, UrlField
+from accelerators.api.own.fields import (
+    ChangeSerializer,
+    RowSerializer,
+    StrictBooleanField,
+    StrictIntegerField,
+    StrictTextField,
+    UrlField,
+)
 from accelerators.api.own.filters import RowFilter, single_choice_filter
 from accelerators.api.own.views import CollectionView
 from accelerators.devices import admission_rules
@@ -56,7 +63,11 @@ class RuleSerializer(RowSerializer):
 
     class Meta:
         model = AdmissionRule
-        fields = ("uuid", "url", *admission_rules.RULE_FIELDS, "created_at", "updated_at")
+        fields = ("uuid", "url", *admission_rules.RULE_FIELDS, "generation", "created_at", "updated_at")
+
+
+class RuleChangeSerializer(ChangeSerializer, RuleSerializer):
+    """A change of an admission rule."""
 
 
 class RuleView(CollectionView):
@@ -67,6 +78,8 @@ class RuleView(CollectionView):
     default_ordering = "order"
     serializer_class = RuleSerializer
     filterset_class = RuleFilter
+    body_serializers = {"partial_update": RuleChangeSerializer}
+    deletes_by_generation = True
     queryset = AdmissionRule.objects.all()
 
     def create(self, request: Request) -> Response:
@@ -74,12 +87,15 @@ class RuleView(CollectionView):
         return self.respond_with_row(admission_rules.create_rule(self.validate_body(), self.caller))
 
     def partial_update(self, request: Request, **kwargs: str) -> Response:
-        """Edit a rule; 409 if its new name is in use. Devices that it has admitted keep their state."""
+        """Edit a rule; 409 if its new name is in use, or if it has another generation. Devices that it has admitted
+        keep their state."""
         rule = self.get_object()
-        edited_rule = admission_rules.edit_rule(rule.uuid, self.validate_body(rule), self.caller)
+        values, generation = self.validate_change(rule)
+        edited_rule = admission_rules.edit_rule(rule.uuid, values, self.caller, generation=generation)
         return Response(self.get_serializer(edited_rule).data)
 
     def destroy(self, request: Request, **kwargs: str) -> Response:
         """Delete a rule; 204. Devices that it has admitted keep their state."""
-        admission_rules.delete_rule(self.get_object().uuid, self.caller)
+        generation = self.get_generation_to_delete()
+        admission_rules.delete_rule(self.get_object().uuid, self.caller, generation=generation)
         return Response(status=204)

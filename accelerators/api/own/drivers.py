@@ -69,12 +69,31 @@ class DriverSerializer(RowSerializer):
     version = serializers.SerializerMethodField()
     wanted = WantedSerializer(read_only=True, allow_null=True)
     seen = SeenSerializer(source="reported", read_only=True, allow_null=True)
+    generation = serializers.IntegerField(
+        read_only=True,
+        source="wish.generation",
+        default=0,
+        help_text="The generation of the wanted configuration, 0 if there never was one. Send it with a change.",
+    )
     devices = serializers.IntegerField(read_only=True, help_text="How many devices it found.")
     held = serializers.IntegerField(read_only=True, help_text="How many requests hold a unit of these devices.")
 
     class Meta:
         model = HostDriver
-        fields = ("key", "url", "host", "driver", "installed", "version", "drifts", "wanted", "seen", "devices", "held")
+        fields = (
+            "key",
+            "url",
+            "host",
+            "driver",
+            "installed",
+            "version",
+            "drifts",
+            "generation",
+            "wanted",
+            "seen",
+            "devices",
+            "held",
+        )
 
     def get_installed(self, row: HostDriver) -> bool:
         """Whether the driver's package is on the host, according to the host's agent."""

@@ -1,7 +1,8 @@
 """The error format of `/api/`: `{"error": {"code", "title", "message", "request_id", "reason"}}`.
 
 The code is the HTTP status. The message is one sentence that tells the caller what to do. The reason is a stable code
-for programs, one of REASONS. An error 409 with the reason `not_confirmed` has a preview beside `error`.
+for programs, one of REASONS. An error 409 with the reason `not_confirmed` has a preview beside `error`. If a change is
+refused because it is based on an older generation, the present version is beside `error`, as `current`.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from rest_framework.response import Response
 
 from accelerators.domain.caller import request_id
 from accelerators.domain.errors import AcceleratorsError, RefusalReason, RefusedError
+from accelerators.domain.generations import ChangedMeanwhileError
 from accelerators.runtime import database_outage
 
 log = logging.getLogger(__name__)
@@ -75,7 +77,7 @@ def body_too_large_error() -> ApiError:
     return ApiError(413, MESSAGE_BY_STATUS[413])
 
 
-def build_error_body(status: int, message: str, reason: str = "") -> dict[str, dict[str, object]]:
+def build_error_body(status: int, message: str, reason: str = "") -> dict[str, Any]:
     """Return the body of an error answer, with the id of the current request.
 
     Without `reason`, REASON_BY_STATUS gives it; raises KeyError for a status that is not listed there.
@@ -100,6 +102,8 @@ def handle_exception(error: Exception, context: Mapping[str, Any]) -> Response:
     reason = error.reason if isinstance(error, RefusedError | ApiError) else ""
     preview = getattr(error, "preview", None)
     body = build_error_body(status, message, reason) | ({"preview": preview} if preview else {})
+    if isinstance(error, ChangedMeanwhileError) and (current := context["view"].build_current(error)):
+        body["current"] = current
     response = Response(body, status)
     if challenge := getattr(error, "auth_header", None):
         response["WWW-Authenticate"] = challenge

@@ -12,6 +12,8 @@ from rest_framework.exceptions import ParseError
 
 from accelerators.devices.lifecycle import MAX_REASON
 
+MAX_GENERATION = 2**63 - 1
+
 
 class UrlField(serializers.URLField):
     """The address of a row of `collection`; `source` is the path to the row's key."""
@@ -138,6 +140,25 @@ class ClosedSerializer(serializers.Serializer[Any]):
             message = f"{', '.join(unknown)[:200]}: cannot be written; writable fields: {', '.join(writable)}."
             raise serializers.ValidationError({"non_field_errors": [message]})
         return super().to_internal_value(data)
+
+
+class GenerationField(StrictIntegerField):
+    """The generation on which a change is based. If the row has another one, the change is refused."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(
+            min_value=0,
+            max_value=MAX_GENERATION,
+            required=False,
+            help_text="The generation as you read it. If it has changed since, the answer is 409.",
+            **options,
+        )
+
+
+class ChangeSerializer(ClosedSerializer):
+    """Adds `generation` to the body of a change; to be combined with the serializer of the row."""
+
+    generation = GenerationField()
 
 
 class ChosenFieldsSerializer(serializers.Serializer[Any]):

@@ -13,7 +13,7 @@ from rest_framework.request import Request
 from rest_framework.response import Response
 
 from accelerators.api.own import errors
-from accelerators.api.own.fields import RowSerializer, StrictTextField, UrlField
+from accelerators.api.own.fields import ChangeSerializer, RowSerializer, StrictTextField, UrlField
 from accelerators.api.own.filters import RowFilter
 from accelerators.api.own.views import CollectionView
 from accelerators.domain import groups
@@ -90,7 +90,11 @@ class ProfileSerializer(RowSerializer):
 
     class Meta:
         model = DeviceProfile
-        fields = ("uuid", "url", "name", "description", "groups", "used", "created_at", "updated_at")
+        fields = ("uuid", "url", "name", "description", "groups", "used", "generation", "created_at", "updated_at")
+
+
+class ProfileChangeSerializer(ChangeSerializer, ProfileSerializer):
+    """A change of a device profile."""
 
 
 class ProfileView(CollectionView):
@@ -101,6 +105,8 @@ class ProfileView(CollectionView):
     etag_collections = ("profiles", "requests")
     serializer_class = ProfileSerializer
     filterset_class = ProfileFilter
+    body_serializers = {"partial_update": ProfileChangeSerializer}
+    deletes_by_generation = True
     queryset = DeviceProfile.objects.annotate(used=Exists(AcceleratorRequest.objects.filter(profile=OuterRef("pk"))))
 
     def create(self, request: Request) -> Response:
@@ -110,13 +116,16 @@ class ProfileView(CollectionView):
         return self.respond_with_stored_row(uuid)
 
     def partial_update(self, request: Request, **kwargs: str) -> Response:
-        """Edit a device profile; 409 while requests made from it exist, or if its new name is in use."""
+        """Edit a device profile; 409 while requests made from it exist, if its new name is in use, or if it has another
+        generation."""
         profile = self.get_object()
-        if values := self.validate_body(profile):
-            profiles.edit_profile(profile.uuid, values, self.caller)
+        values, generation = self.validate_change(profile)
+        if values:
+            profiles.edit_profile(profile.uuid, values, self.caller, generation=generation)
         return Response(self.get_serializer(self.get_object()).data)
 
     def destroy(self, request: Request, **kwargs: str) -> Response:
         """Delete a device profile; 204. 409 while requests made from it exist."""
-        profiles.delete_profile(self.get_object().uuid, self.caller)
+        generation = self.get_generation_to_delete()
+        profiles.delete_profile(self.get_object().uuid, self.caller, generation=generation)
         return Response(status=204)

@@ -8,12 +8,14 @@ from typing import Any, cast
 import django_filters as filters
 from django.db.models import Count, Q
 from rest_framework import serializers
+from rest_framework.exceptions import ParseError
 from rest_framework.request import Request
 from rest_framework.response import Response
 
-from accelerators.api.own.drivers import POLICY_RULE_BY_METHOD
+from accelerators.api.own.drivers import POLICY_RULE_BY_METHOD, DriverSerializer, DriverView
 from accelerators.api.own.fields import (
     ClosedSerializer,
+    GenerationField,
     ReasonField,
     RowSerializer,
     StrictBooleanField,
@@ -24,6 +26,9 @@ from accelerators.api.own.fields import (
 from accelerators.api.own.filters import RowFilter, choice_filter
 from accelerators.api.own.previews import ConfirmationSerializer, PreviewSerializer, respond_with_preview
 from accelerators.api.own.views import CollectionView
+from accelerators.domain import setting_edits
+from accelerators.domain.generations import ChangedMeanwhileError
+from accelerators.domain.setting_edits import SettingEdits
 from accelerators.domain.states import DeviceOutcome, RolloutOp, RolloutState, RolloutStepState
 from accelerators.models import Rollout, RolloutStep
 from accelerators.workflows import confirmations, driver_rollouts, rollout_previews
@@ -67,6 +72,18 @@ class SettingsField(serializers.JSONField):
         return data
 
 
+class SettingEditsSerializer(ClosedSerializer):
+    """Changes of single settings; all others stay. A path joins the names of tables and of the setting by `/`."""
+
+    set = SettingsField(required=False, help_text="Maps paths to values. Tables of a path are created if necessary.")
+    unset = serializers.ListField(
+        child=StrictTextField(max_length=1000),
+        required=False,
+        max_length=setting_edits.MAX_EDITS,
+        help_text="Paths of settings that are deleted; those that do not exist are ignored.",
+    )
+
+
 class RolloutSerializer(ConfirmationSerializer, RowSerializer):
     """A change of a driver on a fixed list of hosts. Send `hosts` or `selector`; to change a single host, send a list
     of one. A rollout in the state `draft` is a preview that nobody has confirmed."""
@@ -90,8 +107,13 @@ class RolloutSerializer(ConfirmationSerializer, RowSerializer):
     settings = SettingsField(
         required=False,
         allow_null=True,
-        help_text="If left out, they stay as they are. They must not contain secrets: they are shown.",
+        help_text="They replace all settings; without them, all stay as they are. They must not contain secrets: they"
+        " are shown.",
     )
+    edits = SettingEditsSerializer(
+        required=False, allow_null=True, help_text="Changes of single settings, in place of `settings`."
+    )
+    generation = GenerationField(write_only=True)
     max_parallel = StrictIntegerField(
         min_value=1,
         max_value=driver_rollouts.MAX_PARALLEL,
@@ -118,9 +140,17 @@ class RolloutSerializer(ConfirmationSerializer, RowSerializer):
                 "anyOf": [
                     {"required": ["enabled"], "properties": {"enabled": {"type": "boolean"}}},
                     {"required": ["settings"], "properties": {"settings": {"type": "object"}}},
+                    {"required": ["edits"], "properties": {"edits": {"type": "object", "minProperties": 1}}},
                 ],
             },
-            {"properties": {"op": {"enum": ["uninstall"]}, "enabled": {"type": "null"}, "settings": {"type": "null"}}},
+            {
+                "properties": {
+                    "op": {"enum": ["uninstall"]},
+                    "enabled": {"type": "null"},
+                    "settings": {"type": "null"},
+                    "edits": {"type": "null"},
+                }
+            },
         ],
     }
 
@@ -138,6 +168,8 @@ class RolloutSerializer(ConfirmationSerializer, RowSerializer):
             "selector",
             "enabled",
             "settings",
+            "edits",
+            "generation",
             "max_parallel",
             "stop_on_failure",
             "dry_run",
@@ -172,8 +204,10 @@ class RolloutWithStepsSerializer(RolloutSerializer):
         fields = (*RolloutSerializer.Meta.fields, "steps")
 
     def get_steps(self, rollout: Rollout) -> list[dict[str, Any]]:
-        """The hosts of the rollout, by name."""
+        """The hosts of the rollout, by name; with `step_state`, those in this state."""
         steps = RolloutStep.objects.filter(rollout=rollout).select_related("command").order_by("id")
+        if step_state := self.context.get("step_state"):
+            steps = steps.filter(state=step_state)
         serializer = RolloutStepSerializer(steps, many=True, context=self.context)
         return cast("list[dict[str, Any]]", serializer.data)  # The stub does not know what `many` changes.
 
@@ -217,11 +251,28 @@ class RolloutView(CollectionView):
     default_ordering = "-created"
     filterset_class = RolloutFilter
     member_actions = {"cancel": CancelRolloutSerializer, "retry": RetryRolloutSerializer}
+    detail_parameters = {
+        "step_state": {
+            "type": {"type": "string", "enum": [word.value for word in RolloutStepState]},
+            "description": "Show only the hosts in this state; `counts` counts all of them. `fields=state,counts` shows"
+            " the progress without any host.",
+        }
+    }
     response_serializers = dict.fromkeys(("create", "cancel", "retry"), (202, RolloutWithStepsSerializer))
     preview_serializers = dict.fromkeys(("create", "retry"), RolloutPreviewSerializer)
     queryset = Rollout.objects.annotate(
         **{f"{word}_steps": Count("steps", filter=Q(steps__state=word)) for word in RolloutStepState}
     )
+
+    def get_serializer_context(self) -> dict[str, Any]:
+        """Add the state of the hosts to show (`step_state`, '' for all) to the serializer context.
+
+        Raises ParseError (400) for an unknown state.
+        """
+        step_state = self.request.query_params.get("step_state", "") if self.request and self.detail else ""
+        if step_state and step_state not in [word.value for word in RolloutStepState]:
+            raise ParseError(f"step_state: say one of {', '.join(RolloutStepState)}.")
+        return super().get_serializer_context() | {"step_state": step_state}
 
     def get_serializer_class(self) -> type[RolloutSerializer]:
         """Return the serializer with the hosts for a single rollout and for POST, and the one without them for
@@ -247,7 +298,10 @@ class RolloutView(CollectionView):
         if values.get("token"):
             return self._confirm(values, described)
         hosts = driver_rollouts.select_hosts(values.get("hosts") or (), values.get("selector"))
-        change = DriverChange(RolloutOp(values["op"]), values["driver"], values.get("enabled"), values.get("settings"))
+        edits = SettingEdits(**(values.get("edits") or {}))
+        change = DriverChange(
+            RolloutOp(values["op"]), values["driver"], values.get("enabled"), values.get("settings"), edits
+        )
         pace_options = {name: values[name] for name in ("max_parallel", "stop_on_failure") if name in values}
         is_draft = len(hosts) > 1 or values.get("dry_run", False)
         rollout = driver_rollouts.start_rollout(
@@ -258,6 +312,7 @@ class RolloutView(CollectionView):
             reason=values.get("reason", ""),
             source=self.caller.event_source,
             is_draft=is_draft,
+            generation=values.get("generation"),
         )
         if is_draft:
             return self._respond_with_preview(rollout, values, described)
@@ -314,6 +369,12 @@ class RolloutView(CollectionView):
         }
         token = confirmations.issue_token(draft.uuid, self.caller, described)
         return respond_with_preview(body, token, values.get("dry_run", False))
+
+    def build_current(self, error: ChangedMeanwhileError) -> Any:
+        """Return the driver as it is now on the host where somebody else changed it."""
+        body = cast("dict[str, Any]", self.request.data)  # It was validated before.
+        rows = DriverView.queryset.filter(host__name__in=error.hosts, driver=body["driver"])
+        return DriverSerializer(rows.first(), context=self.get_serializer_context()).data
 
     def cancel(self, request: Request, **kwargs: str) -> Response:
         """Start no further hosts. Hosts that have been started are finished."""

@@ -32,9 +32,10 @@ from rest_framework.viewsets import GenericViewSet
 from accelerators.api.browsable import BrowsableRenderer
 from accelerators.api.json import JsonRenderer
 from accelerators.api.own import errors
-from accelerators.api.own.fields import parse_field_names
+from accelerators.api.own.fields import MAX_GENERATION, parse_field_names
 from accelerators.api.own.paging import RowPagination, get_list_parameters
 from accelerators.domain.caller import Caller
+from accelerators.domain.generations import ChangedMeanwhileError
 from accelerators.runtime import generations
 
 MAX_BODY_BYTES = 1_048_576
@@ -132,6 +133,9 @@ class CollectionView(GenericViewSet[Any]):
     sentence."""
     etag_collections: ClassVar[tuple[generations.CollectionName, ...]] = ()
     """The collections whose generations make the ETag of an answer. If empty, the ETag is a digest of the answer."""
+
+    deletes_by_generation: ClassVar[bool] = False
+    """Whether DELETE of a member accepts the query parameter `generation`."""
 
     @property
     def policy_rules(self) -> dict[str, str]:
@@ -288,6 +292,29 @@ class CollectionView(GenericViewSet[Any]):
         body.is_valid(raise_exception=True)
         return dict(body.validated_data)
 
+    def validate_change(self, row: Any) -> tuple[dict[str, Any], int | None]:
+        """Validate the body that changes `row`, and return its values by field, and the generation that it names.
+
+        Raises ValidationError (400) if the body is invalid.
+        """
+        values = self.validate_body(row)
+        return values, values.pop("generation", None)
+
+    def get_generation_to_delete(self) -> int | None:
+        """Return the query parameter `generation` of a DELETE, None if there is none. Raises ParseError (400) if it is
+        no number."""
+        text = self.request.query_params.get("generation")
+        if text is None:
+            return None
+        if not (text.isascii() and text.isdecimal()) or int(text[:20]) > MAX_GENERATION:
+            raise ParseError("generation: say the number that the row shows.")
+        return int(text)
+
+    def build_current(self, error: ChangedMeanwhileError) -> Any:
+        """Return the present version of what could not be changed, for the answer 409: the member of this URL, None if
+        this is the URL of a collection."""
+        return self.get_serializer(self.get_object()).data if self.detail else None
+
     def respond_with_stored_row(self, uuid: UUID, status: int = 201) -> Response:
         """Read the row that an action has created or changed, and return it with `respond_with_row`; raise 404 if it
         has been deleted since."""
@@ -334,13 +361,16 @@ class CollectionView(GenericViewSet[Any]):
     def _check_query(self, request: Request) -> None:
         """Check the query parameters, and store the fields that `fields` selects in `chosen_fields`.
 
-        Raises ParseError (400) for an unknown parameter or field. Only GET and HEAD accept parameters.
+        Raises ParseError (400) for an unknown parameter or field. GET and HEAD accept
+        parameters, and DELETE accepts `generation` if the class says so.
         """
         known_parameters: tuple[str, ...] = ()
         if request.method in ("GET", "HEAD"):
             known_parameters = (
                 ("fields", *self.detail_parameters) if self.detail else (*get_list_parameters(), *self.get_filters())
             )
+        elif request.method == "DELETE" and self.deletes_by_generation:
+            known_parameters = ("generation",)
         if unknown := sorted(set(request.query_params) - set(known_parameters)):
             known_text = (
                 f"known are {', '.join(sorted(known_parameters))}" if known_parameters else "this address takes none"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
+from typing import Any
 from uuid import uuid4
 
 import pytest
@@ -106,13 +107,13 @@ def check_that_nothing_foreign_is_shown(
 
 
 def test_a_device_that_another_projects_request_holds_does_not_name_it(
-    tenant: Tenant, caplog: pytest.LogCaptureFixture
+    tenant: Tenant, caplog: pytest.LogCaptureFixture, django_capture_on_commit_callbacks: Any
 ) -> None:
     with conductor.writing():
         AttachHandle.objects.update(attach_type="PCI")
     theirs, handle = hold_by_another_project()
-    caplog.set_level("INFO", "accelerators.requests.binding")
-    request, answer = tenant.create_and_bind("bits")
+    with django_capture_on_commit_callbacks(execute=True):
+        request, answer = tenant.create_and_bind("bits")
     assert "its device is held by request [hidden]" in answer
     check_that_nothing_foreign_is_shown(tenant, request, answer, "its device is held by request", theirs, handle)
     logged = [one.getMessage() for one in caplog.records if one.name == "accelerators.requests.binding"]

@@ -193,6 +193,7 @@ def test_a_census_returns_new_answers_only_and_ends_at_its_time_limit(
         assert telemetry.get_last_loads({host}).silent == ()
 
 
+@pytest.mark.slow
 def test_X5_excessive_samples_are_dropped_and_recorded_and_heartbeats_go_on(
     agent: WireAgent, gateway: AgentGateway
 ) -> None:

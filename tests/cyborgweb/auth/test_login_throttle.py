@@ -54,6 +54,7 @@ def test_a_name_is_refused_from_all_addresses_after_many_failures() -> None:
     assert sum(allowed) == MAX_FAILURES_OF_NAME and allowed[0] == MAX_FAILURES and allowed[-1] == 0
 
 
+@pytest.mark.slow
 def test_two_addresses_that_never_stop_failing_do_not_lock_a_name_out_elsewhere() -> None:
     now = [1000.0]
     throttle = LoginThrottle(lambda: now[0])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import pytest
 from click.testing import CliRunner, Result
@@ -14,6 +15,7 @@ from cyborgweb.http.django_threads import DjangoThreads
 from cyborgweb.models import ApiToken
 from cyborgweb.settings.keys import Keys
 from cyborgweb.wsgi import application
+from tests.cyborgweb.cli.terminal import Terminal, run_on_terminal
 from tests.support.webserver import serving
 
 Cyborg = Callable[..., Result]
@@ -33,6 +35,17 @@ def run_cyborg(*arguments: str, typed: str = "", **environment: str) -> Result:
     """
     cleared = {name: "" for name in os.environ if name.startswith(("OS_", "CYBORG_"))}
     return CliRunner().invoke(cli, arguments, input=typed, env=cleared | environment, prog_name="cyborg")
+
+
+@pytest.fixture
+def terminal(url: str, transactional_db: None) -> Terminal:
+    """Return a function that runs `cyborg` with the token of an administrator on a terminal: `run_on_terminal`."""
+    roles = ["admin", "manager", "member", "reader"]
+    token = ApiToken.create_with_secret("terminal", User.objects.create_user("theo"), roles, "p1")
+    foreign = ("OS_", "CYBORG_", "LINES", "COLUMNS")
+    own_environment = {name: value for name, value in os.environ.items() if not name.startswith(foreign)}
+    environment = own_environment | {"CYBORG_URL": url, "CYBORG_TOKEN": token, "TERM": "xterm"}
+    return partial(run_on_terminal, environment)
 
 
 @pytest.fixture

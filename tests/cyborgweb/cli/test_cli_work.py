@@ -155,10 +155,15 @@ def test_discover_services_orders_a_rescan_on_the_named_hosts(cyborg: Cyborg, ho
     get_or_create_host("cmp2")
     with run_agents():
         done = cyborg("discover-services", "cmp1", "--driver", "nic_driver")
-        some = cyborg("discover-services", "--all-hosts", "-f", "json")
+        some = cyborg("discover-services", "--yes", "-f", "json")
+        assert cyborg("discover-services", "--all-hosts", "--yes", "-f", "json").exit_code == 0
     assert done.exit_code == 0 and "succeeded" in done.stdout
     assert Command.objects.earliest("id").arguments == {"driver": "nic_driver"}
     assert [row["host"] for row in json.loads(some.stdout)] == ["cmp1", "cmp2"]
+    ordered_count = Command.objects.count()
+    assert_refused(cyborg("discover-services"), 2, "give --yes")
+    assert_refused(cyborg("discover-services", "cmp1", "--all-hosts"), 2, "not both")
+    assert Command.objects.count() == ordered_count
     assert_refused(cyborg("discover-services", "cmp9"), 3, "There is no host 'cmp9'", "agent-list")
 
 
@@ -230,6 +235,32 @@ def test_a_change_of_a_driver_on_several_hosts_is_confirmed_by_typing_their_numb
     with run_agents():
         again = cyborg("rollout-retry", str(rollout.uuid), "--yes", "-f", "json")
     assert [row["state"] for row in json.loads(again.stdout)] == ["done", "done"], again.output
+
+
+def test_set_and_unset_change_single_settings_and_a_conflict_shows_the_difference(
+    cyborg: Cyborg, host: Host, tmp_path: Path
+) -> None:
+    file = tmp_path / "nic.json"
+    file.write_text('{"mtu": 1500, "speed": 7}')
+    on_host = ("nic_driver", "--host", "cmp1")
+    with run_agents():
+        assert cyborg("install-driver", *on_host, "--settings", str(file)).exit_code == 0
+        done = cyborg("update-driver", *on_host, "--set", "mtu=9000", "--set", 'backends/nics={"kind": "pci"}')
+        assert done.exit_code == 0, done.output
+        assert cyborg("update-driver", *on_host, "--unset", "speed").exit_code == 0
+    settings = {"mtu": 9000, "backends": {"nics": {"kind": "pci"}}}
+    assert DriverWish.objects.get().settings == settings
+    refused = cyborg("update-driver", *on_host, "--set", "mtu=1", "--unset", "backends/nics", "--generation", "2")
+    assert_refused(refused, 1, "is at generation 3 now, not 2", "[conflict]")
+    lines = refused.stderr.splitlines()
+    assert lines[:2] == ["--- present version", "+++ your version"]
+    assert '-    "mtu": 9000' in lines and '+    "mtu": 1' in lines and any("nics" in line for line in lines)
+    assert_refused(cyborg("update-driver", *on_host, "--settings", str(file), "--generation", "2"), 1, "generation 3")
+    assert DriverWish.objects.get().settings == settings
+    with run_agents():
+        again = cyborg("update-driver", *on_host, "--replace-settings", str(file), "--generation", "3")
+    assert again.exit_code == 0 and DriverWish.objects.get().settings == {"mtu": 1500, "speed": 7}
+    assert_refused(cyborg("update-driver", *on_host, "--settings", str(file), "--unset", "a"), 2, "leave --unset out")
 
 
 INVALID_DRIVER_COMMANDS = (

@@ -116,6 +116,7 @@ SAME_OUTPUT = {
     "device-partition": ("DEVICE", "--layout", "vfs=2"),
     "device-program": ("DEVICE", "--image", "no uuid"),
     "device-uninstall": ("DEVICE",),
+    "host-remove": ("cmp0", "--dry-run"),
     "host-rescan": ("nowhere",),
     "host-logs": (UNKNOWN_UUID,),
     "host-report": ("cmp0", "--no-wait", "--driver", "x" * 65),
@@ -143,6 +144,7 @@ SHARED_VERBS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.django_db(transaction=True)
 @pytest.mark.parametrize("output_format", ["table", "json"])
 def test_each_verb_prints_the_same_over_http_and_in_process(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from datetime import UTC, datetime, timedelta
 from typing import Any
+from uuid import uuid4
 
 import pytest
 from django.db import connection
@@ -12,6 +13,7 @@ from django.test import Client
 from django.test.utils import CaptureQueriesContext
 
 from accelerators import conductor
+from accelerators.domain.errors import RefusedError
 from accelerators.models import AcceleratorRequest, AttachHandle, Device, DeviceProfile, Intent
 from accelerators.runtime import jobs
 from cyborgweb.http import refused_clients
@@ -19,6 +21,7 @@ from cyborgweb.monitoring import backlog
 from cyborgweb.pages import alerts, capacity
 from tests.cyborgweb.console.conftest import Fill
 from tests.support.reports import apply_report, get_or_create_host, make_card, make_driver_report
+from tests.support.requests import bind_new_requests, create_profiles
 
 NOW = datetime(2026, 11, 1, tzinfo=UTC)
 NOTHING_TO_DO = dict.fromkeys(
@@ -176,3 +179,19 @@ def test_the_overview_lists_alerts_whose_links_open_lists_with_rows(operator: Cl
             assert operator.get(need.url).status_code == 200, need.url
             if need.url.startswith("/admin/accelerators/device/") and need.label != "full":
                 assert operator.get(need.url).context["cl"].result_count >= int(need.link_text.split()[0])
+
+
+@pytest.mark.django_db
+def test_binds_that_fail_repeatedly_for_one_reason_on_a_host_are_an_alert_with_advice() -> None:
+    apply_report(get_or_create_host(), make_driver_report(make_card(1, handles=1)))
+    create_profiles(plain={})
+    left_behind = str(uuid4())
+    for number in range(1, 4):
+        with pytest.raises(RefusedError):
+            bind_new_requests("plain", left_behind)
+        assert len(backlog.read_backlog().failed_binds) == (number == 3), "one or two failures are not shown"
+    (line,) = list_alert_lines(failed_binds=backlog.read_backlog().failed_binds)
+    assert line.startswith(
+        "bad binds: 3 binds failed on cmp1 within 15 minutes, the last because: Deployable not found with resource"
+        f" provider uuid={left_behind}. Placement offers a provider that no device has: the list of contradictions"
+    )

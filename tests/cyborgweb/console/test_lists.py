@@ -7,6 +7,7 @@ from datetime import UTC, datetime
 import pytest
 from django.db import connection
 from django.test import Client
+from django.test.utils import CaptureQueriesContext
 from django.urls import reverse
 
 from accelerators import conductor
@@ -39,6 +40,7 @@ def test_every_list_has_rows_and_each_row_has_a_page(operator: Client, fill: Fil
             assert operator.get(admin_url(model, "change", row.pk)).status_code == 200, model
 
 
+@pytest.mark.slow
 def test_P3_lists_take_the_same_statements_at_any_size(operator: Client, fill: Fill) -> None:
     fill(3)
     small = {model: count_statements(operator, admin_url(model, "changelist")) for model in SHOWN_MODELS}
@@ -67,6 +69,33 @@ def test_devices_are_found_by_parts_of_address_uuid_host_and_name(term: str, ope
     found = operator.get(admin_url(Device, "changelist"), {"q": asked}).context["cl"].result_list
     assert wanted in found
     assert len(found) < 13
+
+
+@pytest.mark.parametrize("model", [Device, Deployable, AttachHandle])
+def test_searches_by_uuid_address_and_host_read_no_whole_table(model: type, operator: Client, fill: Fill) -> None:
+    fill(13)
+    device = Device.objects.get(address="0000:02:00.0", host__name="cmp0.example")
+    row = {Device: device, Deployable: device.deployables.first()}.get(model) or AttachHandle.objects.first()
+    with connection.cursor() as cursor:
+        cursor.execute("SET LOCAL enable_seqscan = off")
+    for term in (str(row.uuid)[:9], "02:00.0", "cmp0.exa"):
+        with CaptureQueriesContext(connection) as captured:
+            found = operator.get(admin_url(model, "changelist"), {"q": term}).context["cl"]
+        assert found.result_count and found.result_count < model.objects.count(), term
+        searches = [one["sql"] for one in captured if f'FROM "{model._meta.db_table}"' in one["sql"]]
+        assert searches and not any("UPPER(" in one for one in searches), searches
+        with connection.cursor() as cursor:
+            cursor.execute(f"EXPLAIN {searches[0]}")
+            plan = "\n".join(line for (line,) in cursor.fetchall())
+        assert "Seq Scan" not in plan, (term, plan)
+
+
+def test_a_serial_number_is_found_by_its_beginning_and_otherwise_by_a_part(operator: Client) -> None:
+    cards = make_card(1, key="serial:AB12XY"), make_card(2, key="serial:XY3"), make_card(3)
+    apply_report(get_or_create_host(), make_driver_report(*cards))
+    for term, keys in (("AB12", ["serial:AB12XY"]), ("XY", ["serial:XY3"]), ("12X", ["serial:AB12XY"])):
+        found = operator.get(admin_url(Device, "changelist"), {"q": term}).context["cl"].result_list
+        assert [device.key for device in found] == keys, term
 
 
 def test_events_and_handles_are_found_by_uuid(operator: Client, fill: Fill) -> None:

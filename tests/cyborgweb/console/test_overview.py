@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from datetime import UTC, datetime, timedelta
+from typing import Any
 
 import pytest
 from django.contrib.auth.models import Permission, User
@@ -12,16 +13,19 @@ from django.test.utils import CaptureQueriesContext
 from django.urls import reverse
 
 from accelerators import conductor
-from accelerators.models import Device, Event, Host, Intent
+from accelerators.models import AcceleratorRequest, Device, DeviceProfile, Event, Host, Intent
+from accelerators.runtime import jobs
 from agents import telemetry
 from agents.models import Lease, Spooled
+from cyborgweb.auth import roles
 from drivers.inventory import DriverReport, Fault
 from tests.cyborgweb.console.conftest import Fill
-from tests.support.reports import apply_report, make_card, make_driver_report
+from tests.support.reports import apply_report, create_heard_host, make_card, make_driver_report
 
 pytestmark = pytest.mark.django_db
 
 INDEX_URL = "/admin/"
+STEPS = ("Join a host", "Admit a device", "Make a device profile", "Connect the cloud")
 
 
 def test_P3_the_overview_takes_at_most_ten_statements_at_any_size(operator: Client, fill: Fill) -> None:
@@ -83,9 +87,51 @@ def test_the_overview_shows_a_fault_with_its_reason(operator: Client, fill: Fill
     assert "no type is known for it" in page.content.decode()
 
 
-def test_an_empty_overview_explains_how_to_join_a_host(operator: Client) -> None:
+def list_done_steps(page: Any) -> dict[str, bool]:
+    """Return title → whether it is done of each step that an overview shows."""
+    return {step.title: step.is_done for step in page.context["first_steps"]}
+
+
+def test_an_empty_overview_is_a_checklist_that_explains_how_to_join_a_host(operator: Client) -> None:
     assert not Host.objects.exists()
-    assert "manage.py join_token HOST" in operator.get(INDEX_URL).content.decode()
+    page = operator.get(INDEX_URL)
+    assert "manage.py join_token HOST" in page.content.decode()
+    assert "Capacity" not in page.content.decode()
+    assert list_done_steps(page) == dict.fromkeys(STEPS, False)
+    for step in page.context["first_steps"]:
+        assert step.links and step.commands and step.denial == ""
+        for _, address in step.links:
+            assert operator.get(address.partition("#")[0]).status_code == 200
+
+
+def test_each_first_step_ticks_itself_and_the_checklist_ends_with_the_last_step_or_the_first_request(
+    operator: Client,
+) -> None:
+    create_heard_host("cmp1", 1)
+    assert list_done_steps(operator.get(INDEX_URL)) == dict(zip(STEPS, (True, False, False, False), strict=True))
+    with conductor.writing():
+        Device.objects.update(state="ready")
+    page = operator.get(INDEX_URL)
+    assert list_done_steps(page) == dict(zip(STEPS, (True, True, False, False), strict=True))
+    assert "Capacity" in page.content.decode()
+    assert '[{"resources:FPGA": "1"}]' in page.context["first_steps"][2].commands[0]
+    with conductor.writing():
+        profile = DeviceProfile.objects.create(name="small", groups=[{"resources:FPGA": "1"}])
+    assert list_done_steps(operator.get(INDEX_URL)) == dict(zip(STEPS, (True, True, True, False), strict=True))
+    with jobs.JOBS.replaced("placement", jobs.Job("none", intent_kind="provider")):
+        assert list_done_steps(operator.get(INDEX_URL)) == {}
+    with conductor.writing():
+        AcceleratorRequest.objects.create(project_id="p1", state="Initial", profile=profile, group={})
+    assert list_done_steps(operator.get(INDEX_URL)) == {}
+
+
+def test_the_checklist_tells_people_without_the_right_who_may_do_a_step(client: Client) -> None:
+    viewer = User.objects.create(username="vera", is_staff=True)
+    viewer.groups.add(roles.get_group(roles.VIEWERS.group))
+    client.force_login(viewer)
+    steps = {step.title: step for step in client.get(INDEX_URL).context["first_steps"]}
+    for title in ("Admit a device", "Make a device profile"):
+        assert "You need the role admin or membership in the group role:administrator" in steps[title].denial
 
 
 def test_the_overview_contains_no_inline_scripts_or_styles(operator: Client, fill: Fill) -> None:

@@ -74,6 +74,7 @@ def test_every_link_of_every_page_has_an_existing_target_and_anchor(reader: Clie
             assert not parts.fragment or parts.fragment in found[path].anchors, f"{url} → {link}"
 
 
+@pytest.mark.slow
 def test_the_manual_written_as_files_links_only_to_its_own_files(tmp_path: Path) -> None:
     call_command("manual", tmp_path / "manual", verbosity=0)
     written = sorted((tmp_path / "manual").rglob("*.html"))
@@ -124,6 +125,7 @@ def test_a_mermaid_block_is_shown_as_its_drawing_named_after_the_heading(reader:
     assert "sequenceDiagram" not in shown
 
 
+@pytest.mark.slow
 def test_the_help_link_of_each_list_leads_to_its_section(client: Client, db: None) -> None:
     client.force_login(User.objects.create(username="olga", is_staff=True, is_superuser=True))
     for _, one in fields.iterate_lists():

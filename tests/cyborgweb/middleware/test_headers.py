@@ -45,6 +45,7 @@ def fill_route_pattern(pattern: str) -> str:
     return re.sub(r"\\[AZ]|[\^$?]", "", text)
 
 
+@pytest.mark.slow
 def test_every_route_answers_with_the_security_headers(client: Client) -> None:
     """The client is anonymous, so views refuse or redirect it, which is fast; the headers do not depend on the view."""
     addresses = sorted(

@@ -125,6 +125,7 @@ def test_an_element_is_the_same_in_its_list_and_in_its_detail(ask: Ask, fill: Fi
             assert alone == element
 
 
+@pytest.mark.slow
 def test_pages_cover_each_list_once_in_both_directions(ask: Ask, fill: Fill) -> None:
     fill(6)
     for collection in COLLECTIONS:

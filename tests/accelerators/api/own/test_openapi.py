@@ -39,6 +39,7 @@ def test_every_operation_documents_its_refusals_and_query_parameters() -> None:
     assert document["components"]["schemas"]["ProfileRequest"]["additionalProperties"] is False
 
 
+@pytest.mark.slow
 @pytest.mark.django_db
 def test_list_answers_have_exactly_the_documented_fields(ask: Ask, fill: Fill) -> None:
     fill(2)

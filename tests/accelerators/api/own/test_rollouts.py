@@ -10,7 +10,7 @@ import pytest
 from django.http import HttpResponse
 
 from accelerators import conductor
-from accelerators.models import Command, Event, Host, Rollout
+from accelerators.models import Command, Event, Host, Rollout, RolloutStep
 from accelerators.workflows import driver_rollouts
 from drivers.inventory import DriverReport
 from tests.accelerators.api.own.conftest import Ask, Fill, get_error_message, get_results
@@ -93,6 +93,26 @@ def test_a_rollout_by_selector_orders_max_parallel_hosts_and_can_be_cancelled(as
     cancelled = get_body(ask(f"{made['url']}cancel/", "operator", method="POST", data={}), 202)
     assert cancelled["state"] == "cancelled"
     assert cancelled["counts"] == {"waiting": 0, "ordered": 2, "done": 0, "failed": 0, "skipped": 1}
+
+
+def test_the_progress_of_a_rollout_is_read_without_its_hosts_and_its_failed_hosts_alone(
+    ask: Ask, django_assert_num_queries: Any
+) -> None:
+    for n in range(4):
+        apply_report(get_or_create_host(f"cmp{n}"), ABSENT_DRIVER)
+    order = {"driver": "pci_driver", "op": "install", "selector": {"all": True}}
+    made = confirm_rollout(ask, **order, stop_on_failure=False)
+    with conductor.writing():
+        RolloutStep.objects.filter(host_name="cmp2").update(state="failed", text="no such GPU")
+    progress = get_body(ask(made["url"] + "?fields=state,counts"))
+    assert progress == {
+        "state": "running",
+        "counts": {"waiting": 3, "ordered": 0, "done": 0, "failed": 1, "skipped": 0},
+    }
+    failed = get_body(ask(made["url"] + "?fields=steps&step_state=failed"))
+    assert [(step["host"], step["text"]) for step in failed["steps"]] == [("cmp2", "no such GPU")]
+    assert len(get_body(ask(made["url"] + "?step_state=waiting"))["steps"]) == 3
+    assert "step_state: say one of" in get_error_message(ask(made["url"] + "?step_state=broken"), 400)
 
 
 def test_a_rollout_to_one_held_host_is_refused_and_to_many_hosts_fails_only_there(ask: Ask, fill: Fill) -> None:
@@ -228,7 +248,7 @@ def test_a_host_whose_driver_was_changed_after_the_preview_fails_and_is_retried(
     assert [(step["host"], step["state"]) for step in shown["steps"]] == [
         *(("cmp0", "done"), ("cmp1", "failed"), ("cmp2", "failed")),
     ]
-    assert "was at generation 0 when this was previewed; it is at 1 now" in shown["steps"][1]["text"]
+    assert "is at generation 1 now, not 0: somebody changed it" in shown["steps"][1]["text"]
     retried = confirm_rollout(ask, path=f"/api/rollouts/{made['uuid']}/retry/")
     assert [step["host"] for step in retried["steps"]] == ["cmp1", "cmp2"]
     assert (retried["op"], retried["enabled"], retried["stop_on_failure"]) == ("update", False, False)

@@ -402,6 +402,7 @@ def test_a_census_runs_in_the_threads_for_long_requests(method: str, path: str, 
     assert taken == [where]
 
 
+@pytest.mark.slow
 def test_a_census_of_a_thousand_hosts_takes_no_more_statements_than_one_of_ten(ask: Ask, heard: SetLoad) -> None:
     def cost() -> int:
         profiles.clear_profile_cache()  # so that reading the profile is always counted

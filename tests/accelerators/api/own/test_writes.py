@@ -72,6 +72,7 @@ def test_a_duplicate_profile_name_is_refused(ask: Ask) -> None:
         ({"groups": [{"resources:PIGS": "1"}]}, "groups: Unsupported resource class PIGS"),
         ({"description": "a\0"}, "description: Null characters are not allowed."),
         ({"uuid": "x"}, "uuid: cannot be written; writable fields: name, description, groups."),
+        ({"generation": 1}, "generation: cannot be written"),
     ],
 )
 def test_invalid_profiles_are_refused_and_not_stored(ask: Ask, changes: dict[str, Any], says: str) -> None:

@@ -141,6 +141,7 @@ def count_database_connections() -> int:
         return cursor.fetchone()[0]
 
 
+@pytest.mark.slow
 @pytest.mark.django_db(transaction=True)
 def test_while_the_maximum_of_program_calls_wait_lists_answer_and_no_connection_is_held(
     call: Call, offered: Offered, token: str

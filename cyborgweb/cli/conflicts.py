@@ -1,0 +1,50 @@
+"""Show what somebody else has changed meanwhile, when a change is refused because of that."""
+
+from __future__ import annotations
+
+import copy
+import difflib
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import click
+
+from cyborgweb.cli.exit_codes import CliError, to_printable_line
+
+
+@contextmanager
+def show_conflict(compare: Callable[[dict[str, Any]], tuple[Any, Any]]) -> Iterator[None]:
+    """Print the difference between the present version and the wanted one if the change is refused because somebody
+    else made one; the CliError is raised again.
+
+    `compare` returns both versions, given the present row as the API shows it.
+    """
+    try:
+        yield
+    except CliError as refused:
+        if refused.current:
+            for line in list_differences(*compare(refused.current)):
+                click.echo(to_printable_line(line), err=True)
+        raise
+
+
+def list_differences(present: Any, wanted: Any) -> list[str]:
+    """Return the lines of a unified diff from the present version to the wanted one; both are written as JSON."""
+    before, after = (json.dumps(one, indent=2, sort_keys=True).splitlines() for one in (present, wanted))
+    return [*difflib.unified_diff(before, after, "present version", "your version", lineterm="")]
+
+
+def edit_settings(settings: Mapping[str, Any], to_set: Mapping[str, Any], to_unset: Sequence[str]) -> dict[str, Any]:
+    """Return the settings after changes of single ones, as the service applies them; wrong paths are left out."""
+    edited: dict[str, Any] = copy.deepcopy(dict(settings))
+    for path in (*to_set, *to_unset):
+        *tables, name = path.split("/")
+        parent: Any = edited
+        for table in tables:
+            parent = parent.setdefault(table, {}) if isinstance(parent, dict) else None
+        if isinstance(parent, dict):
+            parent.pop(name, None)
+            parent |= {name: to_set[path]} if path in to_set else {}
+    return edited

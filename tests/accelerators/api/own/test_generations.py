@@ -1,0 +1,157 @@
+"""Test that nobody overwrites the settings of somebody else: a change that names an older generation is refused."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from django.http import HttpResponse
+
+from accelerators.models import Command, DriverWish, Event, Rollout
+from drivers.inventory import DriverReport
+from tests.accelerators.api.own.conftest import Ask, get_error_message, get_results
+from tests.accelerators.workflows.test_rollouts import answer_as_agent, run_rollout
+from tests.support.reports import apply_report, get_or_create_host, make_card, make_driver_report
+
+pytestmark = pytest.mark.django_db
+
+CASES = {
+    "rules": ({"name": "gpus", "action": "ready"}, {"name": "cards"}, {"name": "slow"}),
+    "profiles": (
+        {"name": "gpus", "groups": [{"resources:GPU": "1"}]},
+        {"description": "theirs"},
+        {"description": "mine"},
+    ),
+    "subscriptions": (
+        {"name": "mine", "kinds": ["request.bound"], "way": "inbox"},
+        {"name": "theirs"},
+        {"kinds": ["device.failed"]},
+    ),
+}
+
+
+def get_body(response: HttpResponse, status: int = 200) -> dict[str, Any]:
+    assert response.status_code == status, response.content
+    return json.loads(response.content)
+
+
+@pytest.mark.parametrize("collection", CASES)
+def test_a_change_or_deletion_based_on_an_older_generation_is_refused_and_shows_the_present_version(
+    ask: Ask, collection: str
+) -> None:
+    new, their_change, my_change = CASES[collection]
+    row = get_body(ask(f"/api/{collection}/", method="POST", data=new), 201)
+    path = row["url"].removeprefix("http://testserver")
+    assert row["generation"] == 1
+    theirs = get_body(ask(path, method="PATCH", data=their_change | {"generation": 1}))
+    assert theirs["generation"] == 2
+
+    refused = get_body(ask(path, method="PATCH", data=my_change | {"generation": 1}), 409)
+    assert "is at generation 2 now, not 1: somebody changed it" in refused["error"]["message"]
+    assert refused["error"]["reason"] == "conflict"
+    assert refused["current"] == theirs == get_body(ask(path)), "nothing was changed, and their version is shown"
+    assert get_body(ask(f"{path}?generation=1", method="DELETE"), 409)["current"] == theirs
+    for text in ("x", "-1", "1" * 30):
+        assert "say the number" in get_error_message(ask(f"{path}?generation={text}", method="DELETE"), 400)
+
+    unchanged = get_body(ask(path, method="PATCH", data=their_change | {"generation": 1}))
+    assert unchanged["generation"] == 2, "what is so already needs no change, and conflicts with nothing"
+    mine = get_body(ask(path, method="PATCH", data=my_change | {"generation": 2}))
+    assert mine["generation"] == 3 and mine.items() >= my_change.items()
+    assert ask(f"{path}?generation=3", method="DELETE").status_code == 204
+
+
+@pytest.mark.parametrize("collection", CASES)
+def test_a_change_without_a_generation_is_made_and_counted(ask: Ask, collection: str) -> None:
+    new, their_change, my_change = CASES[collection]
+    path = get_body(ask(f"/api/{collection}/", method="POST", data=new), 201)["url"].removeprefix("http://testserver")
+    assert get_body(ask(path, method="PATCH", data=their_change))["generation"] == 2
+    assert get_body(ask(path, method="PATCH", data=my_change | {"generation": 2}))["generation"] == 3
+    assert ask(path, method="DELETE").status_code == 204
+
+
+def post_rollout(ask: Ask, **fields: Any) -> HttpResponse:
+    return ask("/api/rollouts/", "operator", method="POST", data={"driver": "pci_driver", "op": "update"} | fields)
+
+
+def start_and_finish(ask: Ask, **fields: Any) -> None:
+    """Start a rollout on cmp1 and let the agent apply it."""
+    get_body(post_rollout(ask, hosts=["cmp1"], **fields), 202)
+    answer_as_agent(Command.objects.latest("id"))
+    run_rollout(Rollout.objects.latest("id"))
+
+
+@pytest.fixture
+def installed(ask: Ask) -> None:
+    """Install pci_driver on cmp1 with two settings."""
+    apply_report(get_or_create_host(), DriverReport("pci_driver", state="absent"), make_driver_report(make_card(1)))
+    start_and_finish(ask, op="install", settings={"mtu": 1500, "backends": {"gpus": {"kind": "pci"}}})
+
+
+def get_settings() -> Any:
+    return DriverWish.objects.get(driver="pci_driver").settings
+
+
+def test_edits_change_single_settings_and_leave_all_others(ask: Ask, installed: None) -> None:
+    start_and_finish(ask, edits={"set": {"mtu": 9000, "backends/nics": {"kind": "pci"}}})
+    assert get_settings() == {"mtu": 9000, "backends": {"gpus": {"kind": "pci"}, "nics": {"kind": "pci"}}}
+    start_and_finish(ask, edits={"set": {"backends/gpus/enabled": False}, "unset": ["mtu", "backends/nics", "a/b/c"]})
+    assert get_settings() == {"backends": {"gpus": {"kind": "pci", "enabled": False}}}
+    rollout = get_results(ask("/api/rollouts/"))[0]
+    assert rollout["edits"]["unset"] == ["mtu", "backends/nics", "a/b/c"] and rollout["settings"] is None
+
+
+def test_edits_of_two_people_are_both_kept(ask: Ask, installed: None) -> None:
+    start_and_finish(ask, edits={"set": {"mtu": 9000}})
+    start_and_finish(ask, edits={"set": {"speed": 7}})
+    assert get_settings() == {"mtu": 9000, "speed": 7, "backends": {"gpus": {"kind": "pci"}}}
+
+
+def test_a_change_of_a_driver_based_on_an_older_generation_is_refused_and_shows_the_present_one(
+    ask: Ask, installed: None
+) -> None:
+    (before,) = get_results(ask("/api/drivers/?driver=pci_driver"))
+    assert before["generation"] == 1
+    start_and_finish(ask, settings={"mtu": 9000}, generation=1)
+    refused = get_body(post_rollout(ask, hosts=["cmp1"], settings={"mtu": 1}, generation=1), 409)
+    assert "pci_driver on cmp1 is at generation 2 now, not 1" in refused["error"]["message"]
+    assert refused["current"] == get_results(ask("/api/drivers/?driver=pci_driver"))[0]
+    assert refused["current"]["wanted"]["settings"] == {"mtu": 9000} == get_settings()
+    assert Rollout.objects.count() == 2, "nothing was stored"
+    absent = get_body(post_rollout(ask, op="install", driver="new_driver", hosts=["cmp1"], generation=3), 409)
+    assert "is at generation 0 now, not 3" in absent["error"]["message"] and "current" not in absent
+    get_or_create_host("cmp2")
+    on_all = post_rollout(ask, selector={"all": True}, enabled=False, generation=1)
+    assert "only for a single host" in get_error_message(on_all, 400)
+
+
+def test_settings_of_the_hosts_own_file_are_not_overwritten_by_edits(ask: Ask) -> None:
+    apply_report(get_or_create_host(), make_driver_report(make_card(1)))
+    refused = post_rollout(ask, driver="test_driver", hosts=["cmp1"], edits={"set": {"mtu": 9000}})
+    assert "the settings of the host's own file, which are not known here" in get_error_message(refused, 409)
+    assert not Event.objects.filter(action="driver.wanted").exists()
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"edits": {}}, "Say what to change"),
+        ({"edits": {"set": {}, "unset": []}}, "Say what to change"),
+        ({"edits": {"set": {"a": 1}}, "settings": {}}, "not both"),
+        ({"edits": {"set": {"a//b": 1}}}, "is no path"),
+        ({"edits": {"set": {"": 1}}}, "is no path"),
+        ({"edits": {"set": {"a": 1, "a/b": 1}}}, "changed by more than one edit"),
+        ({"edits": {"set": {"a": 1}, "unset": ["a"]}}, "changed by more than one edit"),
+        ({"edits": {"set": {"mtu/b": 1}}}, "mtu is a single value"),
+        ({"edits": {"set": {"acts": ["reset"]}}}, "only CYBORG_DRIVER_SETTINGS on the host"),
+        ({"edits": {"set": {"backends/gpus/password": "x"}}}, "looks like a secret"),
+        ({"edits": {"set": {f"n{n}": 1 for n in range(65)}}}, "At most 64 settings"),
+        ({"edits": {"set": {"a": "x" * 40_000, "b": "x" * 40_000}}}, "at most 65536 bytes"),
+        ({"edits": {"other": 1}}, "other: cannot be written"),
+        ({"op": "uninstall", "edits": {"unset": ["mtu"]}}, "Uninstalling takes neither"),
+    ],
+)
+def test_invalid_edits_are_refused(ask: Ask, installed: None, fields: dict[str, Any], says: str) -> None:
+    assert says in get_error_message(post_rollout(ask, hosts=["cmp1"], **fields), 400)
+    assert get_settings() == {"mtu": 1500, "backends": {"gpus": {"kind": "pci"}}}
