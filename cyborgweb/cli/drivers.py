@@ -98,7 +98,7 @@ def _parse_settings(text: str, path: str) -> Any:
         raise ValueError(" ".join(str(error).split())) from None
 
 
-def _parse_set_options(
+def parse_set_options(
     context: click.Context, parameter: click.Parameter, assignments: tuple[str, ...]
 ) -> dict[str, Any]:
     """Parse the `name=value` options into a dict; a value that is valid JSON is decoded, any other stays text.
@@ -167,7 +167,7 @@ settings_options = (
         "values",
         multiple=True,
         metavar="NAME=VALUE",
-        callback=_parse_set_options,
+        callback=parse_set_options,
         help="Change one setting, such as mtu=9000 or backends/gpus/enabled=false; all others stay. Can be repeated.",
     ),
     click.option(
@@ -282,7 +282,7 @@ def rollout_retry(cli_context: CliContext, rollout: UUID, reason: str, dry_run: 
     path, question = f"rollouts/{rollout}/retry/", "Retry on these hosts?"
     started = order_after_preview(cli_context, path, body, question, "hosts", yes=yes, dry_run=dry_run)
     if started is not None:
-        _show_rollout(cli_context, started, wait)
+        finish_rollout(cli_context, started, f"{started['op']} {started['driver']}", wait)
 
 
 def _build_settings_fields(
@@ -361,16 +361,16 @@ def _start_rollout(
                 always_ask=op == "uninstall",
             )
     if rollout is not None:
-        _show_rollout(cli_context, rollout, wait)
+        finish_rollout(cli_context, rollout, f"{op} {driver}", wait)
 
 
-def _show_rollout(cli_context: CliContext, rollout: dict[str, Any], wait: bool) -> None:
-    """Show the state of each host of a rollout; with `wait`, first follow it until it has ended.
+def finish_rollout(cli_context: CliContext, rollout: dict[str, Any], title: str, wait: bool) -> None:
+    """Show the state of each host of a rollout that was started; with `wait`, first follow it until it has ended.
 
-    Exits with REFUSED if all hosts have failed or were skipped, with PARTIAL if some have.
+    Exits as `show_and_exit` does.
     """
     if wait:
-        _follow_rollout(cli_context, rollout, f"{rollout['op']} {rollout['driver']}")
+        _follow_rollout(cli_context, rollout, title)
         rollout = cli_context.api.get(f"rollouts/{rollout['uuid']}/")
     else:
         command = cli_context.api.spell_verb("rollout-show")
