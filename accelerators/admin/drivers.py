@@ -25,6 +25,7 @@ from accelerators.admin import device_actions
 from accelerators.commands.command_queue import MAX_REASON
 from accelerators.domain.errors import RefusalReason, RefusedError
 from accelerators.domain.generations import ChangedMeanwhileError
+from accelerators.domain.setting_edits import SettingEdits
 from accelerators.domain.states import (
     DeviceOutcome,
     DriverState,
@@ -38,7 +39,8 @@ from accelerators.ui import badges, permissions, timeline
 from accelerators.ui.changelist import ReadOnlyModelAdmin
 from accelerators.ui.conflicts import ComparedSetting, read_generation, render_conflict_page
 from accelerators.ui.empty_lists import Source
-from accelerators.workflows import driver_rollouts, rollout_previews
+from accelerators.workflows import backend_sections, driver_rollouts, rollout_previews
+from accelerators.workflows.backend_sections import BackendPlace, ChangeContext
 from accelerators.workflows.driver_config import DriverChange
 
 MAX_HOST_ROWS = 200
@@ -56,6 +58,10 @@ BUTTON_OPERATIONS = {
     "disable": (RolloutOp.UPDATE, False),
     "uninstall": (RolloutOp.UNINSTALL, None),
 }
+
+
+BACKEND_BUTTONS = ("backend-add", "backend-save", "backend-enable", "backend-disable", "backend-remove")
+"""Buttons that change one backend of the driver on its host."""
 
 
 class DriverStateListFilter(admin.SimpleListFilter):
@@ -159,6 +165,11 @@ class DriverAdmin(ReadOnlyModelAdmin):
             "wanted": render_wanted_state(row),
             "settings": request.POST.get("settings", settings),
             "generation": row.wish.generation if row.wish else 0,
+            "backends": [
+                (name, json.dumps(section, indent=2), not isinstance(section, dict) or section.get("enabled", True))
+                for name, section in backend_sections.list_sections(row.wish).items()
+            ],
+            "has_backends": row.driver == backend_sections.DEFAULT_DRIVER,
             "reason": request.POST.get("reason", ""),
             "runs": row.state not in ("disabled", "absent"),
             "since": badges.render_relative_time((row.reported or {}).get("since")),
@@ -175,6 +186,9 @@ class DriverAdmin(ReadOnlyModelAdmin):
     def _show_conflict(self, request: HttpRequest, row: HostDriver, refused: ChangedMeanwhileError) -> HttpResponse:
         """Return the page that compares the present wanted configuration with that of the refused request."""
         wish = DriverWish.objects.get(host=row.host_id, driver=row.driver)
+        if request.POST["do"] in BACKEND_BUTTONS:
+            subject, settings = (wish.uuid, str(row)), [_compare_backend(request, wish)]
+            return render_conflict_page(request, self.admin_site, refused, subject, wish.generation, settings)
         op, enabled = BUTTON_OPERATIONS[request.POST["do"]]
         present = _describe_wanted(wish.installed, wish.enabled)
         mine = _describe_wanted(op is not RolloutOp.UNINSTALL, wish.enabled if enabled is None else enabled)
@@ -447,13 +461,53 @@ def _describe_wanted(is_installed: bool, is_enabled: bool) -> str:
     return "uninstalled" if not is_installed else "enabled" if is_enabled else "disabled"
 
 
+def _change_backend(request: HttpRequest, row: HostDriver) -> Rollout:
+    """Start the rollout that a button of a backend asks for, and return it.
+
+    Raises RefusedError INVALID if the settings are not a JSON object, and as `backend_sections` does.
+    """
+    place = BackendPlace(row.host, row.driver, request.POST.get("backend", "").strip())
+    context = ChangeContext(
+        device_actions.get_caller(request),
+        EventSource.PERSON,
+        request.POST.get("reason", ""),
+        read_generation(request),
+    )
+    settings = _read_settings(request)
+    match request.POST["do"]:
+        case "backend-add":
+            return backend_sections.add_backend(place, settings or {}, context)
+        case "backend-save":
+            present = backend_sections.list_sections(row.wish).get(place.name, {})
+            edits = SettingEdits(settings or {}, [name for name in present if name not in (settings or {})])
+            return backend_sections.change_backend(place, edits, context)
+        case "backend-remove":
+            return backend_sections.remove_backend(place, context)
+        case button:
+            edits = SettingEdits({"enabled": button == "backend-enable"})
+            return backend_sections.change_backend(place, edits, context)
+
+
+def _compare_backend(request: HttpRequest, wish: DriverWish) -> ComparedSetting:
+    """Compare the present settings of a backend with those of the refused request."""
+    name, button = request.POST.get("backend", "").strip(), request.POST["do"]
+    present = backend_sections.list_sections(wish).get(name)
+    mine: dict[str, Any] | None = dict(present or {}) | {"enabled": button == "backend-enable"}
+    if button in ("backend-add", "backend-save"):
+        mine = _read_settings(request)
+    elif button == "backend-remove":
+        mine = None
+    texts = ("" if one is None else json.dumps(one, indent=2) for one in (present, mine))
+    return ComparedSetting(f"Backend {name}", *texts)
+
+
 def _read_settings(request: HttpRequest) -> dict[str, Any] | None:
     """Return the settings that the form replaces, None if its button replaces none or the field is empty.
 
     Raises RefusedError INVALID if they are not a JSON object.
     """
     settings_text = request.POST.get("settings", "").strip()
-    if request.POST["do"] not in ("install", "settings") or not settings_text:
+    if request.POST["do"] not in ("install", "settings", "backend-add", "backend-save") or not settings_text:
         return None
     try:
         settings = json.loads(settings_text)
@@ -474,6 +528,8 @@ def _start_rollout(request: HttpRequest, row: HostDriver) -> Rollout:
     refuses; raises PermissionDenied for users who may not start rollouts, and for unknown buttons.
     """
     permissions.require_permission(request, permissions.START_ROLLOUT)
+    if request.POST.get("do") in BACKEND_BUTTONS:
+        return _change_backend(request, row)
     if request.POST.get("do") not in BUTTON_OPERATIONS:
         raise PermissionDenied("This page has no such button. Go back and try again.")
     op, enabled = BUTTON_OPERATIONS[request.POST["do"]]

@@ -27,7 +27,7 @@ from django.urls import URLPattern, reverse
 
 from accelerators import conductor
 from accelerators.admin.device_actions import STATE_CHOICES
-from accelerators.admin.drivers import BUTTON_OPERATIONS
+from accelerators.admin.drivers import BACKEND_BUTTONS, BUTTON_OPERATIONS
 from accelerators.admin.partitioning import CHANGE_SIGNS
 from accelerators.api.v2 import urls as v2_urls
 from accelerators.api.v2.views import V2NotFoundView
@@ -457,7 +457,7 @@ def find_buttons() -> dict[str, tuple[str, Press]]:
                 "accelerators_bulk_change",
                 lambda world, one=verb, of=action: (world.draft(of), {"do": one}),
             )
-    for operation in BUTTON_OPERATIONS:
+    for operation in (*BUTTON_OPERATIONS, *BACKEND_BUTTONS):
         buttons[f"driver: {operation}"] = (
             "accelerators_hostdriver_change",
             lambda world, one=operation: (world.driver(), {"do": one}),
