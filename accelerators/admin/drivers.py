@@ -26,18 +26,31 @@ from accelerators.commands.command_queue import MAX_REASON
 from accelerators.domain.errors import RefusalReason, RefusedError
 from accelerators.domain.generations import ChangedMeanwhileError
 from accelerators.domain.setting_edits import SettingEdits
-from accelerators.domain.states import DriverState, EventSource, RolloutOp, RolloutState, RolloutStepState
+from accelerators.domain.states import (
+    DeviceOutcome,
+    DriverState,
+    EventSource,
+    RolloutOp,
+    RolloutState,
+    RolloutStepState,
+)
 from accelerators.models import DriverWish, Event, HostDriver, Rollout, RolloutStep
 from accelerators.ui import badges, permissions, timeline
 from accelerators.ui.changelist import ReadOnlyModelAdmin
 from accelerators.ui.conflicts import ComparedSetting, read_generation, render_conflict_page
 from accelerators.ui.empty_lists import Source
-from accelerators.workflows import backend_sections, driver_rollouts
+from accelerators.workflows import backend_sections, driver_rollouts, rollout_previews
 from accelerators.workflows.backend_sections import BackendPlace, ChangeContext
 from accelerators.workflows.driver_config import DriverChange
 
 MAX_HOST_ROWS = 200
 """Maximum number of hosts that a rollout's page lists, failed ones first. The counts include all hosts."""
+PREDICTED_WORDS = {
+    DeviceOutcome.MOVED: "will be done",
+    DeviceOutcome.UNCHANGED: "already so",
+    DeviceOutcome.REFUSED: "refused",
+}
+"""Words for the predicted outcomes of a draft."""
 BUTTON_OPERATIONS = {
     "install": (RolloutOp.INSTALL, None),
     "settings": (RolloutOp.UPDATE, None),
@@ -122,7 +135,8 @@ class DriverAdmin(ReadOnlyModelAdmin):
     def change_view(
         self, request: HttpRequest, object_id: str, form_url: str = "", extra_context: dict[str, Any] | None = None
     ) -> HttpResponse:
-        """GET: show the wanted and the reported state of a driver on a host. POST: start a rollout and show its page.
+        """GET: show the wanted and the reported state of a driver on a host. POST: start a rollout, or store a draft if
+        it has several hosts, and show its page.
 
         If the rollout is refused, the page is shown again with the reason and the submitted values. Raises Http404 if
         there is no such driver on that host, and PermissionDenied for a user who may not view it or, on POST, may not
@@ -262,10 +276,11 @@ class RolloutAdmin(ReadOnlyModelAdmin):
     def change_view(
         self, request: HttpRequest, object_id: str, form_url: str = "", extra_context: dict[str, Any] | None = None
     ) -> HttpResponse:
-        """GET: show a rollout's progress, host by host. POST: cancel it and redirect to its page.
+        """GET: show the preview of a draft, or a rollout's progress, host by host. POST: confirm a draft, cancel a
+        rollout, or make a draft for the hosts that have failed, and redirect.
 
-        After a cancel, no further host is begun; commands that were placed already go on. Raises Http404 if there is no
-        such rollout, and PermissionDenied for a user who may not view it or, on POST, may not start rollouts.
+        If the POST is refused, the page is shown again with the reason. Raises Http404 if there is no such rollout, and
+        PermissionDenied for a user who may not view it or, on POST, may not start or cancel rollouts.
         """
         rollout: Rollout | None = self.get_object(request, object_id)
         if rollout is None:
@@ -273,15 +288,73 @@ class RolloutAdmin(ReadOnlyModelAdmin):
         if not self.has_view_permission(request, rollout):
             raise PermissionDenied
         if request.method == "POST":
-            permissions.require_permission(request, permissions.CANCEL_ROLLOUT)
-            driver_rollouts.cancel_rollout(rollout, device_actions.get_caller(request))
-            return HttpResponseRedirect(badges.page_url("rollout", rollout.uuid))
-        context = self.admin_site.each_context(request) | build_progress_context(rollout)
-        context |= {"title": str(rollout), "opts": self.opts} | permissions.build_permission_context(
-            request, permissions.CANCEL_ROLLOUT
+            try:
+                return _handle_rollout_post(request, rollout)
+            except RefusedError as refused:
+                messages.error(request, refused.text)
+        is_draft = rollout.state == RolloutState.DRAFT
+        right = permissions.CANCEL_ROLLOUT if rollout.state == RolloutState.RUNNING else permissions.START_ROLLOUT
+        context = self.admin_site.each_context(request) | (
+            _build_preview_context(rollout) if is_draft else build_progress_context(rollout)
         )
+        context |= {"title": str(rollout), "opts": self.opts} | permissions.build_permission_context(request, right)
+        context |= {
+            "is_draft": is_draft,
+            "mine": driver_rollouts.may_confirm(rollout, device_actions.get_caller(request)),
+            "failed_count": driver_rollouts.query_failed_steps(rollout).count() if rollout.ended_at else 0,
+            "max_reason_length": MAX_REASON,
+            "reason": request.POST.get("reason", rollout.reason),
+        }
         context |= {"settings": "" if rollout.settings is None else json.dumps(rollout.settings, indent=2)}
         return TemplateResponse(request, "accelerators/admin/rollout.html", context)
+
+
+def _handle_rollout_post(request: HttpRequest, rollout: Rollout) -> HttpResponse:
+    """Perform the verb of a POST: `confirm` a draft, make a draft `again` for the hosts that have failed or were not
+    begun, or cancel the rollout; then redirect to its page or to that of the new draft.
+
+    After a cancel, no further host is begun; commands that were placed already go on. Only the person who chose the
+    hosts may confirm a draft; for several hosts nothing is done unless their number was typed. Raises PermissionDenied
+    for users who may not do this, and RefusedError.
+    """
+    caller = device_actions.get_caller(request)
+    match request.POST.get("do"):
+        case "confirm":
+            permissions.require_permission(request, permissions.START_ROLLOUT)
+            if not driver_rollouts.may_confirm(rollout, caller):
+                raise PermissionDenied
+            if rollout.total > 1 and request.POST.get("typed", "").strip() != str(rollout.total):
+                text = f"This reaches {rollout.total} hosts. To confirm, type {rollout.total}. Nothing was done."
+                messages.error(request, text)
+            else:
+                driver_rollouts.confirm_rollout(rollout, request.POST.get("reason", ""))
+        case "again":
+            permissions.require_permission(request, permissions.START_ROLLOUT)
+            rollout = driver_rollouts.create_retry_draft(rollout, caller, EventSource.PERSON)
+        case _:
+            permissions.require_permission(request, permissions.CANCEL_ROLLOUT)
+            driver_rollouts.cancel_rollout(rollout, caller)
+    return HttpResponseRedirect(badges.page_url("rollout", rollout.uuid))
+
+
+def _build_preview_context(rollout: Rollout) -> dict[str, Any]:
+    """Return the context of a draft's page: what the rollout would do now, with the first MAX_HOST_ROWS hosts."""
+    preview = rollout_previews.preview_rollout(rollout)
+    return {
+        "rollout": rollout,
+        "forecast": [
+            (badges.render_badge(PREDICTED_WORDS[outcome], outcome.tone), text, is_held, number)
+            for outcome, text, is_held, number in preview.group_forecasts()
+        ],
+        "moved_count": preview.count_hosts(DeviceOutcome.MOVED),
+        "held_count": preview.held_count,
+        "needs_typed_total": preview.needs_confirmation,
+        "preview_rows": [
+            (one, badges.render_badge(PREDICTED_WORDS[one.outcome], one.outcome.tone))
+            for one in preview.hosts[:MAX_HOST_ROWS]
+        ],
+        "left": max(0, len(preview.hosts) - MAX_HOST_ROWS),
+    }
 
 
 def render_reported_state(row: HostDriver) -> SafeString:
@@ -338,6 +411,7 @@ def build_progress_context(rollout: Rollout) -> dict[str, Any]:
     return {
         "rollout": rollout,
         "running": running,
+        "is_draft": False,
         "can_cancel": rollout.state == RolloutState.RUNNING and running,
         "state": render_rollout_state(rollout),
         "bar": badges.render_progress_bar(
@@ -446,7 +520,7 @@ def _read_settings(request: HttpRequest) -> dict[str, Any] | None:
 
 
 def _start_rollout(request: HttpRequest, row: HostDriver) -> Rollout:
-    """Start the rollout that a button of a driver's page asks for, and return it.
+    """Start the rollout that a button of a driver's page asks for, and return it; for several hosts, store a draft.
 
     It is for the driver's host or, if the form says so, for all hosts where the driver runs or is wanted; an
     installation is then for every host. A `max_parallel` that is no number of at most three digits becomes
@@ -475,5 +549,6 @@ def _start_rollout(request: HttpRequest, row: HostDriver) -> Rollout:
         pace=driver_rollouts.RolloutPace(max_parallel, "go_on" not in request.POST),
         reason=request.POST.get("reason", ""),
         source=EventSource.PERSON,
+        is_draft=len(hosts) > 1,
         generation=None if request.POST.get("where") == "all" else read_generation(request),
     )

@@ -19,7 +19,7 @@ from django.db import Error, connection, transaction
 from django.db.models import Count, Q, QuerySet, Value
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from accelerators.domain.states import AgentState
+from accelerators.domain.states import AgentState, RolloutState
 from accelerators.models import AcceleratorRequest, Attachment, Command, Device, Host, HostDriver, Rollout
 from accelerators.models.commands import COMMAND_IS_OPEN
 from accelerators.models.drivers import ROLLOUT_IS_OPEN
@@ -279,7 +279,7 @@ def _add_counts_by_state(gauges: GaugeList) -> None:
         ),
         ("cyborg_host_drivers", "Drivers on hosts, by state.", "state", HostDriver.objects.all()),
     )
-    open_rollouts = Rollout.objects.filter(ROLLOUT_IS_OPEN)
+    open_rollouts = Rollout.objects.filter(ROLLOUT_IS_OPEN).exclude(state=RolloutState.DRAFT)
     counted = [(name, label, rows) for name, _, label, rows in tables] + [("rollouts", "state", open_rollouts)]
     first, *others = (
         rows.order_by().values_list(Value(name), label).annotate(number=Count("*")) for name, label, rows in counted
