@@ -32,6 +32,7 @@ class AcceleratorsConfig(AppConfig):
         JOBS.register("images", Job("accelerators.images.download.run", periodic=True))
         JOBS.register("drains", Job("accelerators.devices.lifecycle.run_drains", periodic=True))
         JOBS.register("bulks", Job("accelerators.workflows.bulk_actions.run", periodic=True))
+        JOBS.register("removals", Job("accelerators.workflows.host_removal.run", periodic=True, intent_kind="removal"))
         JOBS.register("rollouts", Job("accelerators.workflows.driver_rollouts.run", periodic=True))
         for provider in (
             SearchProvider(models.Host, ("uuid",), ("name",), F("name"), F("node")),

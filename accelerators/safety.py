@@ -118,6 +118,8 @@ class DeviceHolders:
 
 
 NO_ANSWERS = HolderAnswers()
+RELEASES = "releases"
+"""Name of the result about guests that may still use a released handle."""
 HOLDS_ADDRESS = """accelerators_device.id = ANY(%s) AND accelerators_acceleratorrequest.claim
   && accelerators_whole_function(accelerators_device.host_id, accelerators_device.address)"""
 """Condition: the request holds the function at the address of one of these devices, or a part of it."""
@@ -130,13 +132,14 @@ HOLDER_CHECKS: Registry[HolderCheck] = Registry("holder check")
 """Services that may know who holds a device. `ask_holders` asks all of them."""
 
 
-def ask_holders(devices: Collection[Device]) -> HolderAnswers:
+def ask_holders(devices: Collection[Device], *, despite_releases: bool = False) -> HolderAnswers:
     """Ask all holder checks about these devices, for HOLDER_CHECKS_TIMEOUT_S at most in all, and return the answers.
 
-    Call it before a transaction is opened or anything is locked, and give the answers to `find_holders` under the
-    lock. Services are not asked about devices that our own requests hold, or about which an earlier check has answered
+    Call it before a transaction is opened or anything is locked, and give the answers to `find_holders` under the lock.
+    Services are not asked about devices that our own tables show as held, or about which an earlier check has answered
     that they are held, or could not answer: these cannot be free. The time that is left is shared by the checks that
-    are left. `host` of the devices must be loaded.
+    are left. With `despite_releases`, services are asked about devices with released handles, too. `host` of the
+    devices must be loaded.
     """
     give_up_at = time.monotonic() + HOLDER_CHECKS_TIMEOUT_S
     answers: dict[tuple[str, int], HolderAnswer] = {}
@@ -144,7 +147,9 @@ def ask_holders(devices: Collection[Device]) -> HolderAnswers:
         return HolderAnswers(answers)
     by_id = {device.pk: device for device in devices}
     held = {
-        pk for pk, results in _find_own_holders(by_id).items() if any(result.holders for result in results.values())
+        pk
+        for pk, results in _find_own_holders(by_id).items()
+        if any(result.holders for name, result in results.items() if not (despite_releases and name == RELEASES))
     }
     left = [device for device in devices if device.pk not in held]
     for number, (name, check) in enumerate(HOLDER_CHECKS.items()):
@@ -200,7 +205,7 @@ def _find_own_holders(devices: Collection[int]) -> dict[int, dict[str, HolderChe
     return {
         pk: {
             "requests": HolderCheckResult(tuple(requests[pk][:MAX_HOLDERS_NAMED])),
-            "releases": HolderCheckResult(tuple(releases[pk][:MAX_HOLDERS_NAMED])),
+            RELEASES: HolderCheckResult(tuple(releases[pk][:MAX_HOLDERS_NAMED])),
         }
         for pk in devices
     }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 from django.contrib import admin, messages
@@ -18,6 +18,7 @@ from accelerators.runtime import database_clock
 from accelerators.ui import badges, permissions
 from accelerators.ui.changelist import ConsoleModelAdmin, ReadOnlyModelAdmin
 from accelerators.ui.empty_lists import JOIN_COMMAND, JOIN_IN_MANUAL, Source
+from accelerators.ui.explained_admin import Rights
 from accelerators.ui.permissions import Right
 from agents import key_revocation
 from agents.liveness import (
@@ -110,6 +111,7 @@ class AgentAdmin(ReadOnlyModelAdmin):
     exports = {"shown_liveness": ("host__lease__seen_at", "barred_reason")}
     empty = "No agents yet. An agent on a compute host joins with a join token. This command prints one:"
     empty_command = JOIN_COMMAND
+    rights: ClassVar[Rights] = {"decide": (UPDATE_AGENTS,)}
     sources = (Source("Join tokens", "agents.jointoken"), JOIN_IN_MANUAL)
 
     def get_object(self, request: HttpRequest, object_id: str, from_field: str | None = None) -> Agent | None:
@@ -248,7 +250,7 @@ class JoinTokenAdmin(ConsoleModelAdmin):
     empty = "No join tokens yet. This command makes one and prints it, once:"
     empty_command = JOIN_COMMAND
     sources = (JOIN_IN_MANUAL,)
-    rights: ClassVar[Mapping[str, tuple[Right, ...] | None]] = {"add": None, "change": None}
+    rights: ClassVar[Rights] = {"add": None, "change": None}
 
     @display(description="Use")
     def shown_use(self, token: JoinToken) -> SafeString:

@@ -13,17 +13,19 @@ class AgentsConfig(AppConfig):
         """Register the jobs `merge` and `leases`, the check whether an agent accepts commands, and the host page's
         agent section.
 
-        Also register the function that tells whether an agent can write to Placement.
+        Also register the functions that tell whether an agent can write to Placement, and that revoke one.
         """
         from accelerators.commands.command_queue import REACH_CHECKS
         from accelerators.commands.placement_delegation import WRITER_STATUSES
         from accelerators.runtime.jobs import JOBS, Job
         from accelerators.ui.extensions import PAGE_SECTIONS
-        from agents import admin, liveness
+        from accelerators.workflows.host_removal import AGENT_REVOKERS
+        from agents import admin, key_revocation, liveness
         from agents.gateway import command_dispatch
 
         JOBS.register("merge", Job("agents.jobs.merge", cluster="ingest"))
         JOBS.register("leases", Job("agents.jobs.watch_leases", periodic=True))
+        AGENT_REVOKERS.register("agents", key_revocation.revoke_host)
         REACH_CHECKS.register("agent", command_dispatch.explain_unreachable)
         WRITER_STATUSES.register("agents", liveness.get_writer_statuses)
         PAGE_SECTIONS.register("host.agent", admin.build_host_section)

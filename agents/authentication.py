@@ -353,6 +353,9 @@ def _enrol_with_token(credential: credentials.Credential) -> EnrolledAgent:
         with naming_proven_host(token.host_name), conductor.writing():
             _check_token(token, credential)
             host = _ensure_host(credential, token.created_by or "join token")
+            if host.removing_since:
+                reason = f"host {host.name!r} is being removed: wait until it is gone, then join again"
+                raise ConnectionRejectedError(403, "host-removing", reason)
             agent = Agent.objects.select_for_update().filter(host=host).first()
             _check_bar(agent, token, credential)
             if agent is None or agent.public_key != credential.public_key:

@@ -97,6 +97,17 @@ def revoke_agent(agent: Agent, by: str, reason: str, source: EventSource = Event
     return True
 
 
+def revoke_host(host: Host, by: str, reason: str, source: EventSource) -> None:
+    """Revoke the agent of a host that is removed, if it has one, and expire the host's open join tokens.
+
+    Call it in a transaction that has not locked the host yet: an enrolment locks the tokens before the host.
+    """
+    agent = Agent.objects.filter(host=host).first()
+    if agent is not None:
+        revoke_agent(agent, by, reason, source)
+    _expire_tokens(JoinToken.objects.filter(host_name=host.name))
+
+
 def lift_clone_bar(agent: Agent, by: str, source: EventSource = EventSource.PERSON) -> bool:
     """Lift the bar of an agent that was barred as a clone; return False if it is not barred.
 

@@ -6,7 +6,17 @@ from django.http import HttpRequest, HttpResponse, JsonResponse
 from django.urls import include, path, re_path
 
 from cyborgweb.monitoring import page
-from cyborgweb.pages import census, error_pages, inbox, mail_links, own_password, saved_views, search, usage
+from cyborgweb.pages import (
+    census,
+    error_pages,
+    inbox,
+    mail_links,
+    own_password,
+    saved_views,
+    search,
+    short_links,
+    usage,
+)
 
 
 def healthz(request: HttpRequest) -> HttpResponse:
@@ -24,7 +34,7 @@ def readyz(request: HttpRequest) -> HttpResponse:
     return JsonResponse({"status": "ok"})
 
 
-OWN_PATHS = "admin|api|healthz|help|mail|metrics|readyz|static|ws"
+OWN_PATHS = "admin|api|d|healthz|help|mail|metrics|readyz|static|ws"
 """First path segments that are never passed to v2, which answers all other paths (contract section 1.4)."""
 
 urlpatterns = [
@@ -40,6 +50,7 @@ urlpatterns = [
     path("admin/inbox/unread/", admin.site.admin_view(inbox.count_unread_as_json), name="inbox_unread"),
     path("admin/password_change/", admin.site.admin_view(own_password.change_own_password), name="own_password"),
     path("admin/", admin.site.urls),
+    path("d/<str:prefix>", admin.site.admin_view(short_links.redirect_to_device), name="short_link"),
     re_path("^mail/(?P<action>confirm|end)/(?P<token>[A-Za-z0-9_:-]{1,1000})/$", mail_links.show_mail_link),
     path("help/", include("cyborgweb.manual.views")),
     re_path(r"^api(?:/|$)", include("cyborgweb.api.root")),

@@ -28,10 +28,11 @@ class PlacementSyncConfig(AppConfig):
         from accelerators.safety import HOLDER_CHECKS
         from accelerators.ui.extensions import PAGE_SECTIONS
         from accelerators.workflows.attachment_orders import INSTANCE_LOOKUP
+        from accelerators.workflows.host_removal import HOST_CLEANUPS
         from placement_sync.admin import sections
         from placement_sync.cloud import get_service_session
         from placement_sync.glance import GlanceClient
-        from placement_sync.jobs import attachments, holder_checks, writer_election
+        from placement_sync.jobs import attachments, holder_checks, host_removal, writer_election
         from placement_sync.nova.client import InstanceStateCache
 
         keys = settings.KEYS
@@ -48,6 +49,7 @@ class PlacementSyncConfig(AppConfig):
         if keys.has_cloud and keys.placement_endpoint != "off":
             JOBS.register("placement", Job("placement_sync.jobs.providers.run", periodic=True, intent_kind="provider"))
             JOBS.register("faults", Job("placement_sync.jobs.discrepancies.run", periodic=True))
+            HOST_CLEANUPS.register("placement", host_removal.delete_providers)
             HOLDER_CHECKS.register("placement", holder_checks.PLACEMENT_CHECK)
         if keys.has_cloud and keys.nova_endpoint != "off":
             JOBS.register("notices", Job("placement_sync.nova.notices_job.run", periodic=True, intent_kind="notice"))

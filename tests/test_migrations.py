@@ -66,6 +66,7 @@ REVIEWED_STEPS: dict[str, str] = {
     "release does not advance a draft, and its list of rollouts fails until the drafts are confirmed or deleted",
     "accelerators 0010_generations_of_settings: RunSQL": "it sets a time limit for the migration's locks",
     "cyborgweb 0005_generations_of_subscriptions: RunSQL": "it sets a time limit for the migration's locks",
+    "accelerators 0011_host_removing_since: RunSQL": "it sets a time limit for the migration's locks",
     "agents 0003_agent_announcement: RunSQL": "it sets a time limit for the migration's locks",
     "agents 0002_used_nonces: RunSQL": "it sets a time limit for the migration's locks",
     "cyborgweb 0002_mail_server: RunSQL": "it sets a time limit for the migration's locks",

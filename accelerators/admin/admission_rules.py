@@ -5,7 +5,6 @@ All changes are written by `accelerators.devices.admission_rules`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from django.contrib import admin, messages
@@ -24,12 +23,12 @@ from accelerators.domain.states import EventSource
 from accelerators.models import AdmissionRule
 from accelerators.ui import badges, permissions
 from accelerators.ui.changelist import ConsoleModelAdmin
-from accelerators.ui.permissions import Right
-from accelerators.ui.refusals import RefusalAsMessage
+from accelerators.ui.conflicts import ConflictPage, read_generation
+from accelerators.ui.explained_admin import Rights
 
 
 @admin.register(AdmissionRule)
-class AdmissionRuleAdmin(RefusalAsMessage, ConsoleModelAdmin):
+class AdmissionRuleAdmin(ConflictPage, ConsoleModelAdmin):
     """List of admission rules in the order in which they are tried, the form of one, and the page that applies them."""
 
     list_display = ("order", "name", "shown_enabled", "shown_action", "shown_fits", "updated")
@@ -45,7 +44,7 @@ class AdmissionRuleAdmin(RefusalAsMessage, ConsoleModelAdmin):
         "No admission rules yet: new devices are inactive until somebody enables them. A rule can make the devices that"
         " match it ready, or quarantined, as soon as they are found."
     )
-    rights: ClassVar[Mapping[str, tuple[Right, ...] | None]] = {
+    rights: ClassVar[Rights] = {
         "add": (permissions.CREATE_RULE,),
         "change": (permissions.UPDATE_RULE,),
         "delete": (permissions.DELETE_RULE,),
@@ -87,11 +86,13 @@ class AdmissionRuleAdmin(RefusalAsMessage, ConsoleModelAdmin):
         """Create or change the rule, with an event, by `accelerators.devices.admission_rules`.
 
         Raises RefusedError: CONFLICT for a name that is in use or too many rules, NOT_FOUND if the rule was deleted
-        meanwhile. Devices that the rule admitted before keep their state.
+        meanwhile; ChangedMeanwhileError if it was changed since the form was shown.
+        Devices that the rule admitted before keep their state.
         """
         values, caller = {name: form.cleaned_data[name] for name in self.fields}, device_actions.get_caller(request)
         if change:
-            admission_rules.edit_rule(obj.uuid, values, caller, EventSource.PERSON)
+            generation = read_generation(request)
+            admission_rules.edit_rule(obj.uuid, values, caller, EventSource.PERSON, generation=generation)
         else:
             obj.pk = admission_rules.create_rule(values | {"uuid": obj.uuid}, caller, EventSource.PERSON).pk
 

@@ -125,7 +125,7 @@ def _build_card(device: Device, cells: Sequence[HandleCell], counts: Counter[str
     )
     return DeviceCard(
         name=str(device),
-        model=device.model,
+        model=device.hardware_name.full,
         type=device.type,
         address=device.address or device.key,
         numa=device.numa_node,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 from urllib.parse import urlencode
 
 from django.contrib import admin
@@ -28,17 +28,22 @@ from accelerators.admin import (
 from accelerators.admin.filters import DeviceFreshnessListFilter, DrainingListFilter, DriverListFilter
 from accelerators.devices import lifecycle
 from accelerators.domain import offer
+from accelerators.domain.uuids import uuid_bounds
 from accelerators.models import AttachHandle, Deployable, Device, Event
-from accelerators.models.devices import HANDLE_USES
-from accelerators.ui import badges, permissions, timeline
+from accelerators.models.devices import HANDLE_USES, build_name_condition
+from accelerators.runtime.hardware_names import find_hardware
+from accelerators.ui import badges, icons, permissions, timeline
 from accelerators.ui.changelist import ReadOnlyModelAdmin
 from accelerators.ui.empty_lists import Source
+from accelerators.ui.explained_admin import Rights
 from accelerators.ui.extensions import build_sections
 
 MAX_HANDLES = 256
 """Maximum number of attach handles on a device's page; held and missing ones come first. The list has them all."""
 
 
+MIN_UUID_TEXT = 8
+"""A shorter search term is not taken for a uuid, whatever its letters are: an A100 is hardware."""
 DEVICE_PARAM = "deployable__device__id__exact"
 """URL parameter that limits the list of attach handles to one device."""
 
@@ -70,7 +75,7 @@ class DeviceAdmin(ReadOnlyModelAdmin):
         "key__icontains",
     )
     indexed_search_fields = ("uuid", "address", "key", "host__name")
-    search_help_text = "uuid, PCI address, host, model, serial"
+    search_help_text = "uuid, PCI address, host, model, name of the hardware, serial"
     exports = {
         "shown_state": ("state", "state_reason", "drain_to"),
         "shown_health": ("status", "status_reason"),
@@ -78,7 +83,22 @@ class DeviceAdmin(ReadOnlyModelAdmin):
         "shown_address": ("address", "key"),
     }
     empty = "No devices yet. They appear as soon as an agent on a compute host reports what its drivers found."
+    rights: ClassVar[Rights] = {
+        "decide": (permissions.UPDATE_DEVICE,),
+        "order": (permissions.CREATE_COMMAND,),
+        "units": (permissions.ADD_UNITS,),
+    }
     sources = (Source("Hosts", "accelerators.host"), Source("Agents", "agents.agent"))
+
+    def get_search_results(
+        self, request: HttpRequest, queryset: QuerySet[Device], search_term: str
+    ) -> tuple[QuerySet[Device], bool]:
+        """Search as usual, and for hardware whose name contains all words of the term, unless it looks like a uuid."""
+        found, may_repeat = super().get_search_results(request, queryset, search_term)
+        looks_like_uuid = len(search_term) >= MIN_UUID_TEXT and uuid_bounds(search_term) is not None
+        if not looks_like_uuid and find_hardware(search_term):
+            found |= queryset.filter(build_name_condition(search_term))
+        return found, may_repeat
 
     def lookup_allowed(self, lookup: str, value: str, request: HttpRequest) -> bool:
         """Return whether the URL may filter by `lookup`: `host__name`, used by the page of a host, and Django's own."""
@@ -100,8 +120,11 @@ class DeviceAdmin(ReadOnlyModelAdmin):
 
     @display(description="Model", ordering="model")
     def shown_model(self, device: Device) -> SafeString:
-        """Render the device's model and vendor."""
-        return format_html('{} <span class="faint">{}</span>', device.model, device.vendor)
+        """Render the icon of the device's type and the name of its hardware, then the ids that its driver reports."""
+        name = device.hardware_name
+        ids = "" if name.full == device.model else f"{device.vendor}:{device.model}"
+        icon = icons.render_type_icon(device.type)
+        return format_html('{}{} <span class="faint">{}</span>', icon, name.full, ids or device.vendor)
 
     @display(description="Address", ordering="address")
     def shown_address(self, device: Device) -> SafeString:
@@ -185,7 +208,8 @@ class DeviceAdmin(ReadOnlyModelAdmin):
             permissions.build_permission_context(request, permissions.UPDATE_DEVICE),
         )
         context = self.admin_site.each_context(request) | {
-            "title": device.model,
+            "title": device.hardware_name.full,
+            "icon": icons.render_type_icon(device.type),
             "opts": self.opts,
             "device": device,
             "state": badges.render_device_state(device.state),

@@ -24,10 +24,12 @@ from unfold.decorators import display
 from accelerators.admin import device_actions
 from accelerators.commands.command_queue import MAX_REASON
 from accelerators.domain.errors import RefusalReason, RefusedError
+from accelerators.domain.generations import ChangedMeanwhileError
 from accelerators.domain.states import DriverState, EventSource, RolloutOp, RolloutState, RolloutStepState
-from accelerators.models import Event, HostDriver, Rollout, RolloutStep
+from accelerators.models import DriverWish, Event, HostDriver, Rollout, RolloutStep
 from accelerators.ui import badges, permissions, timeline
 from accelerators.ui.changelist import ReadOnlyModelAdmin
+from accelerators.ui.conflicts import ComparedSetting, read_generation, render_conflict_page
 from accelerators.ui.empty_lists import Source
 from accelerators.workflows import driver_rollouts
 from accelerators.workflows.driver_config import DriverChange
@@ -77,6 +79,10 @@ class DriverAdmin(ReadOnlyModelAdmin):
     empty = "No drivers yet. They appear as soon as the agents of their hosts report."
     sources = (Source("Agents", "agents.agent"),)
 
+    def lookup_allowed(self, lookup: str, value: str, request: HttpRequest) -> bool:
+        """Return whether the URL may filter by `lookup`: `host__name`, used by the page of a host, and Django's own."""
+        return lookup == "host__name" or super().lookup_allowed(lookup, value, request)
+
     @display(description="Driver", ordering="driver")
     def shown_driver(self, row: HostDriver) -> str:
         """Return the driver's name."""
@@ -124,6 +130,8 @@ class DriverAdmin(ReadOnlyModelAdmin):
         if request.method == "POST":
             try:
                 return HttpResponseRedirect(badges.page_url("rollout", _start_rollout(request, row).uuid))
+            except ChangedMeanwhileError as refused:
+                return self._show_conflict(request, row, refused)
             except RefusedError as refused:
                 messages.error(request, refused.text)
         desired = row.wanted
@@ -136,6 +144,7 @@ class DriverAdmin(ReadOnlyModelAdmin):
             "marks": [render_reported_state(row), render_drift(row)],
             "wanted": render_wanted_state(row),
             "settings": request.POST.get("settings", settings),
+            "generation": row.wish.generation if row.wish else 0,
             "reason": request.POST.get("reason", ""),
             "runs": row.state not in ("disabled", "absent"),
             "since": badges.render_relative_time((row.reported or {}).get("since")),
@@ -148,6 +157,24 @@ class DriverAdmin(ReadOnlyModelAdmin):
         }
         context |= permissions.build_permission_context(request, permissions.START_ROLLOUT)
         return TemplateResponse(request, "accelerators/admin/driver.html", context)
+
+    def _show_conflict(self, request: HttpRequest, row: HostDriver, refused: ChangedMeanwhileError) -> HttpResponse:
+        """Return the page that compares the present wanted configuration with that of the refused request."""
+        wish = DriverWish.objects.get(host=row.host_id, driver=row.driver)
+        op, enabled = BUTTON_OPERATIONS[request.POST["do"]]
+        present = _describe_wanted(wish.installed, wish.enabled)
+        mine = _describe_wanted(op is not RolloutOp.UNINSTALL, wish.enabled if enabled is None else enabled)
+        present_settings = "" if wish.settings is None else json.dumps(wish.settings, indent=2)
+        my_settings = _read_settings(request)
+        settings = [
+            ComparedSetting("State", present, mine),
+            ComparedSetting(
+                "Settings",
+                present_settings,
+                present_settings if my_settings is None else json.dumps(my_settings, indent=2),
+            ),
+        ]
+        return render_conflict_page(request, self.admin_site, refused, (wish.uuid, str(row)), wish.generation, settings)
 
 
 @admin.register(Rollout)
@@ -254,7 +281,7 @@ def render_wanted_state(row: HostDriver) -> SafeString:
     """Render the wanted state and its generation, or that nothing is wanted and the host's own file decides."""
     if row.wish is None:
         return format_html('<span class="faint">{}</span>', "nothing is wanted here; its host's own file decides")
-    word = "uninstalled" if not row.wish.installed else "enabled" if row.wish.enabled else "disabled"
+    word = _describe_wanted(row.wish.installed, row.wish.enabled)
     return format_html('{} <span class="faint">generation {}</span>', word, row.wish.generation)
 
 
@@ -341,6 +368,29 @@ def _select_newest_rollouts(row: HostDriver) -> QuerySet[Rollout]:
     return Rollout.objects.filter(driver=row.driver, steps__host=row.host_id).order_by("-id")[:5]
 
 
+def _describe_wanted(is_installed: bool, is_enabled: bool) -> str:
+    """Return the wanted state of a driver as a word."""
+    return "uninstalled" if not is_installed else "enabled" if is_enabled else "disabled"
+
+
+def _read_settings(request: HttpRequest) -> dict[str, Any] | None:
+    """Return the settings that the form replaces, None if its button replaces none or the field is empty.
+
+    Raises RefusedError INVALID if they are not a JSON object.
+    """
+    settings_text = request.POST.get("settings", "").strip()
+    if request.POST["do"] not in ("install", "settings") or not settings_text:
+        return None
+    try:
+        settings = json.loads(settings_text)
+    except ValueError as error:
+        text = f"The settings are not valid JSON: {error}. Nothing was done."
+        raise RefusedError(RefusalReason.INVALID, text) from None
+    if not isinstance(settings, dict):
+        raise RefusedError(RefusalReason.INVALID, "The settings must be a JSON object. Nothing was done.")
+    return settings
+
+
 def _start_rollout(request: HttpRequest, row: HostDriver) -> Rollout:
     """Start the rollout that a button of a driver's page asks for, and return it.
 
@@ -353,17 +403,7 @@ def _start_rollout(request: HttpRequest, row: HostDriver) -> Rollout:
     if request.POST.get("do") not in BUTTON_OPERATIONS:
         raise PermissionDenied("This page has no such button. Go back and try again.")
     op, enabled = BUTTON_OPERATIONS[request.POST["do"]]
-    settings_text = request.POST.get("settings", "").strip()
-    settings = None
-    if request.POST["do"] in ("install", "settings") and settings_text:
-        try:
-            settings = json.loads(settings_text)
-        except ValueError as error:
-            raise RefusedError(
-                RefusalReason.INVALID, f"The settings are not valid JSON: {error}. Nothing was done."
-            ) from None
-        if not isinstance(settings, dict):
-            raise RefusedError(RefusalReason.INVALID, "The settings must be a JSON object. Nothing was done.")
+    settings = _read_settings(request)
     selector = {"all": True} if op is RolloutOp.INSTALL else {"driver": row.driver}
     hosts = driver_rollouts.select_hosts(selector=selector) if request.POST.get("where") == "all" else [row.host]
     max_parallel_text = request.POST.get("max_parallel", "")
@@ -379,4 +419,5 @@ def _start_rollout(request: HttpRequest, row: HostDriver) -> Rollout:
         pace=driver_rollouts.RolloutPace(max_parallel, "go_on" not in request.POST),
         reason=request.POST.get("reason", ""),
         source=EventSource.PERSON,
+        generation=None if request.POST.get("where") == "all" else read_generation(request),
     )

@@ -5,25 +5,28 @@ from __future__ import annotations
 from typing import Any, cast
 from urllib.parse import urlencode
 
-from django.contrib import admin
+from django.contrib import admin, messages
 from django.core.exceptions import PermissionDenied
 from django.db.models import Count, IntegerField, OuterRef, QuerySet, Subquery, Value
 from django.db.models.functions import Coalesce
-from django.http import HttpRequest, HttpResponse
+from django.http import HttpRequest, HttpResponse, HttpResponseRedirect
 from django.template.response import TemplateResponse
 from django.urls import path, reverse
 from django.utils.html import format_html
 from django.utils.safestring import SafeString
 from unfold.decorators import display
 
-from accelerators.admin import agent_actions, commands, device_summaries, topology_svg
+from accelerators.admin import agent_actions, commands, device_actions, device_summaries, topology_svg
 from accelerators.devices.lifecycle import MAX_REASON
 from accelerators.domain import driver_status
-from accelerators.models import Device, Event, Host
+from accelerators.domain.errors import RefusedError
+from accelerators.domain.states import EventSource
+from accelerators.models import Device, Event, Host, Intent
 from accelerators.ui import badges, permissions, timeline
 from accelerators.ui.changelist import ReadOnlyModelAdmin
 from accelerators.ui.empty_lists import JOIN_COMMAND, JOIN_IN_MANUAL, Source
 from accelerators.ui.extensions import build_sections
+from accelerators.workflows import host_removal
 
 MAX_DEVICE_ROWS = 64
 """Maximum number of devices that a host's page draws and lists; the filtered device list has them all."""
@@ -119,9 +122,14 @@ class HostAdmin(ReadOnlyModelAdmin):
         return badges.render_relative_time(host.reported_at)
 
     def get_urls(self) -> list[Any]:
-        """Add the URL of `order_view`."""
+        """Add the URLs of `order_view` and `remove_view`."""
         order = self.admin_site.admin_view(self.order_view)
-        return [path("<path:object_id>/order/", order, name="accelerators_host_order"), *super().get_urls()]
+        remove = self.admin_site.admin_view(self.remove_view)
+        return [
+            path("<path:object_id>/order/", order, name="accelerators_host_order"),
+            path("<path:object_id>/remove/", remove, name="accelerators_host_remove"),
+            *super().get_urls(),
+        ]
 
     def order_view(self, request: HttpRequest, object_id: str) -> HttpResponse:
         """Handle POST of the buttons of a host's page, which order commands from its agent.
@@ -132,6 +140,34 @@ class HostAdmin(ReadOnlyModelAdmin):
         if host is None:
             return self._get_obj_does_not_exist_redirect(request, self.opts, object_id)
         return agent_actions.handle_order(self, request, host)
+
+    def remove_view(self, request: HttpRequest, object_id: str) -> HttpResponse:
+        """GET: show what would be deleted with the host. POST with the host's name: begin to remove the host.
+
+        After a POST, redirects to the page of the host; a refusal shows this page again with the reason. Raises Http404
+        if there is no such host, and PermissionDenied for a user who may not remove hosts.
+        """
+        permissions.require_permission(request, permissions.REMOVE_HOST)
+        host = self.get_object(request, object_id)
+        if host is None:
+            return self._get_obj_does_not_exist_redirect(request, self.opts, object_id)
+        if request.method == "POST":
+            typed_name, reason = request.POST.get("name", "").strip(), request.POST.get("reason", "")
+            try:
+                caller = device_actions.get_caller(request)
+                host_removal.order_removal(host.uuid, typed_name, caller, reason, EventSource.PERSON)
+                messages.success(request, f"Host {host.name} is being removed.")
+                return HttpResponseRedirect(badges.page_url("host", host.pk))
+            except RefusedError as refused:
+                messages.error(request, refused.text)
+        context = self.admin_site.each_context(request) | {
+            "title": host.name,
+            "opts": self.opts,
+            "host": host,
+            "preview": host_removal.preview_removal(host),
+            "max_reason_length": MAX_REASON,
+        }
+        return TemplateResponse(request, "accelerators/admin/remove_host.html", context)
 
     def change_view(
         self, request: HttpRequest, object_id: str, form_url: str = "", extra_context: dict[str, Any] | None = None
@@ -165,7 +201,11 @@ class HostAdmin(ReadOnlyModelAdmin):
             "devices_url": device_list_url(host),
             "events": timeline.render_events(Event.objects.filter(host=host.name)[: timeline.MAX_EVENTS]),
             "orders": permissions.is_allowed(request, permissions.CREATE_COMMAND),
+            "orders_denial": permissions.explain_denial(request, permissions.CREATE_COMMAND),
             "max_reason_length": MAX_REASON,
+            "removal_denial": permissions.explain_denial(request, permissions.REMOVE_HOST),
+            "removal_obstacle": self._load_removal_obstacle(host),
+            "removing": badges.render_relative_time(host.removing_since),
         }
         context |= permissions.build_permission_context(request, permissions.RESCAN) | commands.load_latest_context(
             request, host
@@ -173,6 +213,13 @@ class HostAdmin(ReadOnlyModelAdmin):
         return TemplateResponse(
             request, "accelerators/admin/host.html", context | build_sections("host", host) | (extra_context or {})
         )
+
+    def _load_removal_obstacle(self, host: Host) -> str:
+        """Return why the removal of a host that is being removed could not go on; '' if nothing went wrong."""
+        if not host.removing_since:
+            return ""
+        intents = Intent.objects.filter(kind=host_removal.REMOVAL_INTENT, key=str(host.uuid))
+        return intents.values_list("last_error", flat=True).first() or ""
 
 
 def render_freshness(host: Host) -> SafeString:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -25,7 +25,7 @@ from accelerators.requests import fitting_hosts, profiles
 from accelerators.ui import badges, permissions
 from accelerators.ui.changelist import ReadOnlyModelAdmin
 from accelerators.ui.empty_lists import Source
-from accelerators.ui.permissions import Right
+from accelerators.ui.explained_admin import Rights
 
 MAX_SHOWN_HOSTS = 50
 """Maximum number of hosts that the page of a profile lists."""
@@ -129,7 +129,7 @@ class DeviceProfileAdmin(ReadOnlyModelAdmin):
     empty = "No device profiles yet. A flavor names a device profile to give an instance accelerators. This makes one:"
     empty_command = PROFILE_COMMAND.format("PGPU")
     sources = (Source("The manual: offer devices to tenants", manual="first-day/#offer-devices-to-tenants"),)
-    rights: ClassVar[Mapping[str, tuple[Right, ...] | None]] = {
+    rights: ClassVar[Rights] = {
         "add": (permissions.CREATE_PROFILE,),
         "delete": (permissions.DELETE_PROFILE,),
     }

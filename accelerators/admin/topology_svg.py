@@ -18,7 +18,7 @@ from django.utils.safestring import SafeString
 from accelerators.admin import pci_tree
 from accelerators.admin.pci_tree import BusPosition, TreeBranch
 from accelerators.domain.choices import Choice, Tone
-from accelerators.ui import badges
+from accelerators.ui import badges, icons
 from accelerators.ui.badges import GLYPHS
 
 
@@ -59,19 +59,6 @@ MAX_TEXT_LENGTH = 34
 """Maximum number of characters of a card's model and address beside its state; longer text is cut. The card's title has
 all of it."""
 
-DEVICE_ICONS = {
-    "GPU": "M3 9h30v18H3zM6 27v4M10 27v4M14 27v4M18 27v4M12 12.5a5.5 5.5 0 1 0 .01 0M24 12.5a5.5 5.5 0 1 0 .01 0"
-    "M12 16.5a1.5 1.5 0 1 0 .01 0M24 16.5a1.5 1.5 0 1 0 .01 0",
-    "FPGA": "M8 8h20v20H8zM13 3v5M18 3v5M23 3v5M13 28v5M18 28v5M23 28v5M3 13h5M3 18h5M3 23h5M28 13h5M28 18h5M28 23h5"
-    "M12 12h5v5h-5zM19 12h5v5h-5zM12 19h5v5h-5zM19 19h5v5h-5z",
-    "NIC": "M3 7h30v19H3zM7 26v4M11 26v4M15 26v4M7 21v-7h2v-2h4v2h2v7zM21 21v-7h2v-2h4v2h2v7z",
-    "QAT": "M8 16h20v15H8zM12 16v-4a6 6 0 0 1 12 0v4M18 21a2 2 0 1 0 .01 0M18 25v3",
-    "SSD": "M3 10h30v16H3zM7 14h7v8H7zM17 14h7v8h-7zM28 14v1M28 18v1M28 22v1",
-    "AICHIP": "M8 8h20v20H8zM13 3v5M18 3v5M23 3v5M13 28v5M18 28v5M23 28v5M3 13h5M3 18h5M3 23h5M28 13h5M28 18h5M28 23h5"
-    "M13 13l5 5 5-5M13 23l5-5 5 5M18 16.5a1.5 1.5 0 1 0 .01 0",
-    "": "M3 9h30v17H3zM6 26v5M10 26v5M14 26v5M18 26v5M22 26v5",
-}
-"""SVG path of the icon for each type of device, 36 units wide and high; '' is the icon of all other types."""
 CELLS_DESCRIPTION = "a cell for each function. The tables below contain the same data."
 """Part of the description of a picture, for readers who do not see it."""
 NUMA_NODE_ICON = "M5 5h14v14H5zM9 9h6v6H9zM9 2v3M15 2v3M9 19v3M15 19v3M2 9h3M2 15h3M19 9h3M19 15h3"
@@ -405,7 +392,7 @@ def _draw_card(placed: PlacedCard) -> str:
     other_badges_svg = " ".join(
         f'<tspan class="{tone}">{GLYPHS[tone]} {escape(word)}</tspan>' for word, tone in other_badges
     )
-    icon = DEVICE_ICONS.get(card.type, DEVICE_ICONS[""])
+    icon = icons.get_icon_path(card.type)
     return (
         f'<g class="card {tone}{" absent" if state == "missing" else ""}" transform="translate({placed.x} {placed.y})">'
         f'<a href="{escape(card.url)}"><title>{escape(tooltip)}</title>'

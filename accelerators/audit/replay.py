@@ -31,7 +31,9 @@ which it was ordered until it has ended; times are in whole seconds."""
 DEPLOYABLE_PREFIX, BITSTREAM_SUFFIX = "deployable ", " bitstream"
 """Prefix and suffix of further fields of a device. `deployable NAME` is its number of units, or that it is missing;
 `NAME bitstream` is what the deployable was programmed with."""
-REMOVAL_ACTIONS = frozenset({"device.removed", "request.deleted", "profile.deleted", "rule.deleted", "image.removed"})
+REMOVAL_ACTIONS = frozenset(
+    {"device.removed", "host.removed", "request.deleted", "profile.deleted", "rule.deleted", "image.removed"}
+)
 """Actions after which the object no longer exists."""
 
 

@@ -235,8 +235,9 @@ def _decide_new_state(
 
     `drain_to` is the final state of a drain. `seen` holds the states that a person saw before the decision; if it is
     None, no state is compared, and held devices are not refused here. Raises RefusedError: CONFLICT if the state does
-    not allow the action, or if the device would change but is not in the state that was `seen`; IN_USE if it would
-    change, requests hold it, and `seen` does not say that held devices are included, or says that it was free.
+    not allow the action, if the device would change but is not in the state that was `seen`, or if its host is being
+    removed; IN_USE if it would change, requests hold it, and `seen` does not say that held devices are included, or
+    says that it was free.
     """
     seen_word = seen.words_by_device.get(device.uuid, before.as_text) if seen else before.as_text
     changed_by = f"{device.state_by}: {device.state_reason or 'no reason given'}"
@@ -256,6 +257,8 @@ def _decide_new_state(
         ) from None
     if after != before and seen_word != before.as_text:
         raise changed_error
+    if after != before and device.host.removing_since:
+        raise RefusedError(RefusalReason.CONFLICT, f"Host {device.host.name} of device {device.uuid} is being removed.")
     if after != before and before.holding_requests and seen:
         holders = ", ".join(safety.find_requests_of_device(device))
         if not seen.held_too:

@@ -35,11 +35,12 @@ _encode = msgspec.json.Encoder().encode
 def merge_reports(reports: Mapping[int, Sequence[HostReport]]) -> int:
     """Merge `reports` (host id → its reports, in any order); return for how many hosts a report was applied.
 
-    Reports that are not newer than the host's last applied one are dropped, and so are reports of unknown hosts. The
-    number of statements does not depend on the size of the batch: one locks the hosts, one loads the stored rows, at
-    most fourteen write the differences, and one places `install` commands for devices that a rule admits and that need
-    it. If the key or the address of an offered device changes, one statement locks all such devices, and one finds out
-    which of them were bound since the rows were loaded: these are quarantined. The hosts stay locked until the commit.
+    Reports that are not newer than the host's last applied one are dropped, and so are reports of hosts that are
+    unknown or being removed. The number of statements does not depend on the size of the batch: one locks the hosts,
+    one loads the stored rows, at most fourteen write the differences, and one places `install` commands for devices
+    that a rule admits and that need it. If the key or the address of an offered device changes, one statement locks all
+    such devices, and one finds out which of them were bound since the rows were loaded: these are quarantined. The
+    hosts stay locked until the commit.
     """
     started_at = time.monotonic()
     with conductor.writing():

@@ -60,7 +60,7 @@ SELECT json_build_array(h.id, h.uuid, h.name, h.applied_epoch, h.applied_seq, h.
   FROM (VALUES (h.node), (nullif(regexp_replace(h.node, '[^a-zA-Z0-9_-]', '_', 'g'), h.node))) AS own(node)
   JOIN accelerators_host o ON o.node = own.node OR (o.node >= own.node || '_' AND o.node < own.node || '`')
   WHERE o.id <> h.id), '[]'))::text
-FROM accelerators_host h WHERE h.id = ANY(%s) ORDER BY h.id
+FROM accelerators_host h WHERE h.id = ANY(%s) AND h.removing_since IS NULL ORDER BY h.id
 """
 """The hosts, their devices, and the nodes that `provider_names.describe_wrong_name` needs.
 

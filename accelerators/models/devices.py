@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from django.db import models
 from django.db.models import F, Func, Q, Value
-from django.db.models.functions import Coalesce, Now
+from django.db.models.functions import Coalesce, Concat, Lower, Now
+from django.db.models.lookups import In
 
 from accelerators.domain.device_actions import LifecycleState
 from accelerators.domain.offer import OFFERED_STATE, WITHHELD_HEALTH
+from accelerators.domain.pci_names import HardwareName
 from accelerators.domain.states import AttributeOrigin, DeviceState, DeviceType, DrainTarget, HandleType, Health
 from accelerators.models import fields
 from accelerators.models.hosts import Host
+from accelerators.runtime.hardware_names import find_hardware, get_hardware_name
 
 STATES_WITHOUT_DRAIN = (DeviceState.READY.value, DeviceState.INSTALLING.value)
 """States in which a device is offered or about to be; a draining device is never in one of them."""
@@ -139,7 +142,12 @@ class Device(fields.Row):
         ]
 
     def __str__(self) -> str:
-        return f"{self.model} {self.address or self.key}"
+        return f"{self.hardware_name.full} {self.address or self.key}"
+
+    @property
+    def hardware_name(self) -> HardwareName:
+        """Return the names of the hardware, from the PCI ID database and the configuration."""
+        return get_hardware_name(self.vendor, self.model)
 
     @property
     def lifecycle_text(self) -> str:
@@ -309,3 +317,12 @@ def build_driver_error_expression() -> Func:
     return Func(
         driver_error_text, backend_error_text, template="(%(expressions)s)", arg_joiner=" || ", output_field=text_field
     )
+
+
+def build_name_condition(term: str) -> Q:
+    """Return the condition for devices whose hardware's name contains all words of `term`.
+
+    Hardware that no database knows is found by the model that its driver reports.
+    """
+    ids = Lower(Concat("vendor", Value(":"), "model"))
+    return Q(model__icontains=term.strip()) | Q(In(ids, find_hardware(term)))

@@ -33,6 +33,11 @@ class Host(fields.Row):
     )
     applied_epoch = models.BigIntegerField(default=0)
     applied_seq = models.BigIntegerField(default=0)
+    removing_since = models.DateTimeField(
+        null=True,
+        blank=True,
+        help_text="Since when it is being removed; empty if it is not. No report of it is merged any more.",
+    )
     drivers = models.JSONField(
         default=dict,
         help_text="Per driver: error (empty when it answered), since when, its number of devices, its faults, "

@@ -16,7 +16,7 @@ from uuid import UUID
 from django.contrib.admin import ShowFacets
 from django.contrib.admin.helpers import ACTION_CHECKBOX_NAME
 from django.contrib.admin.options import IncorrectLookupParameters
-from django.contrib.auth import get_permission_codename
+from django.contrib.admin.views.main import PAGE_VAR
 from django.core.exceptions import BadRequest, ValidationError
 from django.core.paginator import Paginator
 from django.db import DataError, connection
@@ -32,14 +32,18 @@ from unfold.admin import ModelAdmin, checkbox
 from unfold.decorators import display
 from unfold.views import ChangeList
 
-from accelerators.ui import empty_lists, export, permissions
+from accelerators.ui import empty_lists, export, keyset
+from accelerators.ui.explained_admin import ExplainedModelAdmin, Rights
 from accelerators.ui.extensions import FIELD_SENTENCE, LIST_MEMORY, USER_PROJECT
-from accelerators.ui.permissions import Right
 from accelerators.ui.search import build_prefix_condition
 
+AFTER_PARAM = "after"
+"""Name of the URL parameter with the primary key of the row behind which the list begins."""
 COLUMNS_PARAM = "columns"
 """Name of the URL parameter that lists the columns to show, in their order, separated by commas."""
 CHECKBOX_COLUMN = "action_checkbox"
+MAX_SELECTABLE_ROWS = 1_000_000
+"""Rows that are counted exactly in a list with actions."""
 MAX_SEARCH_WORDS = 8
 """Words of a search term that are used; further ones are ignored."""
 MAX_LISTED_KEYS = 1000
@@ -62,10 +66,48 @@ class ConsoleChangeList(ChangeList):
     request: HttpRequest
 
     def get_filters_params(self, params: dict[str, Any] | None = None) -> dict[str, Any]:
-        """Return the filter parameters of the URL without `columns`, which filters nothing."""
+        """Return the filter parameters of the URL without `columns` and `after`, which are no filters of a field."""
         filter_params: dict[str, Any] = super().get_filters_params(params)
         filter_params.pop(COLUMNS_PARAM, None)
+        filter_params.pop(AFTER_PARAM, None)
         return filter_params
+
+    def get_queryset(self, request: HttpRequest, exclude_parameters: Any = None) -> QuerySet[Any]:
+        """Return the filtered rows in their order; those behind a row if the URL names one in `after`.
+
+        Raises IncorrectLookupParameters if there is no such row.
+        """
+        rows: QuerySet[Any] = super().get_queryset(request, exclude_parameters)
+        if not self.is_continued:
+            return rows
+        key = request.GET[AFTER_PARAM]
+        try:
+            if not (key.isascii() and key.isdecimal() and len(key) < 19):
+                raise LookupError(f"{key[:64]!r} is no key of a row")
+            ordering = self.get_ordering(request, self.root_queryset)
+            return keyset.select_rows_behind(rows, ordering, self.root_queryset, int(key))
+        except LookupError as error:
+            raise IncorrectLookupParameters(str(error)) from error
+
+    @property
+    def is_continued(self) -> bool:
+        """Whether the list begins behind a row that the URL names."""
+        return AFTER_PARAM in self.params
+
+    def continuation_query(self) -> str:
+        """Return the query string of the list behind the last row of this page; '' unless this is the last page and
+        rows follow it."""
+        rows, pages = list(self.result_list), self.paginator.num_pages
+        has_more = self.paginator.estimated or self.result_count > pages * self.list_per_page
+        return (
+            f"?{urlencode(self.params | {AFTER_PARAM: rows[-1].pk})}"
+            if rows and has_more and self.page_num == pages
+            else ""
+        )
+
+    def first_page_query(self) -> str:
+        """Return the query string of the first page of the whole list."""
+        return self.get_query_string(remove=[AFTER_PARAM])
 
     def get_results(self, request: HttpRequest) -> None:
         """Load the rows of the page; skip the query for rows if their count is 0.
@@ -81,6 +123,8 @@ class ConsoleChangeList(ChangeList):
 
     def get_query_string(self, new_params: Any = None, remove: Any = None) -> str:
         """Build the query string with changed parameters; cached, because headings ask for the same ones repeatedly."""
+        if set(new_params or {}) != {PAGE_VAR}:  # another filter or order has other rows behind a row
+            remove = [*(remove or ()), AFTER_PARAM]
         key = (repr(new_params), repr(remove))
         if key not in (query_strings := self.__dict__.setdefault("_made", {})):
             query_strings[key] = super().get_query_string(new_params, remove)
@@ -88,7 +132,7 @@ class ConsoleChangeList(ChangeList):
 
     def export_links(self) -> list[tuple[str, str]]:
         """Return the export formats, each with the URL that exports this list with its present filters and columns."""
-        query_params = {name: value for name, value in self.params.items() if name != "all"}
+        query_params = {name: value for name, value in self.params.items() if name not in ("all", AFTER_PARAM)}
         return [
             (file_format.upper(), f"export.{file_format}?{urlencode(query_params)}")
             for file_format in export.FILE_FORMATS
@@ -115,7 +159,7 @@ class ConsoleChangeList(ChangeList):
 
         It names the columns unless they are the default ones, also if they come from this user's own choice.
         """
-        query_params = {name: value for name, value in self.params.items() if name != "all"}
+        query_params = {name: value for name, value in self.params.items() if name not in ("all", AFTER_PARAM)}
         shown_columns = self._list_shown_columns()
         if shown_columns != list(self.model_admin.list_display):
             query_params[COLUMNS_PARAM] = ",".join(map(column_url_name, shown_columns))
@@ -129,18 +173,31 @@ class ConsoleChangeList(ChangeList):
         """Return what an empty list shows to this user: how rows come into being, and the pages where this is done."""
         return empty_lists.build_hint(self.model_admin, self.request)
 
+    def refused_actions(self) -> list[tuple[str, str]]:
+        """Return what this user may not do on this page of the console, each with the reason."""
+        return self.model_admin.list_refused_actions(self.request)
+
     def applied_filters(self) -> Iterator[dict[str, object]]:
         """Yield a dict per applied filter: its title (`name`), its value (`value`), and the list's query string without
-        it (`without`).
+        it (`without`). Filters that only the URL has come last; links of other pages use these.
         """
         for list_filter in self.filter_specs:
             choices = list(list_filter.choices(self))
             for choice in choices[1:]:
                 if choice["selected"]:
                     yield {"name": list_filter.title, "value": choice["display"], "without": choices[0]["query_string"]}
+        expected = {name for list_filter in self.filter_specs for name in list_filter.expected_parameters() or ()}
+        for lookup, value in self.params.items():
+            if lookup in self.get_filters_params() and lookup not in expected:
+                words = [word for word in lookup.split("__") if word not in ("exact", "id", "name")]
+                yield {
+                    "name": (words or [lookup])[-1],
+                    "value": value,
+                    "without": self.get_query_string(remove=[lookup]),
+                }
 
 
-class ConsoleModelAdmin(ModelAdmin):
+class ConsoleModelAdmin(ExplainedModelAdmin):
     """Base class of all lists.
 
     `empty` is the sentence that an empty list shows; it says how rows come into being. `empty_command` is the command
@@ -160,9 +217,7 @@ class ConsoleModelAdmin(ModelAdmin):
     """Lookup paths of fields that have an index for their beginnings; a search looks there first."""
     empty_command: ClassVar[str] = ""
     sources: ClassVar[Sequence[empty_lists.Source]] = ()
-    rights: ClassVar[Mapping[str, tuple[Right, ...] | None]] = {}
-    """Rights that the verbs `view`, `add`, `change` and `delete` need; None for a verb that nobody can use in the
-    console. A verb that no class names needs Django's permission. `get_rights` reads them."""
+    change_form_before_template = "console/read_only_reason.html"
     exports: ClassVar[Mapping[str, Sequence[str]]] = {}
     """Fields to export for a column that is not a field of the model, or that shows several fields."""
     project_field: ClassVar[str] = ""
@@ -172,44 +227,6 @@ class ConsoleModelAdmin(ModelAdmin):
         """Raise Http404. Django would redirect to the index page with a message instead."""
         raise Http404(f"There is no {opts.verbose_name} {object_id[:64]!r}; perhaps it was removed.")
 
-    def get_rights(self, verb: str) -> tuple[Right, ...] | None:
-        """Return the rights that a verb needs, as the first class names it in `rights`, else Django's permission.
-
-        Returns None if nobody can use the verb in the console.
-        """
-        named = next((vars(one)["rights"] for one in type(self).__mro__ if verb in vars(one).get("rights", {})), None)
-        if named is not None:
-            return cast("tuple[Right, ...] | None", named[verb])
-        return (Right("", f"{self.opts.app_label}.{get_permission_codename(verb, self.opts)}"),)
-
-    def explain_refusal(self, request: HttpRequest, verb: str) -> str:
-        """Return why the user may not view, add, change or delete rows of this list; '' if the user may."""
-        if getattr(self, f"has_{verb}_permission")(request):
-            return ""
-        rights = self.get_rights(verb)
-        if rights is None or not (denial := permissions.explain_denial(request, *rights)):
-            return f"Nobody can {verb} {self.opts.verbose_name_plural} in the console."
-        return denial
-
-    def has_add_permission(self, request: HttpRequest) -> bool:
-        """Return whether the user may add rows, as `rights` says."""
-        return self._has_named_rights(request, "add", super().has_add_permission(request))
-
-    def has_change_permission(self, request: HttpRequest, obj: Model | None = None) -> bool:
-        """Return whether the user may change rows, as `rights` says."""
-        return self._has_named_rights(request, "change", super().has_change_permission(request, obj))
-
-    def has_delete_permission(self, request: HttpRequest, obj: Model | None = None) -> bool:
-        """Return whether the user may delete rows, as `rights` says."""
-        return self._has_named_rights(request, "delete", super().has_delete_permission(request, obj))
-
-    def _has_named_rights(self, request: HttpRequest, verb: str, has_django_permission: bool) -> bool:
-        """Return whether the user has the rights that a class names for the verb, else `has_django_permission`."""
-        rights = self.get_rights(verb)
-        if rights is None:
-            return False
-        return permissions.is_allowed(request, *rights) if any(one.rule for one in rights) else has_django_permission
-
     def get_changelist(self, request: HttpRequest, **kwargs: Any) -> type[ConsoleChangeList]:
         """Return `ConsoleChangeList`."""
         return ConsoleChangeList
@@ -217,8 +234,15 @@ class ConsoleModelAdmin(ModelAdmin):
     def get_paginator(
         self, request: HttpRequest, queryset: Any, per_page: int, *args: Any, **kwargs: Any
     ) -> AnyPaginator:
-        """Return a `BoundedPaginator`, which counts exactly only up to a limit."""
-        return BoundedPaginator(queryset, per_page, *args, **kwargs)
+        """Return a `BoundedPaginator`, which counts exactly only up to a limit.
+
+        The limit is higher for a list with actions, because these can apply to all rows, and the page says how many
+        rows these are.
+        """
+        paginator = BoundedPaginator(queryset, per_page, *args, **kwargs)
+        if self.get_actions(request):
+            paginator.max_exact_count = MAX_SELECTABLE_ROWS
+        return paginator
 
     def get_changelist_instance(self, request: HttpRequest) -> ConsoleChangeList:
         """Build the list. Raises BadRequest if the page, a filter's value or a column in the URL does not exist."""
@@ -356,7 +380,7 @@ class ReadOnlyModelAdmin(ConsoleModelAdmin):
     Everybody with the view permission can read it.
     """
 
-    rights: ClassVar[Mapping[str, tuple[Right, ...] | None]] = {"add": None, "change": None, "delete": None}
+    rights: ClassVar[Rights] = {"add": None, "change": None, "delete": None}
 
     def get_object(self, request: HttpRequest, object_id: str, from_field: str | None = None) -> Any | None:
         """Return the object with this id or uuid that the user may see, else None.
@@ -370,29 +394,31 @@ class ReadOnlyModelAdmin(ConsoleModelAdmin):
 
 
 class BoundedPaginator(AnyPaginator):
-    """Paginator that counts exactly only up to `EXACT` rows, so that a list of millions opens as fast as a short one.
+    """Paginator that counts exactly only up to a limit, so that a list of millions opens as fast as a short one.
 
-    Above that the count is the database's estimate for the whole table, or `EXACT` if filters are set. Rows beyond
-    `EXACT` have no page, so every page is fast.
+    Above the limit `max_exact_count` the count is the database's estimate for the whole table, or the limit if filters
+    are set. Rows beyond `EXACT` have no page, so every page is fast; the last page links to the rows behind it.
     """
 
     EXACT = 10_000
+    max_exact_count = 0
     template_name = "console/pagination.html"
     estimated = False
 
     @cached_property
     def count(self) -> int:
-        """Return the number of rows, exact up to `EXACT`; sets `estimated` if there are more.
+        """Return the number of rows, exact up to the limit; sets `estimated` if there are more.
 
-        If there are more, the result is `EXACT` if the query has a condition, else the database's estimate for the
-        whole table, at least `EXACT`. One or two statements, once per paginator.
+        If there are more, the result is the limit if the query has a condition, else the database's estimate for the
+        whole table, at least the limit. One or two statements, once per paginator.
         """
         rows = cast("QuerySet[Any]", self.object_list)  # no list of this console paginates anything else
-        exact = rows.order_by()[: self.EXACT + 1].count()
-        if exact <= self.EXACT:
+        limit = max(self.EXACT, self.max_exact_count)
+        exact = rows.order_by()[: limit + 1].count()
+        if exact <= limit:
             return exact
         self.estimated = True
-        return self.EXACT if rows.query.where else max(self.EXACT, estimate_row_count(rows.model._meta.db_table))
+        return limit if rows.query.where else max(limit, estimate_row_count(rows.model._meta.db_table))
 
     @cached_property
     def num_pages(self) -> int:

@@ -64,8 +64,8 @@ def build_export_response(admin: Any, request: HttpRequest, file_format: str) ->
     """
     if file_format not in FILE_FORMATS:
         raise Http404(f"There is no export format {file_format!r}. The formats are {', '.join(FILE_FORMATS)}.")
-    if not admin.has_view_permission(request):
-        raise PermissionDenied
+    if denial := admin.explain_refusal(request, "view"):
+        raise PermissionDenied(denial)
     rows: QuerySet[Any] = admin.get_changelist_instance(request).queryset
     field_paths = list_export_fields(admin, request)
     if not _export_slots.acquire(blocking=False):

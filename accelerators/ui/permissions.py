@@ -27,6 +27,7 @@ class Right:
     permission: str
 
 
+VIEW_DEVICES = Right("", "accelerators.view_device")
 UPDATE_DEVICE = Right("cyborg:device:update", "accelerators.change_device")
 CREATE_COMMAND = Right("cyborg:command:create", "accelerators.add_command")
 RESCAN = Right("cyborg:service:discover", "accelerators.change_host")
@@ -44,6 +45,7 @@ DETACH = (
     Right("cyborg:attachment:elevated", "accelerators.delete_attachment"),
 )
 """Both rights, because the console shows the attachments of all projects."""
+REMOVE_HOST = Right("cyborg:host:delete", "accelerators.delete_host")
 CREATE_PROFILE = Right("cyborg:device_profile:create", "accelerators.add_deviceprofile")
 DELETE_PROFILE = Right("cyborg:device_profile:delete", "accelerators.delete_deviceprofile")
 CREATE_RULE = Right("cyborg:rule:create", "accelerators.add_admissionrule")

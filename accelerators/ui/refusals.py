@@ -24,12 +24,13 @@ class RefusalAsMessage(ModelAdmin):
         form_url: str = "",
         extra_context: dict[str, Any] | None = None,
     ) -> HttpResponse:
-        """Show or save the form.
-
-        If the change is refused, redirects to the same page with the reason as a message; the entered values are lost.
-        """
+        """Show or save the form; if the change is refused, answer as `answer_refusal` does."""
         try:
             return super().changeform_view(request, object_id, form_url, extra_context)
         except RefusedError as refused:
-            messages.error(request, refused.text)
-            return HttpResponseRedirect(request.get_full_path())
+            return self.answer_refusal(request, object_id, refused)
+
+    def answer_refusal(self, request: HttpRequest, object_id: str | None, refused: RefusedError) -> HttpResponse:
+        """Redirect to the same page, with the reason as a message; the entered values are lost."""
+        messages.error(request, refused.text)
+        return HttpResponseRedirect(request.get_full_path())

@@ -1,8 +1,9 @@
 """Delete devices that have been missing for long, and old commands, bulk actions and rollouts.
 
-This is the only place where inventory is deleted. A missing device is removed after `CYBORG_MISSING_RETENTION_S`, and
-only while its agent is up and its driver answers. It stays if a request names it, if a command for it is open, if a
-holder check says that it is held or cannot answer (`safety`), or if it is missing because its driver was disabled.
+Other inventory is deleted only with its host (`host_removal`). A missing device is removed after
+`CYBORG_MISSING_RETENTION_S`, and only while its agent is up and its driver answers. It stays if a request names it, if
+a command for it is open, if a holder check says that it is held or cannot answer (`safety`), or if it is missing
+because its driver was disabled.
 """
 
 from __future__ import annotations
@@ -16,10 +17,11 @@ from django.db.models.functions import Coalesce
 
 from accelerators import conductor, safety
 from accelerators.audit import retention
+from accelerators.devices import deletion
 from accelerators.domain.diff import INCOMPLETE_HASH
 from accelerators.domain.errors import RefusedError
-from accelerators.domain.states import DriverState, EventSource
-from accelerators.models import AcceleratorRequest, AttachHandle, Attribute, Command, Deployable, Device
+from accelerators.domain.states import DriverState
+from accelerators.models import AcceleratorRequest, Command, Device
 from accelerators.models.commands import COMMAND_IS_OPEN
 from accelerators.models.devices import build_driver_error_expression
 from accelerators.runtime import database_clock, jobs
@@ -80,21 +82,8 @@ def remove_missing_devices(now: datetime | None = None) -> bool:
         locked = conductor.lock_devices(removable, to_delete=True)
         holders = safety.find_holders(locked, answers)
         devices = [device for device in locked if _is_free(device, holders)]
-        for device in devices:
-            conductor.record_event(
-                "device.removed",
-                EventSource.SYSTEM,
-                "sweep",
-                host=device.host,
-                subject=(device.uuid, str(device)),
-                changes={"device": [str(device.uuid), None], "model": [device.model, None], "key": [device.key, None]},
-                reason=f"missing since {device.state_since:%Y-%m-%d %H:%M}, and free",
-            )
-        deployables = Deployable.objects.filter(device__in=devices)
-        Attribute.objects.filter(deployable__in=deployables).delete()
-        AttachHandle.objects.filter(deployable__in=deployables).delete()
-        deployables.delete()
-        Device.objects.filter(id__in=[d.id for d in devices]).delete()
+        reasons = {device: f"missing since {device.state_since:%Y-%m-%d %H:%M}, and free" for device in devices}
+        deletion.delete_devices(reasons, "sweep")
         hosts = {device.host_id: device.host for device in devices}.values()
         for host in hosts:
             if host.applied_hash == INCOMPLETE_HASH:  # there is room again for devices that were not stored

@@ -32,7 +32,17 @@ from agents.gateway.sessions import AgentSession, SessionClosedError, SessionReg
 from agents.gateway.throttling import BURST_S, HandshakeThrottle, ReportJitter, TokenBuckets
 from agents.gateway.upgrade_request import choose_version, client_address, deny_upgrade
 from agents.gateway.urgency import DeviceHealth, list_faulty_keys, list_health_to_check
-from agents.gateway.writer import AdmitJob, CommandJob, DatabaseWriter, SpoolJob, SpoolUse, TrustJob
+from agents.gateway.writer import (
+    LARGE_REPORT_BYTES,
+    AdmitJob,
+    CommandJob,
+    DatabaseWriter,
+    ReportWriter,
+    SpoolAccount,
+    SpoolJob,
+    SpoolUse,
+    TrustJob,
+)
 
 log = logging.getLogger(__name__)
 
@@ -146,23 +156,32 @@ class AgentGateway:
         self.sessions = SessionRegistry(self._bar_clone)
         self.sample_cache = SampleCache(self.refusals, self._is_under_pressure)
         self._dispatcher = CommandDispatcher()
+        self._spool_account = SpoolAccount(
+            SpoolUse(int(settings.host_reports_per_s * BURST_S), int(settings.host_report_bytes_per_s * BURST_S))
+        )
         self._writer = DatabaseWriter(
             interval_s=settings.flush_interval_ms / 1000,
             max_rows=settings.flush_max_rows,
-            spool_share=SpoolUse(
-                int(settings.host_reports_per_s * BURST_S), int(settings.host_report_bytes_per_s * BURST_S)
-            ),
+            account=self._spool_account,
             leases=self.leases,
             refusals=self.refusals,
             report_jitter=self.report_jitter,
             on_agent_changes=self.sessions.apply_agent_changes,
             on_reports_needed=self._request_reports,
         )
+        self._report_writer = ReportWriter(
+            interval_s=settings.flush_interval_ms / 1000,
+            max_rows=settings.flush_max_rows,
+            account=self._spool_account,
+            report_jitter=self.report_jitter,
+            request_wake_ups=self._writer.request_wake_ups,
+        )
 
     def stop(self) -> None:
         """Stop the sample cache and the threads. Only tests need this: a real process just ends."""
         self.sample_cache.stop()
         self._dispatcher.stop()
+        self._report_writer.stop()
         self._writer.stop()
 
     def set_public_url(self, url: str) -> None:
@@ -640,7 +659,8 @@ class AgentGateway:
         """
         self._pending_bytes += len(job.payload)
         try:
-            self._writer.put(job)
+            writer = self._writer if len(job.payload) > LARGE_REPORT_BYTES else self._report_writer
+            writer.put(job)
             return bool(await job.future)
         finally:
             self._pending_bytes -= len(job.payload)

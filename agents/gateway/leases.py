@@ -43,12 +43,13 @@ WITH own AS (
 INSERT INTO agents_lease AS l (host_id, seen_at, epoch)
 SELECT host, clock_timestamp() - make_interval(secs => age), epoch
 FROM unnest(%(hosts)s::bigint[], %(ages)s::float8[], %(epochs)s::bigint[]) AS x(host, age, epoch)
+WHERE EXISTS (SELECT FROM accelerators_host h WHERE h.id = x.host)
 ON CONFLICT (host_id) DO UPDATE SET seen_at = greatest(l.seen_at, excluded.seen_at),
   epoch = greatest(l.epoch, excluded.epoch)
 """
 """Renew leases, and register this gateway if it has an address. Gateways not seen for an hour are deleted, and
 so are used nonces long after their challenges have expired. Rows of gateways and nonces that another transaction has
-locked are skipped.
+locked are skipped, and so are heartbeats of hosts that were removed.
 
 Plain SQL, because it writes these tables in one round trip, and a lease may only move forward. The database's clock
 dates the heartbeats: the clocks of several gateways may differ.

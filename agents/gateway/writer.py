@@ -1,11 +1,13 @@
-"""The gateway's writer thread: it does all database work for the event loop, in batches, on its own connection.
+"""The gateway's two writer threads do all database work for the event loop, in batches, each on its own connection.
 
 The work is: reports (COPY into the spool, acknowledged after the commit), messages about commands, looking up or
-enrolling agents that connect, changes of trust, leases and refusals. The thread collects jobs for a few milliseconds
-and then serves them together. Order of service: reports that show a fault, then connecting agents, changes of trust and
-messages about commands, then the other reports.
+enrolling agents that connect, changes of trust, leases and refusals. `ReportWriter` stores the reports of ordinary
+size. `DatabaseWriter` does everything else and stores the large reports, so that neither a large report nor a handshake
+delays the acknowledgement of an ordinary report. A thread collects jobs for a few milliseconds and then serves them
+together. Order of service: reports that show a fault, then connecting agents, changes of trust and messages about
+commands, then the other reports.
 
-The thread never waits for a row that another transaction has locked (`agents.gateway.row_locks`). A job that needs such
+A thread never waits for a row that another transaction has locked (`agents.gateway.row_locks`). A job that needs such
 a row is held: it is tried again every HELD_RETRY_S, after the other jobs. Reports need no row, because the spool refers
 to none and its ids are from a sequence; but they are held, too, while the table itself is locked.
 """
@@ -72,6 +74,8 @@ SELECT (SELECT id FROM spool WHERE id >= %s AND received_at > now() - interval '
 """
 """The ids of the oldest and the newest spooled report. Reports received more than five minutes ago do not count: the
 merge may have put them aside. The search begins at the id that was found last, so that it does not read them."""
+LARGE_REPORT_BYTES = 65_536
+"""A report above this size is stored by `DatabaseWriter`, because it would delay the others in its batch."""
 ERROR_PAUSE_S = 1.0
 """Seconds to wait after an unexpected error."""
 SPOOL_CHECK_INTERVAL_S = 10.0
@@ -166,31 +170,90 @@ BatchJobT = TypeVar("BatchJobT", SpoolJob, AdmitJob, TrustJob, CommandJob)
 FutureResults = list[tuple[asyncio.Future[Any], Any]]
 
 
-class DatabaseWriter(threading.Thread):
-    """The thread that does the gateway's work on the database. It serves the jobs that the event loop passes to `put`,
-    in batches of several commits, and resolves each job's future on the event loop after the commit.
+class SpoolAccount:
+    """What the writer threads of a gateway know together about reports and the spool. `share` is a host's share of it.
 
-    While the database is down it retries. It also flushes leases and refusals and enqueues periodic jobs.
-    `on_agent_changes` is called on the event loop with agent rows that any process has changed, and `on_reports_needed`
-    with the ids of hosts whose report is needed again.
+    A caller that compares what it reads from the database with `reports_by_host` copies the latter first: a report is
+    counted there until it is committed, so it is then seen in one of the two.
+    """
+
+    def __init__(self, share: SpoolUse) -> None:
+        self.share = share
+        self.has_reports = False
+        """Whether the spool may have reports."""
+        self._lock = threading.Lock()
+        self._reports_by_host: Counter[int] = Counter()
+        self._use: dict[int, SpoolUse] = {}
+        """What this gateway has stored per host since it last saw no report of the host in the spool."""
+        self._urgency_buckets = TokenBuckets(URGENT_PER_S, MAX_URGENT)
+
+    @property
+    def reports_by_host(self) -> Counter[int]:
+        """A copy of the numbers of reports per host that are queued, held or in a current batch. While there is one,
+        the applied hash may change."""
+        with self._lock:
+            return self._reports_by_host.copy()
+
+    def has_reports_of(self, host_id: int) -> bool:
+        """Return whether a report of this host is queued, held or in a current batch."""
+        with self._lock:
+            return self._reports_by_host[host_id] > 0
+
+    def count_report(self, host_id: int) -> None:
+        """Count a report that is queued."""
+        with self._lock:
+            self._reports_by_host[host_id] += 1
+
+    def forget_reports(self, host_ids: Iterable[int]) -> None:
+        """Stop counting reports, one for each of these ids: they are stored, or nobody waits for them any more."""
+        with self._lock:
+            self._reports_by_host.subtract(host_ids)
+            self._reports_by_host = +self._reports_by_host
+
+    def note_stored(self, jobs: Iterable[SpoolJob]) -> None:
+        """Add these reports to what their hosts use of the spool."""
+        with self._lock:
+            for job in jobs:
+                used = self._use.get(job.host_id, SpoolUse())
+                self._use[job.host_id] = SpoolUse(used.reports + 1, used.bytes + len(job.payload))
+
+    def note_measured(self, used: dict[int, SpoolUse]) -> None:
+        """Set what hosts use of the spool, from a measurement."""
+        with self._lock:
+            self._use.update(used)
+
+    def forget_use(self, host_ids: Iterable[int]) -> None:
+        """Forget what these hosts use of the spool: it has no report of them."""
+        with self._lock:
+            for host_id in host_ids:
+                self._use.pop(host_id, None)
+
+    def find_above_share(self, host_ids: Iterable[int]) -> set[int]:
+        """Return those of these hosts that use up their share, as far as is known here."""
+        with self._lock:
+            return {one for one in host_ids if self._use.get(one, SpoolUse()).reaches(self.share)}
+
+    def take_urgency(self, host_ids: Iterable[int]) -> set[int]:
+        """Return those of these hosts that may have an urgent report now, and count it for each of them."""
+        with self._lock:
+            return {host_id for host_id in host_ids if self._urgency_buckets.try_take(host_id)}
+
+
+class JobWriter(threading.Thread):
+    """A thread that serves the jobs that the event loop passes to `put`, in batches of several commits, and resolves
+    each job's future on the event loop after the commit. While the database is down it retries.
+
+    A subclass says in `_work_after_batch` what it does besides.
     """
 
     def __init__(
-        self,
-        *,
-        interval_s: float,
-        max_rows: int,
-        spool_share: SpoolUse,
-        leases: LeaseBuffer,
-        refusals: RefusalCounter,
-        report_jitter: ReportJitter,
-        on_agent_changes: Callable[[list[key_revocation.AgentChange]], None],
-        on_reports_needed: Callable[[list[int]], None],
+        self, name: str, *, interval_s: float, max_rows: int, account: SpoolAccount, report_jitter: ReportJitter
     ) -> None:
-        super().__init__(daemon=True, name="spool-writer")
-        self._interval_s, self._max_rows, self._spool_share = interval_s, max_rows, spool_share
-        self._leases, self._refusals, self._report_jitter = leases, refusals, report_jitter
-        self._on_agent_changes, self._on_reports_needed = on_agent_changes, on_reports_needed
+        super().__init__(daemon=True, name=name)
+        self._interval_s, self._max_rows, self._account = interval_s, max_rows, account
+        self._report_jitter = report_jitter
+        self._idle_s = 1.0
+        """Seconds after which `_work_after_batch` is called although no job has come."""
         self._jobs: queue.SimpleQueue[WriterJob | None] = queue.SimpleQueue()
         self._other_jobs: deque[WriterJob] = deque()
         self._urgent_reports: deque[SpoolJob] = deque()
@@ -200,37 +263,21 @@ class DatabaseWriter(threading.Thread):
         tried again."""
         self._jobs_to_wake: set[str] = set()
         """Names of background jobs that are to be woken."""
-        self._reports_by_host: Counter[int] = Counter()
-        """Reports per host that are queued, held or in the current batch. While there is one, the applied hash may
-        change."""
-        self._spool_use: dict[int, SpoolUse] = {}
-        """What this writer has stored per host since it last saw no report of the host in the spool."""
-        self._urgency_buckets = TokenBuckets(URGENT_PER_S, MAX_URGENT)
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._spool_checked_at = self._changes_read_at = self._depth_measured_at = time.monotonic()
-        self._has_spooled_reports = False
-        self._oldest_spooled_id = 0
-        """The id that `_measure_spool` has found last; older reports in the spool are put aside."""
-        self._has_notification = False
-        self._statement_times: deque[float] = deque(maxlen=STATEMENT_TIMES)
-        """How long the last short statements took, in seconds."""
         self._stopping = False
 
     def put(self, job: WriterJob) -> None:
         """Queue a job. For the event loop only; the first call starts the thread."""
+        if isinstance(job, SpoolJob):
+            self._account.count_report(job.host_id)
+        self.start_once()
+        self._jobs.put(job)
+
+    def start_once(self) -> None:
+        """Start the thread if it does not run yet. For the event loop only."""
         if self._loop is None:
             self._loop = asyncio.get_running_loop()
             self.start()
-            pubsub.subscribe(key_revocation.TOPIC, self._on_notification)
-            pubsub.subscribe(conductor.REPORTS_TOPIC, self._on_notification)
-            pubsub.start_listener()
-        self._jobs.put(job)
-
-    def _on_notification(self, _detail: str | None) -> None:
-        """Handle a notification that agent rows have changed or a report is needed: wake the thread to read them."""
-        if not self._stopping:
-            self._has_notification = True
-            self._jobs.put(None)
 
     def stop(self) -> None:
         """End the thread after its current batch, and close its database connection. Waits up to 15 s."""
@@ -239,18 +286,27 @@ class DatabaseWriter(threading.Thread):
             self.join(15)
 
     def run(self) -> None:
-        """Process batches and periodic work until `stop`. An unexpected error is logged, and the thread goes on."""
+        """Process batches and what is to be done after them until `stop`. An unexpected error is logged, and the thread
+        goes on."""
         with limiting_lock_waits(), ticks.collecting_wake_ups(self._jobs_to_wake):
             while not self._stopping:
                 try:
                     self._process_next_batch()
-                    self._retry_during_outage(self._run_periodic_work)
+                    self._retry_during_outage(self._work_after_batch)
                 except Exception:  # all agents depend on this thread, so it must not end
                     log.exception("unexpected error in the thread that stores agents' messages; it goes on")
                     time.sleep(ERROR_PAUSE_S)
             with suppress(DatabaseError, InterfaceError, psycopg.Error):
                 self._wake_jobs()
         connection.close()
+
+    def _work_after_batch(self) -> None:
+        """Do what this thread does besides its jobs. Raise database errors."""
+        self._wake_jobs()
+
+    def _wake_jobs(self) -> None:
+        """Wake the background jobs in `_jobs_to_wake`, or let another thread wake them."""
+        raise NotImplementedError
 
     def _process_next_batch(self) -> None:
         """Take a batch of queued jobs and serve it, then the held jobs that are due.
@@ -297,12 +353,11 @@ class DatabaseWriter(threading.Thread):
         """Return the next batch: wait for a job, sleep for the flush interval, then take what has arrived.
 
         Reports with a fault come before others, and no more reports are taken than go into one commit. [] if no job
-        came within a second, or within the interval of lease flushes or of held work if that is shorter. The interval
+        came within `_idle_s`, or within the interval of held work if that is shorter. The interval
         is slept through, because being woken by every job costs more than serving it (measured).
         """
         has_waiting_jobs = bool(self._other_jobs or self._urgent_reports or self._normal_reports)
-        has_held_work = self._held_jobs or self._jobs_to_wake or self._leases.has_untried_hosts
-        idle_s = min(HELD_RETRY_S if has_held_work else 1.0, self._leases.flush_s)
+        idle_s = min(HELD_RETRY_S, self._idle_s) if self._held_jobs or self._has_held_work() else self._idle_s
         try:
             self._add_to_lane(self._jobs.get(timeout=0 if has_waiting_jobs else idle_s))
         except queue.Empty:
@@ -317,22 +372,21 @@ class DatabaseWriter(threading.Thread):
         urgent = _pop_jobs(self._urgent_reports, max(1, self._max_rows - normal_count))
         return [*_pop_jobs(self._other_jobs, self._max_rows), *urgent, *_pop_jobs(self._normal_reports, normal_count)]
 
+    def _has_held_work(self) -> bool:
+        """Return whether work besides the held jobs waits for a locked row."""
+        return bool(self._jobs_to_wake)
+
     def _add_to_lane(self, job: WriterJob | None) -> None:
         """Put a job into its lane: reports with a fault, other reports, or everything else. None is no job: it only
         wakes this thread."""
         if isinstance(job, SpoolJob):
             (self._urgent_reports if job.health_to_check else self._normal_reports).append(job)
-            self._reports_by_host[job.host_id] += 1
         elif job is not None:
             self._other_jobs.append(job)
 
     def _forget_reports_of(self, batch: list[WriterJob]) -> None:
-        """Stop counting these jobs in `_reports_by_host`: they are stored, or nobody waits for them any more."""
-        for job in batch:
-            if isinstance(job, SpoolJob):
-                self._reports_by_host[job.host_id] -= 1
-                if not self._reports_by_host[job.host_id]:
-                    del self._reports_by_host[job.host_id]
+        """Stop counting the reports among these jobs: they are stored, or nobody waits for them any more."""
+        self._account.forget_reports([job.host_id for job in batch if isinstance(job, SpoolJob)])
 
     def _retry_during_outage(self, work: Callable[[], None]) -> None:
         """Do `work`, and retry it with a back-off (0.1 to 2 s) while the database is down or one of its tables is
@@ -381,7 +435,8 @@ class DatabaseWriter(threading.Thread):
         if command_jobs := [job for job in batch if isinstance(job, CommandJob)]:
             self._hold_jobs(write_unless_locked(command_jobs, self._store_command_messages))
         locked_reports += self._store_unless_locked([job for job in reports if not job.health_to_check])
-        self._reports_by_host.update(job.host_id for job in locked_reports)
+        for job in locked_reports:
+            self._account.count_report(job.host_id)
         self._hold_jobs(UnwrittenItems([], locked_reports))
 
     def _store_unless_locked(self, reports: list[SpoolJob]) -> list[SpoolJob]:
@@ -403,6 +458,7 @@ class DatabaseWriter(threading.Thread):
         first. Raise only if the database is down, or if a gateway is recording one of the nonces at this moment.
         """
         assert self._loop
+        reporting_hosts = set(self._account.reports_by_host)
         found = authentication.find_enrolled(
             [(job.credential.public_key, bool(job.credential.token), job.nonce) for job in jobs]
         )
@@ -417,17 +473,19 @@ class DatabaseWriter(threading.Thread):
             if authentication.needs_enrolment(job.credential, lookup.agent):
                 others.append((job, lookup.agent))
             else:
-                answered.append((job.future, self._identify_agent(job, lookup.agent)))
+                answered.append((job.future, self._identify_agent(job, lookup.agent, reporting_hosts)))
         self._loop.call_soon_threadsafe(_resolve_futures, answered)
         enrolled = {id(job): agent for job, agent in others}
-        self._serve_one_by_one([job for job, _ in others], lambda job: self._identify_agent(job, enrolled[id(job)]))
+        self._serve_one_by_one(
+            [job for job, _ in others], lambda job: self._identify_agent(job, enrolled[id(job)], reporting_hosts)
+        )
 
-    def _identify_agent(self, job: AdmitJob, known: EnrolledAgent | None) -> object:
+    def _identify_agent(self, job: AdmitJob, known: EnrolledAgent | None, reporting_hosts: set[int]) -> object:
         """Identify or enrol one agent; return an EnrolledAgent or a ConnectionRejectedError. `known` is the agent to
-        which the key belongs.
+        which the key belongs, `reporting_hosts` the hosts that had queued reports before it was looked up.
 
-        The applied hash is given as '' while a report of the host is queued here. Raise only if the database is down,
-        or if a row is locked.
+        The applied hash is given as '' if a report of the host was queued then or is now. Raise only if the database is
+        down, or if a row is locked.
         """
         try:
             found = authentication.identify_or_enrol(job.credential, known)
@@ -440,7 +498,8 @@ class DatabaseWriter(threading.Thread):
             return ConnectionRejectedError(
                 503, "database", f"the agent could not be admitted now: {type(error).__name__}"
             )
-        return replace(found, applied_hash="") if self._reports_by_host[found.host_id] else found
+        is_reporting = found.host_id in reporting_hosts or self._account.has_reports_of(found.host_id)
+        return replace(found, applied_hash="") if is_reporting else found
 
     def _serve_one_by_one(self, jobs: Iterable[BatchJobT], serve: Callable[[BatchJobT], object]) -> None:
         """Serve each job in a transaction of its own, and resolve its future with what `serve` returns.
@@ -483,15 +542,15 @@ class DatabaseWriter(threading.Thread):
         If anything was stored, the job `merge` is woken. Raise database errors.
         """
         began = time.monotonic()
+        queued_before = self._account.reports_by_host
         with connection.cursor() as cursor:
             cursor.execute(SELECT_APPLIED_HASHES, [[job.host_id for job in jobs]])
             applied_hashes = dict(cursor.fetchall())
-            for host_id in applied_hashes:
-                self._spool_use.pop(host_id, None)
+            self._account.forget_use(applied_hashes)
             new = [
                 job
                 for job in jobs
-                if applied_hashes.get(job.host_id) != job.content_hash or self._reports_by_host[job.host_id] > 1
+                if applied_hashes.get(job.host_id) != job.content_hash or queued_before[job.host_id] > 1
             ]
             full_hosts = self._find_hosts_above_share({job.host_id for job in new})
             fresh = [job for job in new if job.host_id not in full_hosts]
@@ -503,12 +562,10 @@ class DatabaseWriter(threading.Thread):
                     for job in fresh:
                         copy.write_row((job.host_id, *job.epoch_seq, job.payload, job.host_id in urgent_hosts))
         if fresh:
-            self._has_spooled_reports = True
+            self._account.has_reports = True
             self._report_jitter.update_stored_rate(len(fresh), time.monotonic() - began)
             ticks.enqueue_job("merge")
-        for job in fresh:
-            used = self._spool_use.get(job.host_id, SpoolUse())
-            self._spool_use[job.host_id] = SpoolUse(used.reports + 1, used.bytes + len(job.payload))
+        self._account.note_stored(fresh)
         outcomes: dict[int, object] = {id(job): _error_for_full_spool() for job in new} | {
             id(job): True for job in fresh
         }
@@ -528,26 +585,108 @@ class DatabaseWriter(threading.Thread):
                 raise
             log.warning("reports are stored as not urgent, because their urgency cannot be found out now: %s", error)
             found = set()
-        urgent_hosts = {host_id for host_id in found if self._urgency_buckets.try_take(host_id)}
+        urgent_hosts = self._account.take_urgency(found)
         for job in jobs:
             job.is_urgent = job.host_id in urgent_hosts
 
     def _find_hosts_above_share(self, host_ids: Iterable[int]) -> set[int]:
         """Return those of these hosts that use up their share of the spool.
 
-        Costs one statement if a host has used its share according to `_spool_use`, which does not see what the merge
+        Costs one statement if a host has used its share according to `_account`, which does not see what the merge
         deletes while the host has other reports in the spool; otherwise none.
         """
-        suspects = [one for one in host_ids if self._spool_use.get(one, SpoolUse()).reaches(self._spool_share)]
+        suspects = list(self._account.find_above_share(host_ids))
         if not suspects:
             return set()
         with connection.cursor() as cursor:
             cursor.execute(MEASURE_SPOOL_OF_HOSTS, [suspects])
             measured = {host_id: SpoolUse(*columns) for host_id, *columns in cursor.fetchall()}
-        self._spool_use.update({host_id: measured.get(host_id, SpoolUse()) for host_id in suspects})
-        return {host_id for host_id in suspects if self._spool_use[host_id].reaches(self._spool_share)}
+        self._account.note_measured({host_id: measured.get(host_id, SpoolUse()) for host_id in suspects})
+        return self._account.find_above_share(suspects)
 
-    def _run_periodic_work(self) -> None:
+
+class ReportWriter(JobWriter):
+    """The thread that stores the reports of ordinary size, and nothing else. `request_wake_ups` is called with the
+    names of jobs that are to be woken, because waking them takes several statements."""
+
+    def __init__(
+        self,
+        *,
+        interval_s: float,
+        max_rows: int,
+        account: SpoolAccount,
+        report_jitter: ReportJitter,
+        request_wake_ups: Callable[[set[str]], None],
+    ) -> None:
+        super().__init__(
+            "report-writer", interval_s=interval_s, max_rows=max_rows, account=account, report_jitter=report_jitter
+        )
+        self._request_wake_ups = request_wake_ups
+
+    def _wake_jobs(self) -> None:
+        """Let the other thread wake the jobs in `_jobs_to_wake`."""
+        if self._jobs_to_wake:
+            self._request_wake_ups(set(self._jobs_to_wake))
+            self._jobs_to_wake.clear()
+
+
+class DatabaseWriter(JobWriter):
+    """The thread that does everything but to store ordinary reports. It also flushes leases and refusals and enqueues
+    periodic jobs.
+
+    `on_agent_changes` is called on the event loop with agent rows that any process has changed, and `on_reports_needed`
+    with the ids of hosts whose report is needed again.
+    """
+
+    def __init__(
+        self,
+        *,
+        interval_s: float,
+        max_rows: int,
+        account: SpoolAccount,
+        leases: LeaseBuffer,
+        refusals: RefusalCounter,
+        report_jitter: ReportJitter,
+        on_agent_changes: Callable[[list[key_revocation.AgentChange]], None],
+        on_reports_needed: Callable[[list[int]], None],
+    ) -> None:
+        super().__init__(
+            "database-writer", interval_s=interval_s, max_rows=max_rows, account=account, report_jitter=report_jitter
+        )
+        self._leases, self._refusals = leases, refusals
+        self._on_agent_changes, self._on_reports_needed = on_agent_changes, on_reports_needed
+        self._idle_s = min(1.0, leases.flush_s)
+        self._spool_checked_at = self._changes_read_at = self._depth_measured_at = time.monotonic()
+        self._oldest_spooled_id = 0
+        """The id that `_measure_spool` has found last; older reports in the spool are put aside."""
+        self._has_notification = False
+        self._statement_times: deque[float] = deque(maxlen=STATEMENT_TIMES)
+        """How long the last short statements took, in seconds."""
+
+    def start_once(self) -> None:
+        """Start the thread, and listen to the notifications of other processes, if it does not run yet."""
+        if self._loop is None:
+            super().start_once()
+            pubsub.subscribe(key_revocation.TOPIC, self._on_notification)
+            pubsub.subscribe(conductor.REPORTS_TOPIC, self._on_notification)
+            pubsub.start_listener()
+
+    def request_wake_ups(self, names: set[str]) -> None:
+        """Let this thread wake these background jobs soon. Any thread may call it."""
+        self._jobs_to_wake.update(names)
+        self._jobs.put(None)
+
+    def _on_notification(self, _detail: str | None) -> None:
+        """Handle a notification that agent rows have changed or a report is needed: wake the thread to read them."""
+        if not self._stopping:
+            self._has_notification = True
+            self._jobs.put(None)
+
+    def _has_held_work(self) -> bool:
+        """Return whether names of jobs, or leases of hosts, wait for a locked row."""
+        return bool(self._jobs_to_wake or self._leases.has_untried_hosts)
+
+    def _work_after_batch(self) -> None:
         """Do what is due: flush leases, metrics and refusals, wake background jobs, read changed agent rows and the
         hosts whose report is needed again, measure the spool.
 
@@ -594,11 +733,16 @@ class DatabaseWriter(threading.Thread):
         """Wake the background jobs in `_jobs_to_wake`.
 
         A name is kept until the next call while another process that wakes the same job has not committed: the name
-        conflicts with the row that it has inserted.
+        conflicts with the row that it has inserted. The names are taken out first, because the other thread may ask for
+        one of them again as soon as its job has begun.
         """
         if names := sorted(self._jobs_to_wake):
-            unwritten = write_unless_locked(names, ticks.wake_jobs)
-            self._jobs_to_wake.difference_update(set(names) - {*unwritten.untried, *unwritten.locked})
+            self._jobs_to_wake.difference_update(names)
+            left = UnwrittenItems(names, [])
+            try:
+                left = write_unless_locked(names, ticks.wake_jobs)
+            finally:
+                self._jobs_to_wake.update(left.untried, left.locked)
 
     def _measure_spool(self) -> None:
         """Read the oldest and the newest id in the spool, and pass them on to `ReportJitter`, which computes how long
@@ -606,14 +750,15 @@ class DatabaseWriter(threading.Thread):
 
         This is repeated every DEPTH_INTERVAL_S until the spool is empty.
         """
-        if not self._has_spooled_reports or time.monotonic() - self._depth_measured_at < DEPTH_INTERVAL_S:
+        if not self._account.has_reports or time.monotonic() - self._depth_measured_at < DEPTH_INTERVAL_S:
             return
         self._depth_measured_at = time.monotonic()
+        self._account.has_reports = False  # before the statement, because the other thread may set it meanwhile
         with connection.cursor() as cursor:
             cursor.execute(SELECT_SPOOL_RANGE, [self._oldest_spooled_id])
             oldest_id, newest_id = cursor.fetchone()
         self._oldest_spooled_id = oldest_id or newest_id or self._oldest_spooled_id
-        self._has_spooled_reports = oldest_id is not None
+        self._account.has_reports = self._account.has_reports or oldest_id is not None
         self._report_jitter.update_merge_time(oldest_id, newest_id)
 
     def _read_agent_changes(self) -> None:
@@ -634,11 +779,12 @@ class DatabaseWriter(threading.Thread):
 
         A host whose report is queued here is left out: that report is compared in full.
         """
+        queued_before = self._account.reports_by_host
         with connection.cursor() as cursor:
             began = time.monotonic()
             cursor.execute(SELECT_HOSTS_WITHOUT_APPLIED_REPORT)
             self._note_statement_time(time.monotonic() - began)
-            host_ids = [host_id for (host_id,) in cursor.fetchall() if not self._reports_by_host[host_id]]
+            host_ids = [host_id for (host_id,) in cursor.fetchall() if host_id not in queued_before]
         if host_ids and self._loop:
             with suppress(RuntimeError):  # the loop is closed, and with it every connection
                 self._loop.call_soon_threadsafe(self._on_reports_needed, host_ids)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from django.contrib import admin
@@ -20,7 +19,7 @@ from unfold.forms import AdminPasswordChangeForm, UserChangeForm, UserCreationFo
 from accelerators.models import Host
 from accelerators.ui import badges
 from accelerators.ui.changelist import ConsoleModelAdmin
-from accelerators.ui.permissions import Right
+from accelerators.ui.explained_admin import Rights
 from cyborgweb.admin.read_only import MaintenanceAdmin
 from cyborgweb.auth import roles
 from cyborgweb.auth.admin_audit import AuditedAdminMixin
@@ -135,7 +134,7 @@ class ApiTokenAdmin(AuditedAdminMixin, ConsoleModelAdmin):
     exports = {"user": ("user__username",), "shown_roles": ("roles",)}
     empty = "No API tokens yet. This command makes one and prints it, once:"
     empty_command = "manage.py api_token NAME"
-    rights: ClassVar[Mapping[str, tuple[Right, ...] | None]] = {"add": None, "change": None}
+    rights: ClassVar[Rights] = {"add": None, "change": None}
 
     @display(description="Roles")
     def shown_roles(self, token: ApiToken) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 from django.contrib import messages
 from django.core.exceptions import PermissionDenied
@@ -17,6 +17,7 @@ from accelerators.domain.errors import RefusedError
 from accelerators.domain.states import EventSource
 from accelerators.ui import badges
 from accelerators.ui.changelist import ReadOnlyModelAdmin
+from accelerators.ui.explained_admin import Rights
 from accelerators.ui.permissions import Right
 from cyborgweb.auth import read_only, roles
 
@@ -26,6 +27,7 @@ SWITCH_READ_ONLY = Right("cyborg:maintenance:update", "cyborgweb.change_maintena
 class MaintenanceAdmin(ReadOnlyModelAdmin):
     """The page of the read-only switch. A person with the right to change it can use it also while it is on."""
 
+    rights: ClassVar[Rights] = {"change": (SWITCH_READ_ONLY,)}
     list_display = ("since", "by", "reason")  # the columns of the export; the list itself is not shown
 
     def has_change_permission(self, request: HttpRequest, obj: Model | None = None) -> bool:

@@ -9,7 +9,7 @@ from uuid import UUID
 import click
 
 from cyborgweb.cli import bulk, completion, names, options
-from cyborgweb.cli.exit_codes import ExitCode
+from cyborgweb.cli.exit_codes import CliError, ExitCode
 from cyborgweb.cli.following import WorkProgress, follow_until_ended
 from cyborgweb.cli.many_targets import show_and_exit
 from cyborgweb.cli.options import CliContext, pass_cli_context, verb_command
@@ -17,7 +17,7 @@ from cyborgweb.cli.output import print_row
 
 DEVICE_STATES = ("inactive", "installing", "ready", "maintenance", "failed", "quarantined", "missing", "retired")
 DEVICE_HEALTH = ("ok", "degraded", "failed", "unknown")
-DEVICE_COLUMNS = ("uuid", "state", "status", "type", "model", "address", "host=host.name", "driver", "backend", "held")
+DEVICE_COLUMNS = ("uuid", "state", "status", "type", "name", "address", "host=host.name", "driver", "backend", "held")
 MAX_HISTORY = 10
 MAX_POLLED_DEVICES = 20
 """If more devices are being installed, one list is read to find those that still are, not each of them."""
@@ -33,7 +33,8 @@ AGENT_STATES = ("up", "late", "down", "revoked", "clone")
     "--health", "status", type=click.Choice(DEVICE_HEALTH), multiple=True, help="With this health; can be repeated."
 )
 @click.option("--type", "kind", help="Only of this type: GPU, FPGA, NIC, …")
-@click.option("--vendor", help="Only of this vendor.")
+@click.option("--vendor", help="Only of this vendor, as its driver reports it: 10de.")
+@click.option("--name", help='Only with these words in the name of the hardware: --name "nvidia a100".')
 @click.option("--driver", shell_complete=completion.complete_drivers, help="Only of this driver.")
 @click.option(
     "--draining/--not-draining",
@@ -52,8 +53,9 @@ def device_list(cli_context: CliContext, limit: int, kind: str | None, quiet: bo
     fields = "uuid" if quiet else None
 
     def fetch() -> list[dict[str, Any]]:
-        """Fetch the devices that the filters select."""
-        return cli_context.fetch_rows("devices/", limit, **filters, type=kind, fields=fields)
+        """Fetch the devices that the filters select. Servers of older releases send no name."""
+        rows = cli_context.fetch_rows("devices/", limit, **filters, type=kind, fields=fields)
+        return [{"name": row.get("model")} | row for row in rows]
 
     if quiet:
         click.echo("".join(f"{row['uuid']}\n" for row in fetch()), nl=False)
@@ -186,6 +188,28 @@ def device_retire(cli_context: CliContext, **selection_options: Any) -> None:
 def agent_list(cli_context: CliContext, limit: int, **filters: Any) -> None:
     """List agents. Each row has the host, the agent's state, when it was last seen, and its version."""
     cli_context.print_list(lambda: cli_context.fetch_rows("agents/", limit, **filters), AGENT_COLUMNS, "No agents.")
+
+
+@verb_command("host-remove", "host-remove cmp9.example --reason decommissioned")
+@click.argument("host", shell_complete=completion.complete_hosts)
+@click.option("--dry-run", is_flag=True, help="Only show what would be deleted.")
+@options.reason_option
+@options.yes_option
+@pass_cli_context
+def host_remove(cli_context: CliContext, host: str, dry_run: bool, reason: str, yes: bool) -> None:
+    """Remove a decommissioned host with its devices, its providers in Placement and its agent's key.
+
+    This is refused while a request or an allocation exists. Events are kept, and the name may join again.
+    """
+    address = f"hosts/{names.resolve_host(cli_context.api, host)}/remove/"
+    preview = cli_context.api.post(address, {"dry_run": True})
+    if not dry_run:
+        if preview["refused"]:
+            raise CliError(ExitCode.REFUSED, preview["refused"])
+        name, devices, providers = (preview[column] for column in ("host", "devices", "providers"))
+        options.confirm_name(f"Remove host {name} with {devices} devices and {providers} providers?", name, yes)
+        preview = cli_context.api.post(address, {"confirm": name, "reason": reason})
+    print_row(preview, cli_context.output)
 
 
 def _apply_action(

@@ -132,6 +132,7 @@ VERB_COMMANDS = (
     usage.show_usage,
     census.load_census,
     devices.agent_list,
+    devices.host_remove,
     certificates.announcement_key,
     certificates.announce_certificate,
     completion,

@@ -291,3 +291,15 @@ def _require_terminal() -> None:
     """Raise UsageError if there is no terminal on which a question could be answered."""
     if not sys.stdin.isatty():
         raise click.UsageError("There is no terminal on which to confirm this: give --yes.")
+
+
+def confirm_name(question: str, name: str, is_confirmed: bool) -> None:
+    """Ask the user to type `name` as a confirmation, unless `is_confirmed` (the option --yes) is set.
+
+    Raises CliError if the user types something else, UsageError if standard input is not a terminal.
+    """
+    if is_confirmed:
+        return
+    _require_terminal()
+    if click.prompt(f"{question} To confirm, type its name", default="", show_default=False, err=True) != name:
+        raise CliError(ExitCode.REFUSED, NOT_CONFIRMED_TEXT)

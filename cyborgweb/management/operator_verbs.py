@@ -80,6 +80,7 @@ VERBS: Mapping[str, Mapping[str, click.Command]] = {
         "rollout": drivers.rollout_show,
         "cancel": drivers.rollout_cancel,
     },
+    "host": {"remove": devices.host_remove},
     "command": {
         **{name.partition("-")[2]: verb for name, verb in device_commands.ORDER_VERBS.items()},
         "list": device_commands.command_list,

@@ -5,7 +5,6 @@ Every console user has their own subscriptions. The API's policy rules decide wh
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from django import forms
@@ -24,9 +23,10 @@ from accelerators.domain.errors import RefusedError
 from accelerators.domain.states import EventSource
 from accelerators.ui import badges
 from accelerators.ui.changelist import ConsoleModelAdmin, ReadOnlyModelAdmin
+from accelerators.ui.conflicts import ConflictPage, read_generation
 from accelerators.ui.empty_lists import Source
+from accelerators.ui.explained_admin import Rights
 from accelerators.ui.permissions import Right
-from accelerators.ui.refusals import RefusalAsMessage
 from cyborgweb.auth import policy
 from cyborgweb.auth.roles import get_caller
 from cyborgweb.models.event_types import (
@@ -124,7 +124,7 @@ class SubscriptionForm(SubscriptionModelForm):
         return data
 
 
-class SubscriptionAdmin(RefusalAsMessage, ConsoleModelAdmin):
+class SubscriptionAdmin(ConflictPage, ConsoleModelAdmin):
     """List and page of subscriptions. A subscription created here belongs to its user personally."""
 
     form = SubscriptionForm
@@ -147,11 +147,12 @@ class SubscriptionAdmin(RefusalAsMessage, ConsoleModelAdmin):
         "There are no subscriptions, so nobody gets messages when accelerators are bound or devices fail. Add one for"
         " your inbox, an e-mail address or a webhook."
     )
-    rights: ClassVar[Mapping[str, tuple[Right, ...] | None]] = {
+    rights: ClassVar[Rights] = {
         "view": (Right("cyborg:subscription:get_all", ""),),
         "add": (Right("cyborg:subscription:create", ""),),
         "change": (Right("cyborg:subscription:update", ""),),
         "delete": (Right("cyborg:subscription:delete", ""),),
+        "hand_over": (Right("cyborg:subscription:hand_over", ""),),
     }
 
     @display(description="Standing", ordering="standing")
@@ -273,7 +274,8 @@ class SubscriptionAdmin(RefusalAsMessage, ConsoleModelAdmin):
         if change:
             if values.get("standing") not in subscriptions.SETTABLE_STANDINGS:
                 values.pop("standing", None)
-            subscriptions.edit(obj.pk, values, caller, EventSource.PERSON)
+            generation = read_generation(request)
+            subscriptions.edit(obj.pk, values, caller, EventSource.PERSON, generation=generation)
             return
         subscription, secret = subscriptions.create(values, caller, EventSource.PERSON, personal=True)
         obj.pk = subscription.pk
@@ -400,7 +402,10 @@ class DeliveryAdmin(ReadOnlyModelAdmin):
     }
     empty = "No message was delivered yet. Each event is delivered to the subscriptions that match it."
     sources = (Source("Subscriptions", "cyborgweb.subscription"),)
-    rights: ClassVar[Mapping[str, tuple[Right, ...] | None]] = {"view": (Right("cyborg:delivery:get_all", ""),)}
+    rights: ClassVar[Rights] = {
+        "view": (Right("cyborg:delivery:get_all", ""),),
+        "replay": (Right("cyborg:delivery:update", ""),),
+    }
 
     @display(description="When", ordering="-at")
     def when(self, row: Delivery) -> SafeString:

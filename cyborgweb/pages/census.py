@@ -8,13 +8,12 @@ from __future__ import annotations
 from typing import Any
 
 from django.contrib import admin
-from django.core.exceptions import PermissionDenied
 from django.http import HttpRequest, HttpResponse
 from django.template.response import TemplateResponse
 
 from accelerators.domain.errors import RefusalReason, RefusedError
 from accelerators.models import DeviceProfile
-from accelerators.ui import badges
+from accelerators.ui import badges, permissions
 from cyborgweb.pages import capacity
 from cyborgweb.telemetry import census
 
@@ -31,8 +30,7 @@ def show_census(request: HttpRequest) -> HttpResponse:
     A POST blocks until the hosts have answered, for a few seconds at most. Raises PermissionDenied for users who
     may not view devices.
     """
-    if not request.user.has_perm("accelerators.view_device"):
-        raise PermissionDenied
+    permissions.require_permission(request, permissions.VIEW_DEVICES)
     form_values = {name: request.POST.get(name, "").strip() for name in ("profile", "count", "hosts")}
     context = admin.site.each_context(request) | {
         "title": "Load census",

@@ -14,11 +14,12 @@ from django.http import Http404, HttpRequest, HttpResponse
 from django.shortcuts import render
 from django.views import defaults
 
+from accelerators.ui.explained_admin import ExplainedModelAdmin
 from cyborgweb.auth.read_only import RETRY_S
 
 TITLES_AND_SENTENCES = {
     400: ("Not understood", "The address or the form has a part that this page does not know. Go back and try again."),
-    403: ("Not allowed", "Your account may not see this. An administrator can put it into a group that may."),
+    403: ("Not allowed", "Your account may not do this. Ask an administrator of this console."),
     404: ("Not found", "There is nothing at this address, or no longer."),
     503: ("Read only", ""),
 }
@@ -65,5 +66,24 @@ def _render_in_console(request: HttpRequest, exception: Exception, status: int) 
     title, sentence = TITLES_AND_SENTENCES[status]
     if isinstance(exception, BadRequest | PermissionDenied | Http404) and exception.args:
         sentence = exception.args[0] if isinstance(exception.args[0], str) else sentence
+    elif status == 403:
+        sentence = _explain_refused_page(request) or sentence
     page = admin.site.each_context(request) | {"title": title, "sentence": sentence}
     return render(request, "cyborgweb/pages/error.html", page, status=status)
+
+
+def _explain_refused_page(request: HttpRequest) -> str:
+    """Return which role or permission would open the page of the request, or that nobody can do this in the console.
+
+    Returns '' if it is not a page of a list, or if the user has the rights and something else is refused.
+    """
+    match = request.resolver_match
+    app_model, _, view_name = (match.url_name or "").rpartition("_") if match else ("", "", "")
+    for model, listing in admin.site._registry.items():
+        if app_model == f"{model._meta.app_label}_{model._meta.model_name}" and isinstance(
+            listing, ExplainedModelAdmin
+        ):
+            is_change = view_name == "change" and request.method == "POST"
+            verb = view_name if view_name in ("add", "delete") or is_change else "view"
+            return listing.explain_refusal(request, verb)
+    return ""

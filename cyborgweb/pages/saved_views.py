@@ -74,8 +74,8 @@ def store_list_memory(request: HttpRequest, model: str) -> HttpResponseBase:
     Http404 for an unknown list, BadRequest for unknown columns.
     """
     listing = _find_list(model)
-    if not listing.has_view_permission(request):
-        raise PermissionDenied
+    if denial := listing.explain_refusal(request, "view"):
+        raise PermissionDenied(denial)
     if request.method != "POST":
         return HttpResponseNotAllowed(["POST"])
     query = request.POST.get("query", "")[:2000]

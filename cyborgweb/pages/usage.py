@@ -4,12 +4,12 @@ statement."""
 from __future__ import annotations
 
 from django.contrib import admin
-from django.core.exceptions import PermissionDenied
 from django.http import HttpRequest, HttpResponse
 from django.template.response import TemplateResponse
 
 from accelerators.domain.states import DeviceType
 from accelerators.requests.capacity import GROUP_COLUMNS, CapacityQuery
+from accelerators.ui import permissions
 from agents import telemetry
 from cyborgweb.pages import capacity
 
@@ -24,8 +24,7 @@ def show_usage_page(request: HttpRequest) -> HttpResponse:
     These are parameters of the query; an unknown grouping is ignored, and without any the groups are resource classes.
     Raises PermissionDenied for users who may not view devices.
     """
-    if not request.user.has_perm("accelerators.view_device"):
-        raise PermissionDenied
+    permissions.require_permission(request, permissions.VIEW_DEVICES)
     form_values = {
         name: request.GET.get(name, "").replace("\0", "")[:MAX_PARAMETER_LENGTH]
         for name in ("by", "then", *GROUP_COLUMNS)

@@ -15,6 +15,8 @@ from pathlib import Path
 from cyborgweb.settings.mail_address import MailAddressError, parse_mail_domain, parse_sender
 from drivers.configuration import ConfigurationError, declare_key, load_configuration
 
+HARDWARE_NAME = re.compile(r"[^:=]+:[^=]+=.*\S.*")
+"""The form of an entry of CYBORG_HARDWARE_NAMES."""
 MAX_BODY_BYTES = 1_048_576
 """The size of a request's body, except of an uploaded image."""
 ANNOUNCEMENTS_FILE = "agent-announcements"
@@ -373,6 +375,19 @@ class Keys:
         "Show the load of each device in `/metrics`, in at most 50 000 series.",
         "`off`",
     )
+    pci_ids: str = declare_key(
+        "CYBORG_PCI_IDS",
+        "/usr/share/misc/pci.ids",
+        "The PCI ID database, from which the console, `/api` and the command line have the names of hardware; Debian's"
+        " package `pci.ids` has it. `off`, or a file that does not exist: hardware is shown as its driver reports it.",
+    )
+    hardware_names: tuple[str, ...] = declare_key(
+        "CYBORG_HARDWARE_NAMES",
+        (),
+        "Names of single models of hardware, which take precedence: `VENDOR:MODEL=NAME` with what the driver reports,"
+        " such as `10de:20b5=NVIDIA A100 80GB PCIe`, separated by commas.",
+        "*(none)*",
+    )
     debug: bool = declare_key("CYBORG_DEBUG", False, "Django's debug pages. Never in production.", "`off`")
 
     @property
@@ -452,6 +467,9 @@ def get_keys() -> Keys:
     _check_client_limits(loaded)
     _check_agent_settings(loaded)
     _check_public_keys(loaded)
+    for entry in loaded.hardware_names:
+        if not HARDWARE_NAME.fullmatch(entry):
+            raise ConfigurationError(f"CYBORG_HARDWARE_NAMES: {entry!r} is not usable: write VENDOR:MODEL=NAME")
     if len(loaded.environment) > 40 or not loaded.environment.isprintable():
         raise ConfigurationError("CYBORG_ENVIRONMENT is not usable: write at most 40 printable characters")
     return loaded

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 from django.conf import settings
 from django.contrib import admin
@@ -22,6 +22,7 @@ from accelerators.outbox import STUCK_AFTER_FAILURES
 from accelerators.ui import badges, permissions
 from accelerators.ui.changelist import ReadOnlyModelAdmin, parse_uuid
 from accelerators.ui.empty_lists import CLOUD_IN_MANUAL, Source
+from accelerators.ui.explained_admin import Rights
 from placement_sync.admin import describe, status
 from placement_sync.cloud import get_cloud_session
 from placement_sync.jobs import discrepancies, writer_election
@@ -74,6 +75,7 @@ class TreeAdmin(ReadOnlyModelAdmin):
     search_help_text = "host, uuid of its compute provider"
     exports = {"standing": ("waiting", "problems"), "providers": ()}
     empty = "No host was written to Placement yet. That needs a cloud and an enabled device."
+    rights: ClassVar[Rights] = {"look": (permissions.RESCAN,)}
     sources = (CLOUD_IN_MANUAL, Source("Devices", "accelerators.device", rights=(permissions.UPDATE_DEVICE,)))
 
     def get_queryset(self, request: HttpRequest) -> QuerySet[Tree]:

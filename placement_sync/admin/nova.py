@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 from uuid import UUID
 
 from django.contrib import admin, messages
@@ -21,6 +21,7 @@ from accelerators.models import AcceleratorRequest
 from accelerators.ui import badges, permissions
 from accelerators.ui.changelist import ReadOnlyModelAdmin
 from accelerators.ui.empty_lists import CLOUD_IN_MANUAL
+from accelerators.ui.explained_admin import Rights
 from accelerators.ui.permissions import Right
 from placement_sync.models import NovaEndpoint
 from placement_sync.nova import endpoints
@@ -43,6 +44,7 @@ class NovaEndpointAdmin(ReadOnlyModelAdmin):
     readonly_fields = fields
     exports = {"shown_trust": ("proven_at", "confirmed_at")}
     empty = "Nova was not asked about instances yet. That needs a cloud."
+    rights: ClassVar[Rights] = {"decide": (CONFIRM_NOVA,)}
     sources = (CLOUD_IN_MANUAL,)
 
     @display(description="Trusted", ordering="proven_at")

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from django import forms
-from django.db.models import Model
 from django.http import HttpRequest, HttpResponse, HttpResponseRedirect
 from django.urls import reverse
 from django.utils.html import format_html, format_html_join
@@ -14,7 +13,8 @@ from unfold.decorators import display
 
 from accelerators.admin import device_actions
 from accelerators.models import Host
-from accelerators.ui import badges, permissions
+from accelerators.ui import badges
+from accelerators.ui.explained_admin import ExplainedModelAdmin, Rights
 from accelerators.ui.permissions import Right
 from accelerators.ui.refusals import RefusalAsMessage
 from placement_sync.jobs import writer_election
@@ -53,12 +53,14 @@ class WriterForm(WriterModelForm):
         }
 
 
-class WriterAdmin(RefusalAsMessage):
+class WriterAdmin(RefusalAsMessage, ExplainedModelAdmin):
     """The page of the single writer row. Users with the right `CHANGE_WRITER` may change it."""
 
     form = WriterForm
     fields = ("who", "reason", "shown_since", "shown_unable")
     readonly_fields = ("shown_since", "shown_unable")
+    rights: ClassVar[Rights] = {"add": None, "delete": None, "change": (CHANGE_WRITER,)}
+    change_form_before_template = "console/read_only_reason.html"
 
     def get_object(self, request: HttpRequest, object_id: str, from_field: str | None = None) -> Writer | None:
         """Return the current writer, also while no row exists; None for any id other than 1."""
@@ -67,18 +69,6 @@ class WriterAdmin(RefusalAsMessage):
     def changelist_view(self, request: HttpRequest, extra_context: Any = None) -> HttpResponse:
         """Redirect to the page of the single row."""
         return HttpResponseRedirect(reverse("admin:placement_sync_writer_change", args=[1]))
-
-    def has_add_permission(self, request: HttpRequest) -> bool:
-        """Return False: there is always exactly one writer."""
-        return False
-
-    def has_delete_permission(self, request: HttpRequest, obj: Model | None = None) -> bool:
-        """Return False: there is always exactly one writer."""
-        return False
-
-    def has_change_permission(self, request: HttpRequest, obj: Model | None = None) -> bool:
-        """Return whether the user has the right `CHANGE_WRITER`; False while everything is read only."""
-        return permissions.is_allowed(request, CHANGE_WRITER)
 
     def save_model(self, request: HttpRequest, obj: Writer, form: forms.ModelForm[Writer], change: bool) -> None:
         """Switch the writer, with its event, instead of saving the row.

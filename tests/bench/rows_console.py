@@ -86,7 +86,7 @@ def search_rows(
     device_paths += [f"{admin}/deployable/?q={term}" for term in (host, deployable[:8], address)]
     device_paths += [f"{admin}/attachhandle/?q={term}" for term in (host, handle[:8])]
     device_paths += [f"/admin/find/?q={term}" for term in ("seed-00", address)]
-    event_paths = [f"{admin}/event/?q={term}" for term in (host, uuid, "olga", f"{host} device.maintenance")]
+    event_paths = [f"{admin}/event/?q={term}" for term in (host, uuid, "olga", f"{host}+device.maintenance")]
     found = []
     with run_granian(lab, 1) as server:
         for name, paths in ((f"{devices} devices", device_paths), (f"{events} events", event_paths)):

@@ -29,7 +29,7 @@ ADMIN_BUTTONS = {
 """Page → buttons that an administrator sees there; a role that may not use a button does not see it."""
 ACCESS_ENTRIES = {"API tokens", "Users", "Maintenance"}
 TENANT_ENTRIES = {"Overview", "Requests", "Device profiles", "Inbox", "Subscriptions", "Deliveries", "Manual"}
-NOT_SEEN = "Your account may not see this. An administrator can put it into a group that may."
+NOT_SEEN = "You need membership in the group role:{} or the permission "
 TAKES_ADMIN = "You need the role admin or membership in the group role:administrator. Your roles: {}."
 TAKES_OPERATOR = "You need the role accelerator_operator or membership in the group role:operator. Your roles: {}."
 
@@ -119,13 +119,13 @@ def test_a_page_that_a_role_may_not_see_names_the_reason_and_links_to_the_overvi
             page.goto(path)
             expect(page.locator("#result_list tbody tr").first).to_be_visible()
         else:
-            check_page_is_refused(page, path, NOT_SEEN)
+            check_page_is_refused(page, path, NOT_SEEN.format("auditor"))
     if rights.rescans:
         page.goto(ATTACH)
         expect(page.get_by_role("button", name="Attach")).to_be_visible()
     else:
         check_page_is_refused(page, ATTACH, TAKES_OPERATOR.format(rights.role_names))
-    check_page_is_refused(page, "/admin/auth/user/add/", NOT_SEEN)
+    check_page_is_refused(page, "/admin/auth/user/add/", NOT_SEEN.format("administrator"))
     picture(page, screens / f"{name}-refused.png")
     assert find_violations(page) == []
     desk.drop_complaints("status of 403")
@@ -162,7 +162,7 @@ def test_a_tenant_sees_its_own_project_s_requests_and_nothing_else(desk: Console
     expect(rows.filter(has_text="Initial")).to_have_count(1)
     picture(page, screens / "tenant-requests.png")
     for path in (DEVICES, MAIN["hosts"], MAIN["events"], USERS):
-        check_page_is_refused(page, path, NOT_SEEN)
+        check_page_is_refused(page, path, NOT_SEEN.format("auditor" if path == USERS else "viewer"))
     removed = f"There is no accelerator request '{other}'; perhaps it was removed."
     check_page_is_refused(page, f"/admin/accelerators/acceleratorrequest/{other}/change/", removed, "Not found", 404)
     picture(page, screens / "tenant-refused.png")

@@ -307,7 +307,11 @@ def _delete_hostile_requests(installation: Installation) -> None:
     assert installation.neighbours
     url = f"http://127.0.0.1:{installation.product.port}/v2/accelerator_requests"
     headers = {"X-Auth-Token": installation.neighbours.tokens["hostile"]}
-    left = requests.get(url, headers=headers, timeout=60).json()["arqs"]
+    listed = wait_for(
+        lambda: (answer := requests.get(url, headers=headers, timeout=60)).status_code != 503 and answer,
+        "a list of the hostile tenant's requests, after its earlier lists",
+    )
+    left = listed.json()["arqs"]
     headers["X-Service-Token"] = installation.neighbours.tokens["nova"]
     for request in left:
         answer = requests.delete(url, params={"arqs": request["uuid"]}, headers=headers, timeout=60)

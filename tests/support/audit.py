@@ -65,15 +65,16 @@ SUBJECTS = {
     "deployable": "device",
     "device": "device command",
     "deviceprofile": "profile",
-    "driverwish": "driver",
+    "driverwish": "driver host",
+    "providerowner": "host",
     "releasedhandle": "device",
-    "rolloutstep": "rollout driver command",
+    "rolloutstep": "rollout driver command host",
 }
 """The subject types of events that may record a change of a table. For other tables it is the table's own name.
 
-A change of a part of a device is recorded by an event of the device. A command makes its device busy or free again, and
-moves the step of a rollout. After a restore all requests that are being bound get a later deadline; one event of the
-database records that.
+A change of a part of a device is recorded by an event of the device. The removal of a host deletes what is wanted of
+its drivers and whose its providers are. A command makes its device busy or free again, and moves the step of a rollout.
+After a restore all requests that are being bound get a later deadline; one event of the database records that.
 """
 ITSELF = {"acceleratorrequest", "admissionrule", "attachment", "command", "device", "deviceprofile", "host", "image"}
 """Tables whose rows are the subjects of events. A statement may change at most as many rows as there are subjects."""

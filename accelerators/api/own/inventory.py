@@ -22,18 +22,21 @@ from accelerators.api.own.fields import (
     HostReference,
     ReasonSerializer,
     RowSerializer,
+    StrictTextField,
     UrlField,
     parse_attach_info,
 )
 from accelerators.api.own.filters import RowFilter, choice_filter, host_filter, presence_filter
 from accelerators.api.own.views import CollectionView
 from accelerators.devices import lifecycle, partitioning
+from accelerators.devices.lifecycle import MAX_REASON
 from accelerators.domain import device_actions
 from accelerators.domain.device_actions import Action
 from accelerators.domain.identity import SERIAL_PREFIX
-from accelerators.domain.states import DeviceState, DeviceType, DrainTarget, HandleType, Health
+from accelerators.domain.states import DeviceState, DeviceType, DrainTarget, EventSource, HandleType, Health
 from accelerators.models import AcceleratorRequest, AttachHandle, Attribute, Deployable, Device, Host
-from accelerators.models.devices import build_driver_error_expression
+from accelerators.models.devices import build_driver_error_expression, build_name_condition
+from accelerators.workflows import host_removal
 
 
 def count_related_rows(rows: QuerySet[Any], column: str, outer_column: str = "pk") -> Coalesce:
@@ -75,6 +78,7 @@ class HostSerializer(RowSerializer):
             "node",
             "stale_since",
             "reported_at",
+            "removing_since",
             "devices",
             "drivers",
             "created_at",
@@ -82,8 +86,33 @@ class HostSerializer(RowSerializer):
         )
 
 
+class RemovalSerializer(serializers.Serializer[Any]):
+    """Body of the removal of a host."""
+
+    confirm = StrictTextField(
+        max_length=255, required=False, allow_blank=True, help_text="The host's name; needed unless `dry_run` is true."
+    )
+    reason = StrictTextField(max_length=MAX_REASON, required=False, allow_blank=True)
+    dry_run = serializers.BooleanField(required=False, help_text="Only return what would be deleted.")
+
+
+class RemovalPreviewSerializer(serializers.Serializer[Any]):
+    """What is deleted with a host: numbers of rows, and why the removal would be refused now ('' if it would not)."""
+
+    host = serializers.CharField(read_only=True)
+    devices = serializers.IntegerField(read_only=True)
+    handles = serializers.IntegerField(read_only=True)
+    providers = serializers.IntegerField(read_only=True, help_text="Resource providers, which Placement may have.")
+    wanted_drivers = serializers.IntegerField(read_only=True)
+    commands = serializers.IntegerField(read_only=True)
+    guests_unconfirmed = serializers.IntegerField(
+        read_only=True, help_text="Handles of which the host has not confirmed that no guest uses them."
+    )
+    refused = serializers.CharField(read_only=True)
+
+
 class HostView(CollectionView):
-    """Compute hosts, ordered by name."""
+    """Compute hosts, ordered by name. A decommissioned host can be removed."""
 
     policy = "host"
     sort_fields = {"name": "name", "created": "id"}
@@ -92,6 +121,27 @@ class HostView(CollectionView):
     serializer_class = HostSerializer
     filterset_class = HostFilter
     queryset = Host.objects.annotate(number_of_devices=count_related_rows(Device.objects.all(), "host"))
+    member_actions = {"remove": RemovalSerializer}
+    actions_to_confirm = ("remove",)
+    response_serializers = {"remove": (202, RemovalPreviewSerializer)}
+
+    @property
+    def policy_rules(self) -> dict[str, str]:
+        """Add the rule `cyborg:host:delete` for POST, because the only action removes a host."""
+        return super().policy_rules | {"POST": "cyborg:host:delete"}
+
+    def remove(self, request: Request, **kwargs: str) -> Response:
+        """Remove a decommissioned host: revoke its agent, and delete its devices and providers; 202.
+
+        409 unless `confirm` is the host's name, and while requests or allocations exist. With `dry_run` nothing is
+        changed (200). Events are kept, and the name may join again.
+        """
+        values, host = self.validate_body(), self.get_object()
+        preview = host_removal.preview_removal(host)
+        if not values.get("dry_run"):
+            confirmed, reason = values.get("confirm", ""), values.get("reason", "")
+            host_removal.order_removal(host.uuid, confirmed, self.caller, reason, EventSource.API)
+        return Response(RemovalPreviewSerializer(preview).data, 200 if values.get("dry_run") else 202)
 
 
 class DeviceFilter(RowFilter):
@@ -104,6 +154,9 @@ class DeviceFilter(RowFilter):
     status = choice_filter(Health, help_text="Its health.")
     type = choice_filter(DeviceType)
     vendor = filters.CharFilter()
+    name = filters.CharFilter(
+        method="filter_by_name", help_text="All words occur in the name of the hardware, such as `nvidia a100`."
+    )
     driver = filters.CharFilter()
     backend = filters.CharFilter()
     draining = presence_filter("drain_to", "Whether it is draining: it waits until its last request ends.")
@@ -112,6 +165,10 @@ class DeviceFilter(RowFilter):
     def filter_by_serial(self, devices: QuerySet[Device], name: str, serial: str) -> QuerySet[Device]:
         """Keep the devices with this serial number, by the index of the keys."""
         return devices.filter(key=f"{SERIAL_PREFIX}{serial}")
+
+    def filter_by_name(self, devices: QuerySet[Device], name: str, term: str) -> QuerySet[Device]:
+        """Keep the devices whose hardware has this name, by the ids that belong to it."""
+        return devices.filter(build_name_condition(term))
 
     def filter_by_staleness(self, devices: QuerySet[Device], name: str, wanted: bool) -> QuerySet[Device]:
         """Keep stale devices if `wanted`, others if not.
@@ -137,6 +194,15 @@ class DeviceSerializer(RowSerializer):
     next_actions = serializers.SerializerMethodField()
     draining = serializers.SerializerMethodField()
     held = serializers.IntegerField(read_only=True, help_text="How many requests hold one of its attach handles.")
+    name = serializers.CharField(
+        source="hardware_name.full", read_only=True, help_text="What people call the hardware: NVIDIA A100 PCIe 80GB."
+    )
+    vendor_name = serializers.CharField(
+        source="hardware_name.vendor", read_only=True, help_text="The vendor in the PCI ID database; empty if unknown."
+    )
+    model_name = serializers.CharField(
+        source="hardware_name.model", read_only=True, help_text="The model in the PCI ID database; empty if unknown."
+    )
     stale = serializers.SerializerMethodField()
     to_install = serializers.SerializerMethodField()
     acts = serializers.SerializerMethodField()
@@ -155,6 +221,9 @@ class DeviceSerializer(RowSerializer):
             "type",
             "vendor",
             "model",
+            "name",
+            "vendor_name",
+            "model_name",
             "address",
             "state",
             "status",

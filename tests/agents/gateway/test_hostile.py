@@ -19,7 +19,7 @@ from accelerators.models import Event, Host
 from agents import authentication, wire
 from agents.gateway.asgi_app import AgentGateway
 from agents.gateway.rejections import MAX_CLAIMS, MAX_TALLIES, RefusalCounter
-from agents.gateway.writer import CommandJob
+from agents.gateway.writer import CommandJob, JobWriter
 from agents.models import Agent, Lease, Spooled
 from cyborgweb.settings.keys import Keys
 from tests.agents.conftest import GatewaySlot
@@ -246,19 +246,23 @@ def test_an_event_about_unproven_clients_names_only_the_first_ten(monkeypatch: p
 def test_the_writer_goes_on_after_an_unexpected_exception(
     agent: WireAgent, gateway: AgentGateway, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    def fail_once(writer: JobWriter) -> None:
+        """Let the next batch of this thread fail."""
+        served = writer._process_batch
+
+        def fail(batch: Any) -> None:
+            writer._process_batch = served  # type: ignore[method-assign]
+            raise RuntimeError("a defect")
+
+        writer._process_batch = fail  # type: ignore[method-assign]
+
     monkeypatch.setattr("agents.gateway.writer.ERROR_PAUSE_S", 0.01)
     with agent.connect_and_say_hello() as socket:
         assert ask(socket, make_report(make_card(1))) == wire.Ack(1, "Report")
-        served = gateway._writer._process_batch
-
-        def once(batch: Any) -> None:
-            gateway._writer._process_batch = served  # type: ignore[method-assign]
-            raise RuntimeError("a defect")
-
-        gateway._writer._process_batch = once  # type: ignore[method-assign]
+        fail_once(gateway._report_writer)
         refusal = ask(socket, make_report(make_card(2), seq=2))
         assert isinstance(refusal, wire.Refuse) and refusal.code == "database"
-        gateway._writer._process_batch = once  # type: ignore[method-assign]
+        fail_once(gateway._writer)
         assert WireAgent(agent.port, host="cmp3", node="cmp3", token=make_join_secret("cmp3")).connect_refused() == (
             503,
             "database",
@@ -283,7 +287,7 @@ def test_the_writer_queue_stays_short_during_a_database_outage(
         def away(_: Any) -> None:
             raise OperationalError("the database is away")
 
-        writer._process_batch = away  # type: ignore[method-assign]
+        writer._process_batch = away  # type: ignore[assignment,method-assign]
         for number in range(5):
             assert other.connect_refused() == (503, "database")
             for percent in range(20):

@@ -64,7 +64,12 @@ class Story:
     def has_held_work(self) -> bool:
         """Return whether the writer keeps something that needs a locked row."""
         writer = self.gateway._writer
-        return bool(writer._held_jobs or writer._leases._locked_hosts or "merge" in writer._jobs_to_wake)
+        return bool(
+            self.gateway._report_writer._held_jobs
+            or writer._held_jobs
+            or writer._leases._locked_hosts
+            or "merge" in writer._jobs_to_wake
+        )
 
 
 @contextmanager

@@ -88,14 +88,14 @@ def test_a_too_large_message_is_recorded_although_an_acknowledgement_could_not_b
     agent: WireAgent, gateway: AgentGateway, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The large message arrives while a report is being stored: its acknowledgement finds a closed connection."""
-    closed, serve = threading.Event(), gateway._writer._process_batch
+    closed, serve = threading.Event(), gateway._report_writer._process_batch
 
     def serve_when_closed(batch: list[object]) -> None:
         assert closed.wait(20)
         serve(batch)  # type: ignore[arg-type]
 
     with agent.connect() as socket:
-        monkeypatch.setattr(gateway._writer, "_process_batch", serve_when_closed)
+        monkeypatch.setattr(gateway._report_writer, "_process_batch", serve_when_closed)
         socket.send(wire.encode_message(make_report(make_card(1))))
         until(lambda: gateway._pending_bytes)
         socket.send(make_beat(1, LIBRARY_BYTES + 1))

@@ -14,12 +14,19 @@ from django.test.utils import CaptureQueriesContext
 
 from accelerators import conductor
 from accelerators.models import Event, Host
-from accelerators.runtime import pubsub
+from accelerators.runtime import jobs, pubsub
 from agents import authentication, credentials, key_revocation
 from agents.authentication import ConnectionRejectedError
 from agents.gateway.asgi_app import AgentGateway
 from agents.gateway.sessions import SessionClosedError
-from agents.gateway.writer import SELECT_HOSTS_WITHOUT_APPLIED_REPORT, AdmitJob, SpoolJob, TrustJob, WriterJob
+from agents.gateway.writer import (
+    SELECT_HOSTS_WITHOUT_APPLIED_REPORT,
+    AdmitJob,
+    SpoolAccount,
+    SpoolJob,
+    TrustJob,
+    WriterJob,
+)
 from agents.key_revocation import ConnectionIdentity
 from agents.models import Agent, Spooled
 from cyborgweb.settings.keys import Keys
@@ -39,7 +46,7 @@ class WriterByHand:
 
     def enqueue(self, job: WriterJob) -> asyncio.Future[Any]:
         """Put a job into the writer's queue, as the event loop does; return its future."""
-        self.gateway._writer._jobs.put(job)
+        self.gateway._writer.put(job)
         return job.future
 
     def enqueue_report(self, host: Host, seq: int, content: str, *, is_faulty: bool = False) -> asyncio.Future[Any]:
@@ -65,7 +72,7 @@ class WriterByHand:
 def writer() -> Iterator[WriterByHand]:
     loop = asyncio.new_event_loop()
     made = WriterByHand(AgentGateway(Keys(flush_max_rows=1, flush_interval_ms=0.0)), loop)
-    made.gateway._writer._loop = loop
+    made.gateway._writer._loop = made.gateway._report_writer._loop = loop
     yield made
     loop.close()
 
@@ -98,6 +105,73 @@ def test_an_admission_names_no_applied_hash_while_a_report_of_the_host_waits(
     assert writer.enqueue_report(host, 3, R0) and writer.admit_and_get_applied_hash(agent) == "", "of this batch"
     assert writer.admit_and_get_applied_hash(agent) == R0
     assert not Spooled.objects.exists(), "alone it is what is applied"
+
+
+def test_an_admission_names_no_applied_hash_if_the_other_thread_stores_a_report_meanwhile(
+    writer: WriterByHand, agent: WireAgent, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The report is queued before the agent is looked up, and stored before the answer is built."""
+    reports, find = writer.gateway._report_writer, authentication.find_enrolled
+
+    def find_then_store(*arguments: Any) -> Any:
+        found = find(*arguments)
+        reports._process_next_batch()
+        return found
+
+    reports.put(SpoolJob(writer.loop.create_future(), Host.objects.get().id, (1, 1), R1, "{}"))
+    monkeypatch.setattr(authentication, "find_enrolled", find_then_store)
+    assert writer.admit_and_get_applied_hash(agent) == ""
+    assert Spooled.objects.count() == 1
+
+
+@pytest.mark.usefixtures("agent")
+def test_a_report_with_the_applied_content_is_stored_if_the_other_thread_stores_one_meanwhile(
+    writer: WriterByHand, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise the other report, which is older, would be merged last."""
+    reports, host, forget_use = writer.gateway._report_writer, Host.objects.get(), SpoolAccount.forget_use
+
+    def store_other(account: SpoolAccount, host_ids: Any) -> None:
+        forget_use(account, host_ids)
+        monkeypatch.undo()
+        reports._process_next_batch()
+
+    reports.put(SpoolJob(writer.loop.create_future(), host.id, (1, 1), R1, "{}"))
+    latest = writer.enqueue_report(host, 2, R0)
+    monkeypatch.setattr(SpoolAccount, "forget_use", store_other)
+    writer.process_batch()
+    assert latest.result() is True
+    assert sorted(Spooled.objects.values_list("seq", flat=True)) == [1, 2]
+
+
+def test_a_job_that_is_to_be_woken_again_while_it_is_woken_is_not_forgotten(
+    writer: WriterByHand, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    thread, woken = writer.gateway._writer, []
+
+    def wake(names: list[str]) -> None:
+        woken.append(names)
+        if len(woken) == 1:
+            thread.request_wake_ups({"merge"})
+
+    monkeypatch.setattr(jobs, "wake_jobs", wake)
+    thread.request_wake_ups({"merge"})
+    for _ in range(3):
+        thread._wake_jobs()
+    assert woken == [["merge"], ["merge"]]
+
+
+def test_a_job_is_still_to_be_woken_after_a_database_error(
+    writer: WriterByHand, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(names: list[str]) -> None:
+        raise OperationalError("the database is away")
+
+    monkeypatch.setattr(jobs, "wake_jobs", fail)
+    writer.gateway._writer.request_wake_ups({"merge"})
+    with pytest.raises(OperationalError):
+        writer.gateway._writer._wake_jobs()
+    assert writer.gateway._writer._jobs_to_wake == {"merge"}
 
 
 def test_a_database_error_while_an_agent_is_admitted_is_not_called_an_authentication_failure(
@@ -140,7 +214,7 @@ def test_the_spool_is_measured_from_the_report_that_was_the_oldest_before(writer
     put_aside, waiting = (Spooled.objects.create(host=host, epoch=1, seq=seq, payload="{}") for seq in (1, 2))
     Spooled.objects.filter(pk=put_aside.pk).update(received_at=datetime.now(UTC) - timedelta(minutes=10))
     for first_id in (0, waiting.pk):
-        thread._has_spooled_reports, thread._depth_measured_at = True, float("-inf")
+        thread._account.has_reports, thread._depth_measured_at = True, float("-inf")
         with CaptureQueriesContext(connection) as statements:
             thread._measure_spool()
         assert f"id >= {first_id} " in statements[0]["sql"]

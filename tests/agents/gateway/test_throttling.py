@@ -28,7 +28,7 @@ from agents.gateway.asgi_app import AgentGateway
 from agents.gateway.row_locks import limiting_lock_waits
 from agents.gateway.throttling import MAX_JITTER_S, MAX_RETRY_AFTER_S, HandshakeThrottle, ReportJitter, TokenBuckets
 from agents.gateway.urgency import MAX_CHECKED_DEVICES, DeviceHealth, list_health_to_check
-from agents.gateway.writer import SpoolJob, SpoolUse, _error_for_unserved, _process_isolating_errors
+from agents.gateway.writer import LARGE_REPORT_BYTES, SpoolJob, SpoolUse, _error_for_unserved, _process_isolating_errors
 from agents.models import Spooled
 from cyborgweb.settings.keys import Keys
 from drivers.inventory import Device as Card
@@ -229,7 +229,7 @@ def test_a_report_is_refused_while_too_many_bytes_of_reports_wait_to_be_stored(
     gateway_slot: GatewaySlot, gateway: AgentGateway, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gateway.settings = Keys(pending_report_bytes=10)
-    refused, serve = threading.Event(), gateway._writer._process_batch
+    refused, serve = threading.Event(), gateway._report_writer._process_batch
 
     def serve_when_refused(batch: Any) -> None:
         assert refused.wait(20)
@@ -239,7 +239,7 @@ def test_a_report_is_refused_while_too_many_bytes_of_reports_wait_to_be_stored(
     second = WireAgent(gateway_slot.port, host="cmp2", token=make_join_secret("cmp2"))
     with first.connect() as one:
         with second.connect() as two:
-            monkeypatch.setattr(gateway._writer, "_process_batch", serve_when_refused)
+            monkeypatch.setattr(gateway._report_writer, "_process_batch", serve_when_refused)
             one.send(wire.encode_message(make_report(make_card(1))))
             until(lambda: gateway._pending_bytes)
             refusal = ask(two, make_report(make_card(1)))
@@ -247,6 +247,30 @@ def test_a_report_is_refused_while_too_many_bytes_of_reports_wait_to_be_stored(
         refused.set()
         assert wire.decode_from_gateway(one.recv(timeout=10)) == wire.Ack(1, "Report")
         assert ask(one, make_report(make_card(2), seq=2)) == wire.Ack(2, "Report"), "none waits any more"
+
+
+@pytest.mark.django_db(transaction=True)
+def test_X5_an_ordinary_report_waits_neither_for_large_reports_nor_for_handshakes(
+    gateway_slot: GatewaySlot, gateway: AgentGateway, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    released, serve = threading.Event(), gateway._writer._process_batch
+
+    def serve_when_released(batch: Any) -> None:
+        assert released.wait(20)
+        serve(batch)
+
+    large = make_report(*(make_card(n) for n in range(250)))
+    assert len(wire.encode_message(large)) > LARGE_REPORT_BYTES
+    first = WireAgent(gateway_slot.port, token=make_join_secret())
+    second = WireAgent(gateway_slot.port, host="cmp2", token=make_join_secret("cmp2"))
+    with first.connect() as one, second.connect() as two:
+        monkeypatch.setattr(gateway._writer, "_process_batch", serve_when_released)
+        one.send(wire.encode_message(large))
+        until(lambda: gateway._pending_bytes)
+        assert ask(two, make_report(make_card(1))) == wire.Ack(1, "Report")
+        assert gateway._pending_bytes, "the large report still waits"
+        released.set()
+        assert wire.decode_from_gateway(one.recv(timeout=10)) == wire.Ack(1, "Report")
 
 
 @pytest.mark.django_db(transaction=True)
@@ -295,7 +319,7 @@ def test_X5_a_throttled_host_waits_for_one_heartbeat_at_most_and_takes_no_place_
 def test_X5_reports_of_a_host_that_uses_up_its_share_of_the_spool_are_refused_until_they_are_merged(
     gateway_slot: GatewaySlot, gateway: AgentGateway, share: SpoolUse
 ) -> None:
-    gateway._writer._spool_share = share
+    gateway._spool_account.share = share
     gateway.throttle.max_handshakes = gateway.throttle.max_connections = 10
     flood = WireAgent(gateway_slot.port, token=make_join_secret())
     other = WireAgent(gateway_slot.port, host="cmp2", token=make_join_secret("cmp2"))

@@ -474,6 +474,10 @@ def find_buttons() -> dict[str, tuple[str, Press]]:
             lambda world, one=verb: (world.subscription(one), {}),
         )
     return buttons | {
+        "host: remove": (
+            "accelerators_host_remove",
+            lambda world: (world.page("host", world.host.pk, "remove"), {"name": "cmp1"}),
+        ),
         "rollout: cancel": ("accelerators_rollout_change", lambda world: (world.rollout(), {})),
         "attachment: attach": (
             "accelerators_attachment_attach",
@@ -513,10 +517,16 @@ def test_the_page_names_every_other_address_of_the_product() -> None:
     others = {str(one.pattern) for one in urls.urlpatterns if not str(one.pattern).startswith(("admin/", "^admin/"))}
     apis = {"^api(?:/|$)", "^accelerator(?:/|$)", rf"^(?!(?:{urls.OWN_PATHS})(?:/|$))"}
     mail_links = {one for one in others if one.startswith("^mail/")}
-    assert len(mail_links) == 1 and others - apis - mail_links == {"healthz", "readyz", "metrics", "help/"}
+    assert len(mail_links) == 1 and others - apis - mail_links == {
+        "d/<str:prefix>",
+        "healthz",
+        "readyz",
+        "metrics",
+        "help/",
+    }
     assert set(asgi.sockets) == {"^ws/agent$", "^ws/console$"}
     text = PAGE.read_text()
-    for path in ("/healthz", "/readyz", "/metrics", "/mail/", "/ws/agent", "/ws/console"):
+    for path in ("/d/", "/healthz", "/readyz", "/metrics", "/mail/", "/ws/agent", "/ws/console"):
         assert f"`{path}`" in text
 
 

@@ -34,7 +34,7 @@ def test_names_are_completed_in_each_shell(cyborg: Cyborg, shell: str, form: str
     uuid = str(Device.objects.first().uuid)  # type: ignore[union-attr]
     for words, offered in (
         ("cyborg device-list --host gp", "gpu7"),
-        ("cyborg discover-services cm", "cmp1"),
+        ("cyborg discover-services cmp1", "cmp1"),
         ("cyborg device-list --driver pci", "pci_driver"),
         (f"cyborg device-show {uuid[:6]}", uuid[:13]),
         (f"cyborg device-ready {uuid[:15]}", uuid),

@@ -115,6 +115,7 @@ SAME_OUTPUT = {
     "device-partition": ("DEVICE", "--layout", "vfs=2"),
     "device-program": ("DEVICE", "--image", "no uuid"),
     "device-uninstall": ("DEVICE",),
+    "host-remove": ("cmp0", "--dry-run"),
     "host-rescan": ("nowhere",),
     "host-logs": (UNKNOWN_UUID,),
     "host-report": ("cmp0", "--no-wait", "--driver", "x" * 65),

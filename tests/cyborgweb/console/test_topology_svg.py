@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from accelerators.admin import pci_tree, topology_svg
 from accelerators.admin.topology_svg import (
-    DEVICE_ICONS,
     MAX_CELLS,
     PICTURE_WIDTH,
     DeviceCard,
@@ -19,6 +18,7 @@ from accelerators.admin.topology_svg import (
     HandleState,
 )
 from accelerators.domain.states import DeviceType
+from accelerators.ui.icons import DEVICE_ICONS
 
 ANY_NAMESPACE = "{*}"
 

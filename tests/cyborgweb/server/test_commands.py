@@ -93,7 +93,7 @@ def test_prepare_creates_the_first_login_only_once(tmp_path: Path, monkeypatch: 
     assert again["login_is_new"] is False and again["login_file"] == str(login) and login.read_text() == made
     assert not AdmissionRule.objects.exists()
     named = "merge leases sweep seals deadlines drains commands images bulks rollouts attachments messages deliveries"
-    assert sorted(facts["jobs"]) == sorted([*named.split(), "mails", "owners", "releases", "verification"])
+    assert sorted(facts["jobs"]) == sorted([*named.split(), "mails", "owners", "releases", "removals", "verification"])
 
 
 def test_prepare_never_prints_the_password(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,175 @@
+"""Test the names of hardware: from the PCI ID database and overrides, in lists, pages and `/api`, and by search."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from django.contrib.auth.models import User
+from django.db import connection
+from django.test import Client
+from django.test.utils import CaptureQueriesContext
+
+from accelerators.domain import pci_names
+from accelerators.models import Device
+from accelerators.runtime import hardware_names
+from cyborgweb.settings.keys import get_keys
+from drivers.configuration import ConfigurationError
+from tests.support.reports import apply_report, get_or_create_host, make_card, make_driver_report
+
+DATABASE = """
+# Vendors, devices and subsystems.
+1002  Advanced Micro Devices, Inc. [AMD/ATI]
+\t740f  Aldebaran/MI200 [Instinct MI210]
+10de  NVIDIA Corporation
+\t20b5  GA100 [A100 PCIe 80GB]
+\t\t10de 1533  A100 80GB PCIe
+\tthis line is broken
+15b3  Mellanox Technologies
+\t1017  MT27800 Family [ConnectX-5]
+8086  Intel Corporation
+\t4940  4xxx Series QAT
+C 03  Display controller
+\t00  VGA compatible controller
+"""
+
+
+@pytest.fixture
+def names_file(tmp_path: Path, settings: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Let names come from a file with DATABASE, which is looked at again at every use."""
+    path = tmp_path / "pci.ids"
+    path.write_text(DATABASE)
+    monkeypatch.setattr(hardware_names, "CHECK_INTERVAL_S", 0.0)
+    settings.KEYS = replace(settings.KEYS, pci_ids=str(path))
+    yield path
+    hardware_names._name_hardware.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("vendor", "model", "name"),
+    [
+        ("10de", "20b5", "NVIDIA A100 PCIe 80GB"),
+        ("0x10DE", "0x20B5", "NVIDIA A100 PCIe 80GB"),
+        ("1002", "740f", "AMD/ATI Instinct MI210"),
+        ("15b3", "1017", "Mellanox ConnectX-5"),
+        ("8086", "4940", "Intel 4xxx Series QAT"),
+        ("10de", "ffff", "NVIDIA ffff"),
+        ("ffff", "20b5", "20b5"),
+        ("0xABCD", "miss model info", "miss model info"),
+        ("Habana", "Gaudi2", "Habana Gaudi2"),
+        ("Intel", "Intel Arc", "Intel Arc"),
+        ("8086", "00", "Intel 00"),
+    ],
+)
+def test_hardware_is_named_as_people_call_it(vendor: str, model: str, name: str) -> None:
+    vendors = pci_names.parse_pci_ids(DATABASE.splitlines())
+    assert pci_names.name_hardware(vendor, model, vendors, {}).full == name
+
+
+def test_parsing_is_bounded_in_lines_and_entries(monkeypatch: pytest.MonkeyPatch) -> None:
+    long_line = f"10df  {'x' * pci_names.MAX_LINE}"
+    assert "10df" not in pci_names.parse_pci_ids([long_line, "10de  NVIDIA"])
+    monkeypatch.setattr(pci_names, "MAX_ENTRIES", 2)
+    assert list(pci_names.parse_pci_ids(f"{n:04x}  Vendor {n}" for n in range(100))) == ["0000", "0001"]
+
+
+def test_a_missing_broken_or_huge_file_is_no_failure(
+    names_file: Path, settings: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert hardware_names.get_hardware_name("10de", "20b5").full == "NVIDIA A100 PCIe 80GB"
+    names_file.unlink()
+    assert hardware_names.get_hardware_name("10de", "20b5").full == "20b5"
+    names_file.write_bytes(os.urandom(5000))
+    assert hardware_names.get_hardware_name("10de", "20b5").full == "20b5"
+    names_file.unlink()
+    names_file.mkdir()
+    assert hardware_names.get_hardware_name("10de", "20b5").full == "20b5"
+    assert "Is a directory" in caplog.text
+    names_file.rmdir()
+    names_file.write_text(DATABASE)
+    monkeypatch.setattr(hardware_names, "MAX_BYTES", 10)
+    assert hardware_names.get_hardware_name("10de", "20b5").full == "20b5"
+    assert "more than 10 bytes" in caplog.text
+
+
+def test_the_file_is_read_once_until_it_changes(names_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    reads: list[str] = []
+    read_names = hardware_names._read_names
+    monkeypatch.setattr(hardware_names, "_read_names", lambda *one: reads.append(one[0]) or read_names(*one))
+    for _ in range(100):
+        hardware_names.get_hardware_name("10de", "20b5")
+    assert len(reads) == 1
+    names_file.write_text(DATABASE.replace("A100 PCIe 80GB]", "A100 of another text]"))
+    assert hardware_names.get_hardware_name("10de", "20b5").full == "NVIDIA A100 of another text"
+    assert len(reads) == 2
+
+
+def test_single_names_are_overridden_by_the_configuration(
+    names_file: Path, settings: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings.KEYS = replace(settings.KEYS, hardware_names=("10DE:20b5=Big card", "ffff:0001=House card"))
+    assert hardware_names.get_hardware_name("10de", "20b5").full == "Big card"
+    assert hardware_names.get_hardware_name("0xffff", "0x0001").full == "House card"
+    assert set(hardware_names.find_hardware("house")) == {"ffff:0001", "0xffff:0x0001"}
+    monkeypatch.setenv("CYBORG_HARDWARE_NAMES", "10de=NVIDIA")
+    get_keys.cache_clear()
+    try:
+        with pytest.raises(ConfigurationError, match="VENDOR:MODEL=NAME"):
+            get_keys()
+    finally:
+        monkeypatch.undo()
+        get_keys.cache_clear()
+
+
+@pytest.fixture
+def cards(db: None, names_file: Path) -> Client:
+    """Report three cards, and return a client of an administrator."""
+    kinds = (("10de", "20b5", "GPU"), ("15b3", "1017", "NIC"), ("Habana", "Gaudi2", "AICHIP"))
+    found = [make_card(n, vendor=v, model=m, type=t) for n, (v, m, t) in enumerate(kinds, 1)]
+    apply_report(get_or_create_host(), make_driver_report(*found))
+    client = Client()
+    client.force_login(User.objects.create(username="olga", is_staff=True, is_superuser=True))
+    return client
+
+
+def test_lists_and_pages_show_the_name_with_an_icon_and_the_ids(cards: Client) -> None:
+    page = cards.get("/admin/accelerators/device/").content.decode()
+    assert "NVIDIA A100 PCIe 80GB" in page and "Mellanox ConnectX-5" in page and "10de:20b5" in page
+    assert '<svg class="kind" role="img" aria-label="GPU"' in page and 'aria-label="AICHIP"' in page
+    device = Device.objects.get(vendor="10de")
+    page = cards.get(f"/admin/accelerators/device/{device.pk}/change/").content.decode()
+    assert "NVIDIA A100 PCIe 80GB" in page and "GA100 [A100 PCIe 80GB]" in page and "NVIDIA Corporation" in page
+    page = cards.get(f"/admin/accelerators/host/{device.host_id}/change/").content.decode()
+    assert "NVIDIA A100 PCIe 80GB" in page
+
+
+def test_devices_are_found_by_their_names(cards: Client) -> None:
+    for term, vendors in (("a100", {"10de"}), ("mellanox connectx", {"15b3"}), ("gaudi", {"Habana"}), ("4xxx", set())):
+        page = cards.get("/admin/accelerators/device/", {"q": term})
+        assert {one.vendor for one in page.context["cl"].result_list} == vendors, term
+        found = cards.get("/api/devices/", {"name": term}).json()["results"]
+        assert {one["vendor"] for one in found} == vendors, term
+
+
+def test_the_api_has_names_and_v2_keeps_what_drivers_report(cards: Client) -> None:
+    (shown,) = cards.get("/api/devices/", {"vendor": "10de"}).json()["results"]
+    assert (shown["vendor"], shown["model"], shown["name"]) == ("10de", "20b5", "NVIDIA A100 PCIe 80GB")
+    assert (shown["vendor_name"], shown["model_name"]) == ("NVIDIA Corporation", "GA100 [A100 PCIe 80GB]")
+    body = cards.get("/v2/devices").content.decode()
+    assert "NVIDIA" not in body
+
+
+def test_names_cost_no_statement(cards: Client, settings: Any) -> None:
+    def count_statements() -> int:
+        with CaptureQueriesContext(connection) as captured:
+            assert cards.get("/admin/accelerators/device/").status_code == 200
+        return len(captured)
+
+    count_statements()
+    with_names = count_statements()
+    settings.KEYS = replace(settings.KEYS, pci_ids="off")
+    assert count_statements() == with_names

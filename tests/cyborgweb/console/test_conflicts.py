@@ -1,0 +1,121 @@
+"""Test that a change in the console that is based on an older version shows both versions, and can be applied then."""
+
+from __future__ import annotations
+
+import html
+import re
+from typing import Any
+
+import pytest
+from django.contrib.auth.models import User
+from django.http import HttpResponse
+from django.test import Client
+from django.urls import reverse
+
+from accelerators.devices import admission_rules
+from accelerators.domain.caller import Caller
+from accelerators.models import AdmissionRule, Command, DriverWish, HostDriver, Rollout
+from cyborgweb.models.notify import Subscription
+from cyborgweb.notify import subscriptions
+from drivers.inventory import DriverReport
+from tests.accelerators.workflows.test_rollouts import INSTALL, UPDATE, answer_as_agent, run_rollout, start_rollout
+from tests.support.reports import apply_report, get_or_create_host
+
+pytestmark = pytest.mark.django_db
+THEO = Caller("theo", "t", frozenset({"admin"}), "p1")
+HIDDEN_INPUT = re.compile(r'<input type="hidden" name="([^"]+)" value="([^"]*)">')
+ROW = re.compile(
+    r'<tr><th scope="row">(.*?)</th><td><pre>(.*?)</pre></td><td><pre>(.*?)</pre></td><td>(.*?)</td></tr>', re.S
+)
+
+
+def get_generation(client: Client, address: str) -> str:
+    """Return the generation with which a form is shown."""
+    (generation,) = re.findall(r'name="generation" value="(\d+)"', client.get(address).content.decode())
+    return str(generation)
+
+
+def read_conflict(response: HttpResponse) -> tuple[dict[str, tuple[str, str]], dict[str, Any]]:
+    """Return the settings that differ, with both values, and the fields that the button sends."""
+    assert response.status_code == 409, response.content
+    page = response.content.decode()
+    rows = {name: (present, mine) for name, present, mine, mark in ROW.findall(page) if "differs" in mark}
+    fields: dict[str, Any] = {}
+    for name, value in HIDDEN_INPUT.findall(page):
+        fields.setdefault(name, []).append(html.unescape(value))
+    return {html.unescape(name): tuple(map(html.unescape, pair)) for name, pair in rows.items()}, fields
+
+
+def test_a_changed_rule_shows_both_versions_and_mine_can_be_applied_after_all(client: Client) -> None:
+    client.force_login(User.objects.create_superuser("olga"))
+    rule = admission_rules.create_rule({"name": "gpus", "action": "ready", "vendor": "10de"}, THEO)
+    address = reverse("admin:accelerators_admissionrule_change", args=[rule.pk])
+    form = {"name": "gpus", "order": "7", "action": "ready", "vendor": "10de", "enabled": "on"}
+    seen = get_generation(client, address)
+    admission_rules.edit_rule(rule.uuid, {"action": "quarantined"}, THEO)
+
+    response = client.post(address, form | {"generation": seen})
+    differing, fields = read_conflict(response)
+    assert differing == {"Order": ("100", "7"), "Action": ("quarantined", "ready")}
+    assert "theo made the last change" in response.content.decode()
+    rule.refresh_from_db()
+    assert (rule.order, rule.action, rule.generation) == (100, "quarantined", 2), "nothing was changed"
+
+    admission_rules.edit_rule(rule.uuid, {"order": 8}, THEO)
+    differing, fields = read_conflict(client.post(address, fields))
+    assert differing["Order"] == ("8", "7"), "another change meanwhile shows the page again"
+    assert client.post(address, fields).status_code == 302
+    rule.refresh_from_db()
+    assert (rule.order, rule.action, rule.generation) == (7, "ready", 4)
+    assert get_generation(client, address) == "4"
+
+
+def test_a_form_with_a_mistake_keeps_the_generation_with_which_it_was_shown(client: Client) -> None:
+    client.force_login(User.objects.create_superuser("olga"))
+    rule = admission_rules.create_rule({"name": "gpus", "action": "ready"}, THEO)
+    address = reverse("admin:accelerators_admissionrule_change", args=[rule.pk])
+    admission_rules.edit_rule(rule.uuid, {"order": 8}, THEO)
+    page = client.post(address, {"name": "a b", "order": "7", "action": "ready", "generation": "1"}).content.decode()
+    assert 'name="generation" value="1"' in page
+    assert AdmissionRule.objects.get().order == 8
+
+
+def test_a_changed_subscription_shows_both_versions(client: Client) -> None:
+    olga = User.objects.create_superuser("olga")
+    client.force_login(olga)
+    form = {"name": "mine", "kinds": ["request.bound"], "way": "inbox", "scope": "project"}
+    assert client.post(reverse("admin:cyborgweb_subscription_add"), form).status_code == 302
+    row = Subscription.objects.get()
+    address = reverse("admin:cyborgweb_subscription_change", args=[row.pk])
+    seen = get_generation(client, address)
+    subscriptions.edit(row.pk, {"kinds": ["device.failed"]}, Caller("olga", row.owner, frozenset(), row.project_id))
+    change = {"name": "other", "kinds": ["request.bound"], "scope": "project", "standing": "active"}
+    differing, fields = read_conflict(client.post(address, change | {"generation": seen}))
+    assert differing == {"Name": ("mine", "other"), "Kinds": ("device.failed", "request.bound")}
+    assert client.post(address, fields).status_code == 302
+    row.refresh_from_db()
+    assert (row.name, row.kinds, row.generation) == ("other", ["request.bound"], 3)
+
+
+def test_a_changed_driver_shows_both_versions_and_mine_can_be_applied_after_all(operator: Client) -> None:
+    host = get_or_create_host("cmp0")
+    apply_report(host, DriverReport("pci_driver", state="absent"))
+
+    def change_as_somebody_else(op: Any, settings: Any) -> None:
+        start_rollout(op, [host], "pci_driver", settings=settings)
+        answer_as_agent(Command.objects.latest("id"))
+        run_rollout(Rollout.objects.latest("id"))
+
+    change_as_somebody_else(INSTALL, {"mtu": 1500})
+    address = reverse("admin:accelerators_hostdriver_change", args=[HostDriver.objects.get(driver="pci_driver").pk])
+    seen = get_generation(operator, address)
+    change_as_somebody_else(UPDATE, {"mtu": 9000})
+
+    mine = {"do": "settings", "where": "this", "settings": '{"mtu": 1}', "generation": seen}
+    differing, fields = read_conflict(operator.post(address, mine))
+    assert differing == {"Settings": ('{\n  "mtu": 9000\n}', '{\n  "mtu": 1\n}')}
+    assert DriverWish.objects.get().settings == {"mtu": 9000}
+    disabling, _ = read_conflict(operator.post(address, {"do": "disable", "where": "this", "generation": seen}))
+    assert disabling == {"State": ("enabled", "disabled")}
+    assert operator.post(address, fields).status_code == 302
+    assert DriverWish.objects.get().settings == {"mtu": 1}
