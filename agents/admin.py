@@ -7,12 +7,13 @@ from typing import Any, ClassVar
 
 from django.contrib import admin, messages
 from django.db.models import Q, QuerySet
-from django.http import HttpRequest
+from django.http import HttpRequest, HttpResponse
+from django.template.response import TemplateResponse
 from django.utils.safestring import SafeString
 from unfold.decorators import display
 
 from accelerators.domain.errors import RefusedError
-from accelerators.domain.states import AgentState
+from accelerators.domain.states import AgentState, EventSource
 from accelerators.models import Host
 from accelerators.runtime import database_clock
 from accelerators.ui import badges, permissions
@@ -20,7 +21,7 @@ from accelerators.ui.changelist import ConsoleModelAdmin, ReadOnlyModelAdmin
 from accelerators.ui.empty_lists import JOIN_COMMAND, JOIN_IN_MANUAL, Source
 from accelerators.ui.explained_admin import Rights
 from accelerators.ui.permissions import Right
-from agents import key_revocation
+from agents import join_tokens, key_revocation
 from agents.liveness import (
     build_state_condition,
     explain_cannot_write,
@@ -29,6 +30,8 @@ from agents.liveness import (
 )
 from agents.models import Agent, JoinToken
 
+CREATE_JOIN_TOKEN = Right("cyborg:join_token:create", "agents.add_jointoken")
+DELETE_JOIN_TOKEN = Right("cyborg:join_token:delete", "agents.delete_jointoken")
 UPDATE_AGENTS = Right("cyborg:agent:update", "agents.change_agent")
 
 
@@ -234,7 +237,7 @@ class TokenUseFilter(admin.SimpleListFilter):
 
 @admin.register(JoinToken)
 class JoinTokenAdmin(ConsoleModelAdmin):
-    """List of join tokens and the page of one. They are made by `manage.py join_token`, which alone shows the secret.
+    """List of join tokens, the page of one, and the form for a new one, which alone shows the secret.
 
     They cannot be changed. Deleting a token withdraws it.
     """
@@ -247,10 +250,48 @@ class JoinTokenAdmin(ConsoleModelAdmin):
     fields = ("host_name", "shown_use", "public_key", "created_by", "created_at", "expires_at", "used_at")
     readonly_fields = fields
     exports = {"shown_use": ("used_at",)}
-    empty = "No join tokens yet. This command makes one and prints it, once:"
+    empty = "No join tokens yet. The form for a new one shows it once, and so does this command:"
     empty_command = JOIN_COMMAND
     sources = (JOIN_IN_MANUAL,)
-    rights: ClassVar[Rights] = {"add": None, "change": None}
+    rights: ClassVar[Rights] = {"add": (CREATE_JOIN_TOKEN,), "change": None, "delete": (DELETE_JOIN_TOKEN,)}
+
+    def add_view(
+        self, request: HttpRequest, form_url: str = "", extra_context: dict[str, Any] | None = None
+    ) -> HttpResponse:
+        """GET: show the form. POST: make the token and show it, once, with the command to paste on the host.
+
+        A refusal shows the form again. Raises PermissionDenied for a user who may not make join tokens.
+        """
+        permissions.require_permission(request, CREATE_JOIN_TOKEN)
+        values = {name: request.POST.get(name, "").strip() for name in ("host", "hours", "address")}
+        values = {"hours": str(join_tokens.DEFAULT_HOURS)} | {name: one for name, one in values.items() if one}
+        issued = None
+        if request.method == "POST":
+            try:
+                hours = int(values["hours"]) if values["hours"].isdecimal() and len(values["hours"]) < 6 else 0
+                by, address = request.user.get_username(), values.get("address", "")
+                issued = join_tokens.issue_join_token(
+                    values.get("host", ""), address, False, hours, by, EventSource.PERSON
+                )
+            except RefusedError as refused:
+                messages.error(request, refused.text)
+        context = self.admin_site.each_context(request) | {
+            "title": f"Join token for {issued.row.host_name}" if issued else "Add join token",
+            "opts": self.opts,
+            "issued": issued,
+            "form_values": values,
+            "max_hours": join_tokens.MAX_HOURS,
+        }
+        return TemplateResponse(request, "agents/admin/add_join_token.html", context)
+
+    def delete_model(self, request: HttpRequest, obj: JoinToken) -> None:
+        """Withdraw the token, with an event."""
+        join_tokens.withdraw_join_token(obj, request.user.get_username(), EventSource.PERSON)
+
+    def delete_queryset(self, request: HttpRequest, queryset: QuerySet[JoinToken]) -> None:
+        """Withdraw the selected tokens one by one, each with an event."""
+        for token in queryset:
+            self.delete_model(request, token)
 
     @display(description="Use")
     def shown_use(self, token: JoinToken) -> SafeString:

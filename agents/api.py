@@ -16,14 +16,22 @@ from rest_framework.response import Response
 from accelerators.api.browsable import BrowsableRenderer
 from accelerators.api.json import JsonRenderer
 from accelerators.api.own import errors
-from accelerators.api.own.fields import DeviceReference, HostReference, ReasonSerializer, RowSerializer, UrlField
-from accelerators.api.own.filters import host_filter, single_choice_filter
+from accelerators.api.own.fields import (
+    ClosedSerializer,
+    DeviceReference,
+    HostReference,
+    ReasonSerializer,
+    RowSerializer,
+    StrictTextField,
+    UrlField,
+)
+from accelerators.api.own.filters import host_filter, presence_filter, single_choice_filter
 from accelerators.api.own.views import CollectionView
 from accelerators.domain.states import AgentState, EventSource
 from accelerators.models import Device
-from agents import key_revocation, telemetry
+from agents import join_tokens, key_revocation, telemetry
 from agents.liveness import build_state_condition, get_agent_state, get_last_heard
-from agents.models import Agent
+from agents.models import Agent, JoinToken
 
 
 class AgentFilter(filters.FilterSet):
@@ -82,11 +90,15 @@ class AgentSerializer(RowSerializer):
         return get_last_heard(agent)
 
 
+class NoFieldsSerializer(ClosedSerializer):
+    """The empty body of an action."""
+
+
 class AgentView(CollectionView):
-    """Agents, ordered by the name of their host. They can be listed, shown and revoked."""
+    """Agents, ordered by the name of their host. They can be revoked, admitted and asked for new keys."""
 
     policy = "agent"
-    member_actions = {"revoke": ReasonSerializer}
+    member_actions = {"revoke": ReasonSerializer, "admit": NoFieldsSerializer, "rotate": NoFieldsSerializer}
     actions_to_confirm = ("revoke",)
     sort_fields = {"host": "host__name", "enrolled": "id"}
     default_ordering = "host"
@@ -104,6 +116,92 @@ class AgentView(CollectionView):
         reason = self.validate_body().get("reason", "")
         key_revocation.revoke_agent(self.get_object(), self.caller.name, reason, EventSource.API)
         return Response(self.get_serializer(self.get_object()).data)
+
+    def admit(self, request: Request, **kwargs: str) -> Response:
+        """Let an agent connect again that was barred as a clone; 409 if it was revoked."""
+        self.validate_body()
+        key_revocation.lift_clone_bar(self.get_object(), self.caller.name, EventSource.API)
+        return Response(self.get_serializer(self.get_object()).data)
+
+    def rotate(self, request: Request, **kwargs: str) -> Response:
+        """Ask an agent for a new key, now or when it connects next; 409 while it is barred."""
+        self.validate_body()
+        key_revocation.request_key_rotation(self.get_object(), self.caller.name, EventSource.API)
+        return Response(self.get_serializer(self.get_object()).data)
+
+
+class JoinTokenFilter(filters.FilterSet):
+    """Filters join tokens by host name and by whether they were used."""
+
+    host = filters.CharFilter(field_name="host_name", help_text="Exactly this host.")
+    used = presence_filter("used_at", "Whether an agent has used it.")
+
+
+class JoinTokenSerializer(RowSerializer):
+    """A join token without its secret, which only the answer to its creation contains."""
+
+    url = UrlField("join_tokens", source="id")
+    host = serializers.CharField(source="host_name", read_only=True)
+
+    class Meta:
+        model = JoinToken
+        fields = ("id", "url", "host", "public_key", "created_by", "created_at", "expires_at", "used_at")
+
+
+class NewJoinTokenSerializer(ClosedSerializer):
+    """The join token to be made."""
+
+    host = StrictTextField(max_length=join_tokens.MAX_HOST_NAME, help_text="The name of the host; it need not exist.")
+    hours = serializers.IntegerField(
+        min_value=1, max_value=join_tokens.MAX_HOURS, required=False, help_text="How long it is valid; 24 by default."
+    )
+    address = StrictTextField(
+        max_length=255, required=False, allow_blank=True, help_text="Where the agent reaches the conductor."
+    )
+    unpinned = serializers.BooleanField(required=False, help_text="Whether the agent pins no certificate.")
+
+
+class IssuedTokenSerializer(serializers.Serializer[Any]):
+    """A new join token. It can be read only here."""
+
+    id = serializers.IntegerField(read_only=True)
+    host = serializers.CharField(read_only=True)
+    expires_at = serializers.DateTimeField(read_only=True)
+    address = serializers.CharField(read_only=True, help_text="Where the agent connects to.")
+    fingerprint = serializers.CharField(read_only=True, help_text="SHA-256 of the pinned certificate; empty if none.")
+    token = serializers.CharField(read_only=True, help_text="The value of CYBORG_JOIN_TOKEN on the host.")
+
+
+class JoinTokenView(CollectionView):
+    """Join tokens, newest first. Deleting one withdraws it."""
+
+    policy = "join_token"
+    default_ordering = "-created"
+    lookup_field = "id"
+    lookup_value_regex = "[0-9]{1,18}"
+    serializer_class = JoinTokenSerializer
+    filterset_class = JoinTokenFilter
+    queryset = JoinToken.objects.defer("secret_hash")
+    body_serializers = {"create": NewJoinTokenSerializer}
+    response_serializers = {"create": (201, IssuedTokenSerializer)}
+
+    def create(self, request: Request) -> Response:
+        """Make a join token; 201. Only this answer contains its secret."""
+        values = self.validate_body()
+        hours, address = values.get("hours", join_tokens.DEFAULT_HOURS), values.get("address", "")
+        issued = join_tokens.issue_join_token(
+            values["host"], address, values.get("unpinned", False), hours, self.caller.name, EventSource.API
+        )
+        shown = {"id": issued.row.pk, "host": issued.row.host_name, "expires_at": issued.row.expires_at}
+        shown |= {"address": issued.address, "fingerprint": issued.fingerprint, "token": issued.join_string}
+        response = Response(IssuedTokenSerializer(shown).data, 201)
+        response["Cache-Control"] = "no-store"
+        return response
+
+    def destroy(self, request: Request, **kwargs: str) -> Response:
+        """Withdraw a join token; 204. An agent that has joined with it stays enrolled."""
+        join_tokens.withdraw_join_token(self.get_object(), self.caller.name, EventSource.API)
+        return Response(status=204)
 
 
 STREAM_SERVED_ELSEWHERE = (

@@ -220,7 +220,15 @@ def verify_credential(
     )
 
 
-def create_join_token(host: str, *, address: str, hours: int, created_by: str, fingerprint: str = "") -> str:
+def create_join_token(
+    host: str,
+    *,
+    address: str,
+    hours: int,
+    created_by: str,
+    fingerprint: str = "",
+    source: EventSource = EventSource.PERSON,
+) -> str:
     """Create a join token for `host`, valid for `hours`, and return its join string. Record the event `agent.invited`.
 
     Only a hash of the secret is stored, so the string cannot be shown again. `address`, `fingerprint` (of the pinned
@@ -233,11 +241,16 @@ def create_join_token(host: str, *, address: str, hours: int, created_by: str, f
         created_by=created_by,
         expires_at=database_clock.now() + timedelta(hours=hours),
     )
-    source = EventSource.SYSTEM if created_by == AUTOMATIC_CREATOR else EventSource.PERSON
+    source = EventSource.SYSTEM if created_by == AUTOMATIC_CREATOR else source
     changes = {"join token": [None, f"valid for {hours} hours"]}
     conductor.record_event("agent.invited", source, created_by or "join token", host_name=host, changes=changes)
     announcement_key = settings.KEYS.agent_announcement_key if fingerprint else ""
     return credentials.encode_join_string(address, fingerprint, host, secret, announcement_key)
+
+
+def find_join_token(join_string: str) -> JoinToken:
+    """Return the row of the join token in a join string; raise JoinToken.DoesNotExist if there is none."""
+    return JoinToken.objects.get(secret_hash=_hash_secret(credentials.parse_join_string(join_string).secret))
 
 
 def _hash_secret(secret: str) -> str:

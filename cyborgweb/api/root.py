@@ -20,7 +20,7 @@ from accelerators.api.json import JsonRenderer
 from accelerators.api.own import errors
 from accelerators.api.own.routes import RESOURCES
 from accelerators.api.own.views import CollectionView
-from agents.api import AgentView, DeviceUsageView
+from agents.api import AgentView, DeviceUsageView, JoinTokenView
 from cyborgweb.notify.api import DeliveryView, InboxView, SubscriptionView
 from cyborgweb.telemetry.usage_api import CensusView, UsageView
 from placement_sync.api import DiscrepancyView, NovaEndpointView
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 COLLECTIONS: Mapping[str, type[CollectionView]] = {
     "hosts": RESOURCES["hosts"],
     "agents": AgentView,
+    "join_tokens": JoinTokenView,
     **RESOURCES,
     "discrepancies": DiscrepancyView,
     "nova_endpoints": NovaEndpointView,

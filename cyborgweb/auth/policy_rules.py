@@ -188,7 +188,16 @@ OWN_RULES = (
     PolicyRule("cyborg:host:get_one", STRICT_MANAGER, "Show a host.", ("GET /api/hosts/{uuid}/",)),
     PolicyRule("cyborg:agent:get_all", STRICT_MANAGER, "List agents.", ("GET /api/agents/",)),
     PolicyRule("cyborg:agent:get_one", STRICT_MANAGER, "Show an agent.", ("GET /api/agents/{uuid}/",)),
-    PolicyRule("cyborg:agent:update", ADMIN, "Revoke an agent.", ("POST /api/agents/{uuid}/revoke/",)),
+    PolicyRule(
+        "cyborg:agent:update",
+        ADMIN,
+        "Revoke an agent, admit it again, or ask it for a new key.",
+        ("POST /api/agents/{uuid}/revoke/", "POST /api/agents/{uuid}/admit/", "POST /api/agents/{uuid}/rotate/"),
+    ),
+    PolicyRule("cyborg:join_token:get_all", STRICT_MANAGER, "List join tokens.", ("GET /api/join_tokens/",)),
+    PolicyRule("cyborg:join_token:get_one", STRICT_MANAGER, "Show a join token.", ("GET /api/join_tokens/{id}/",)),
+    PolicyRule("cyborg:join_token:create", ADMIN, "Make a join token.", ("POST /api/join_tokens/",)),
+    PolicyRule("cyborg:join_token:delete", ADMIN, "Withdraw a join token.", ("DELETE /api/join_tokens/{id}/",)),
     PolicyRule(
         INVENTORY,
         STRICT_MANAGER,

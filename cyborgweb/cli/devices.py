@@ -22,6 +22,7 @@ MAX_HISTORY = 10
 MAX_POLLED_DEVICES = 20
 """If more devices are being installed, one list is read to find those that still are, not each of them."""
 ACTION_COLUMNS = ("uuid=target", "outcome", "state", "host", "address", "text")
+JOIN_TOKEN_COLUMNS = ("id", "host", "created_by", "created_at", "expires_at", "used_at")
 AGENT_COLUMNS = ("host=host.name", "state", "seen_at", "version", "address", "barred_reason")
 AGENT_STATES = ("up", "late", "down", "revoked", "clone")
 
@@ -188,6 +189,73 @@ def device_retire(cli_context: CliContext, **selection_options: Any) -> None:
 def agent_list(cli_context: CliContext, limit: int, **filters: Any) -> None:
     """List agents. Each row has the host, the agent's state, when it was last seen, and its version."""
     cli_context.print_list(lambda: cli_context.fetch_rows("agents/", limit, **filters), AGENT_COLUMNS, "No agents.")
+
+
+def _act_on_agent(cli_context: CliContext, host: str, action: str, body: dict[str, str]) -> None:
+    """Apply an action to the agent of a host, given the host's name or uuid, and show the agent."""
+    uuid = names.resolve_host(cli_context.api, host)
+    row = cli_context.api.post(f"agents/{uuid}/{action}/", body)
+    print_row(row, cli_context.output)
+
+
+@verb_command("agent-admit", "agent-admit cmp1.example")
+@click.argument("host")
+@pass_cli_context
+def agent_admit(cli_context: CliContext, host: str) -> None:
+    """Let the agent of a host connect again that was barred because two machines used its key."""
+    _act_on_agent(cli_context, host, "admit", {})
+
+
+@verb_command("agent-rotate", "agent-rotate cmp1.example")
+@click.argument("host")
+@pass_cli_context
+def agent_rotate(cli_context: CliContext, host: str) -> None:
+    """Ask the agent of a host for a new key, now or when it connects next."""
+    _act_on_agent(cli_context, host, "rotate", {})
+
+
+@verb_command("agent-revoke", "agent-revoke cmp1.example --reason stolen")
+@click.argument("host")
+@options.reason_option
+@options.yes_option
+@pass_cli_context
+def agent_revoke(cli_context: CliContext, host: str, reason: str, yes: bool) -> None:
+    """Revoke the agent of a host: its connections end, and its key and open join tokens become invalid."""
+    options.confirm(f"Revoke the agent of {host}?", yes)
+    _act_on_agent(cli_context, host, "revoke", {"reason": reason})
+
+
+@verb_command("join-token", "join-token cmp1.example --hours 2")
+@click.argument("host")
+@click.option("--address", default="", help="Where the agent reaches the conductor; by default its TLS listener.")
+@click.option("--hours", type=click.IntRange(1, 8760), default=24, show_default=True, help="How long it is valid.")
+@pass_cli_context
+def join_token(cli_context: CliContext, host: str, address: str, hours: int) -> None:
+    """Make the token with which the agent of a host joins. It cannot be shown again."""
+    print_row(
+        cli_context.api.post("join_tokens/", {"host": host, "hours": hours, "address": address}), cli_context.output
+    )
+
+
+@verb_command("join-token-list", "join-token-list --host cmp1.example")
+@click.option("--host", help="Only of this host.")
+@click.option("--used/--unused", default=None, help="Only tokens that an agent has used, or only the others.")
+@options.limit_option
+@options.watch_option
+@pass_cli_context
+def join_token_list(cli_context: CliContext, limit: int, **filters: Any) -> None:
+    """List join tokens, without their secrets."""
+    cli_context.print_list(
+        lambda: cli_context.fetch_rows("join_tokens/", limit, **filters), JOIN_TOKEN_COLUMNS, "No join tokens."
+    )
+
+
+@verb_command("join-token-delete", "join-token-delete 12")
+@click.argument("id", type=int)
+@pass_cli_context
+def join_token_delete(cli_context: CliContext, id: int) -> None:
+    """Withdraw a join token, given its id. An agent that has joined with it stays enrolled."""
+    cli_context.api.delete(f"join_tokens/{id}/")
 
 
 @verb_command("host-remove", "host-remove cmp9.example --reason decommissioned")

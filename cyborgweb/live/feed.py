@@ -18,6 +18,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
+from math import ceil
 from typing import Any
 
 from django.core.exceptions import PermissionDenied
@@ -26,7 +27,7 @@ from django.db import Error, InterfaceError, OperationalError, connection
 from accelerators.runtime import metrics
 from agents.liveness import compute_thresholds
 from cyborgweb.auth.sessions import SessionStore
-from cyborgweb.live import session_permissions
+from cyborgweb.live import page_host, session_permissions
 from cyborgweb.live.list_snapshot import Cells, ListSnapshot, hash_cell
 
 log = logging.getLogger(__name__)
@@ -40,18 +41,26 @@ list.
 """
 MAX_CACHED_ROWS = 1000
 """Rendered rows kept in memory per list; a list that reaches this number is rendered again."""
-MAX_RELOAD_HINTS = 2
-"""How many of all open pages are told per look to reload themselves. With two looks a second, this makes at most four
-requests a second, however many pages are open.
-"""
-MAX_RELOAD_DELAY_S = 5.0
-"""Seconds after which a page that still waits for its reload hint is no longer shown as live."""
+MIN_RELOAD_HINTS = 2
+"""How many of all open pages are told per look to reload themselves, at least, if they wait for it."""
+MAX_RELOADS_PER_S = 20.0
+"""How many pages are told per second to reload themselves, at most, however many pages are open."""
+RELOAD_TARGET_S = 10.0
+"""Seconds in which all waiting pages are told to reload themselves, unless MAX_RELOADS_PER_S prevents it."""
+MAX_RELOAD_DELAY_S = 30.0
+"""Seconds after which a page that still waits for its reload hint is no longer shown as live. MAX_RELOADS_PER_S lets
+500 pages reload themselves in 25 s."""
+UNVERSIONED_INTERVAL_S = 60.0
+"""Seconds after which the page of a host or device is also told to reload itself for a change of another host, because
+parts of it may show other data, such as rollouts."""
 KEEPALIVE_INTERVAL_S = 8.0
 """Seconds after which a live page gets a message even if nothing has changed."""
 CLOCK_RENDER_INTERVAL_S = 10.0
 """Seconds between two renderings of lists that read tables without a generation, because some of their text depends
 on the time.
 """
+NEW_ROWS_BUDGET_S = 0.2
+"""Seconds per look for searches for new rows; lists that are left over wait for the next look."""
 NEW_ROWS_INTERVAL_S = 30.0
 """Seconds between two searches for new rows in such lists, unless a counted table changed."""
 SEND_TIMEOUT_S = 10.0
@@ -112,6 +121,8 @@ class ConsoleWatcher:
     """The user's `session_permissions.fingerprint_permissions` when the page was admitted."""
     is_plain_page: bool = False
     """Whether the page has reported that it is not a list."""
+    host_id: int | None = None
+    """The host that the page shows; None for a page that shows data of several hosts."""
     snapshot: ListSnapshot | None = None
     """The list that the page shows; None for a page that is not a list."""
     sent_rows: dict[Any, tuple[object, dict[str, int]]] = field(default_factory=dict)
@@ -134,6 +145,8 @@ class ConsoleWatcher:
     next_keepalive_at: float = 0.0
     hinted_at: float = 0.0
     """When the page was told last to reload itself (monotonic clock)."""
+    hinted_state: object = None
+    """The state of all data when the page was told last to reload itself."""
     waiting_since: float | None = None
     """Since when the page waits to be told to reload itself; None if it does not."""
     new_count: int = 0
@@ -156,6 +169,9 @@ class LiveFeed:
         self._watchers: set[ConsoleWatcher] = set()
         self._generations: dict[str, int] = {}
         self._uncounted: object = None
+        self._host_versions: dict[int, int] = {}
+        self._versioned_state: object = None
+        self._hints_sent_at = 0.0
         self._rendered_rows: dict[object, dict[Any, RenderedRow]] = {}
         self._outages = 0
         self._next_look_at = self._permissions_checked_at = self._next_uncounted_at = 0.0
@@ -174,13 +190,14 @@ class LiveFeed:
             self._thread.start()
         self._calls.put((self._admit_watcher, (watcher,)))
 
-    def follow_rows(self, watcher: ConsoleWatcher, path: str, query: str, rows: list[str]) -> None:
+    def follow_rows(self, watcher: ConsoleWatcher, path: str, query: str, rows: list[str], page: str = "") -> None:
         """Follow these rows (keys as texts) of the list at `path?query` for this page from now on, in place of all rows
-        that it followed before. An empty `path` means that the page is not a list. The feed's thread does it later.
+        that it followed before. An empty `path` means that the page is not a list; `page` is its path then. The feed's
+        thread does it later.
 
         If the list cannot be followed, a close code is posted to the page.
         """
-        self._calls.put((self._start_following, (watcher, path, query, rows)))
+        self._calls.put((self._start_following, (watcher, path, query, rows, page)))
 
     def remove_watcher(self, watcher: ConsoleWatcher) -> None:
         """Remove a page that has disconnected; the feed's thread does it later. Nothing is posted to the page."""
@@ -245,9 +262,9 @@ class LiveFeed:
         else:
             watcher.post(SIGNED_OUT)
 
-    def _start_following(self, watcher: ConsoleWatcher, path: str, query: str, rows: list[str]) -> None:
+    def _start_following(self, watcher: ConsoleWatcher, path: str, query: str, rows: list[str], page: str) -> None:
         """Follow the rows of the page's list from now on, compare them once, and send the first message. A page that is
-        not a list is only noted.
+        not a list is only noted, with the host that it shows.
 
         Post NOT_ALLOWED if the user may not view the list, MALFORMED if it cannot be followed, and TRY_AGAIN_LATER if
         the database connection is lost. A page that is not registered is ignored.
@@ -262,10 +279,11 @@ class LiveFeed:
             None,
         )
         watcher.pending_message.clear()
-        watcher.is_plain_page = not path
-        if watcher.is_plain_page:
-            return
+        watcher.is_plain_page, watcher.host_id = not path, None
         try:
+            if watcher.is_plain_page:
+                watcher.host_id = page_host.find_host_id(page)
+                return
             shown = ListSnapshot(path, query, watcher.user, SessionStore(watcher.session_key))
             key_by_name = shown.parse_keys(rows)
             watcher.snapshot, watcher.row_names = shown, {key: text for text, key in key_by_name.items()}
@@ -467,11 +485,12 @@ class LiveFeed:
         """Count, for each live page, the rows that its list would show now and the page does not show. Note the number
         in the page's pending message if it has changed.
 
-        A page is counted only if its list may have changed since the last count. The slower the query, the less often
-        it runs.
+        The pages that have waited longest come first, until NEW_ROWS_BUDGET_S is spent. A page is counted only if its
+        list may have changed since the last count. The slower the query, the less often it runs.
         """
         keys_by_list: dict[object, set[Any]] = {}
-        for one in watchers:
+        spent = 0.0
+        for one in sorted(watchers, key=lambda watcher: watcher.next_count_at):
             state = (
                 self._compute_list_state(one.snapshot, NEW_ROWS_INTERVAL_S)
                 if one.snapshot and one.is_live and now >= one.next_count_at
@@ -479,7 +498,10 @@ class LiveFeed:
             )
             if not one.snapshot or state == one.counted_state:
                 continue
+            if spent > NEW_ROWS_BUDGET_S and one.snapshot.shared_key not in keys_by_list:
+                continue
             duration = _measure_duration(partial(self._read_page_keys, one.snapshot, keys_by_list))
+            spent += duration
             one.counted_state = state
             one.next_count_at = now + max(self._intervals.uncounted_query_s, 20 * duration)
             if (new := len(keys_by_list[one.snapshot.shared_key] - one.sent_rows.keys())) != one.new_count:
@@ -502,10 +524,12 @@ class LiveFeed:
             keys_by_list[snapshot.shared_key] = set()  # usually a query that took too long: report no new rows
 
     def _send_reload_hints(self, pages: list[ConsoleWatcher], now: float) -> None:
-        """If anything has changed, note in the pending messages of `pages`, which are not lists, that they must reload.
+        """Note in the pending messages of `pages`, which are not lists, that they must reload, if something has changed
+        that they show: any data, or for a page with `host_id` that host.
 
-        At most MAX_RELOAD_HINTS pages get the hint per call, those that have waited longest first, and each at most
-        once in `reload_hint_s` seconds. A page that has waited for MAX_RELOAD_DELAY_S seconds is not live until then.
+        At most MAX_RELOADS_PER_S pages per second get the hint, but MIN_RELOAD_HINTS per call, those that have waited
+        longest first, and each at most once in `reload_hint_s` seconds. A page that has waited for MAX_RELOAD_DELAY_S
+        seconds is not live until then.
         """
         if pages and now >= self._next_uncounted_at:
             self._next_uncounted_at = now + self._intervals.uncounted_query_s
@@ -513,16 +537,30 @@ class LiveFeed:
                 cursor.execute(SELECT_UNCOUNTED, compute_thresholds())
                 self._uncounted = cursor.fetchone()
         state = self._outages, tuple(sorted(self._generations.items())), self._uncounted
+        self._update_host_versions(pages, state)
         waiting = []
         for one in pages:
-            if one.synced_state != state:
+            own_state = state if one.host_id is None else (self._outages, self._host_versions.get(one.host_id))
+            is_overdue = one.hinted_state != state and now >= one.hinted_at + UNVERSIONED_INTERVAL_S
+            if one.synced_state != own_state or (one.host_id is not None and is_overdue):
                 one.waiting_since = one.waiting_since or now
                 one.is_live = one.is_live and now - one.waiting_since < MAX_RELOAD_DELAY_S
                 if now >= one.hinted_at + self._intervals.reload_hint_s:
-                    waiting.append(one)
-        for one in sorted(waiting, key=lambda watcher: watcher.waiting_since or now)[:MAX_RELOAD_HINTS]:
-            one.synced_state, one.is_live, one.hinted_at, one.waiting_since = state, True, now, None
+                    waiting.append((one, own_state))
+        rate = min(len(waiting) / RELOAD_TARGET_S, MAX_RELOADS_PER_S)
+        number = max(MIN_RELOAD_HINTS, ceil(rate * min(now - self._hints_sent_at, RELOAD_TARGET_S)))
+        self._hints_sent_at = now
+        for one, own_state in sorted(waiting, key=lambda pair: pair[0].waiting_since or now)[:number]:
+            one.synced_state, one.hinted_state, one.is_live = own_state, state, True
+            one.hinted_at, one.waiting_since = now, None
             one.pending_message["moved"] = True
+
+    def _update_host_versions(self, pages: list[ConsoleWatcher], state: object) -> None:
+        """Load the versions of the hosts that `pages` show, if `state` is not that of the last versions or a host is
+        new."""
+        hosts = {one.host_id for one in pages if one.host_id is not None}
+        if state != self._versioned_state or not hosts <= self._host_versions.keys():
+            self._host_versions, self._versioned_state = page_host.load_host_versions(hosts), state
 
     @staticmethod
     def _send_pending_message(watcher: ConsoleWatcher) -> None:

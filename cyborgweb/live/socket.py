@@ -26,18 +26,21 @@ TOO_LARGE, TOO_MANY = 1009, 4429
 class FollowRequest(msgspec.Struct, forbid_unknown_fields=True):
     """The message in which a console page asks for updates.
 
-    It has the path and the query of the page's address, and the keys of the rows that the page shows.
+    It has the path and the query of a list's address, and the keys of the rows that the list shows. A page that is not
+    a list sends its path as `page`.
     """
 
     path: str
     query: str = ""
     rows: list[str] = []
+    page: str = ""
 
     def __post_init__(self) -> None:
         """Raise ValueError if the path, the query, the rows or one of their keys exceed their limits."""
         if (
             len(self.path) > 200
             or len(self.query) > 4000
+            or len(self.page) > 400
             or len(self.rows) > 100
             or any(len(r) > 64 for r in self.rows)
         ):
@@ -104,7 +107,7 @@ class ConsoleSocket:
                 request = _follow_request_decoder.decode(text)
             except msgspec.DecodeError:
                 return MALFORMED
-            self.feed.follow_rows(watcher, request.path, request.query, request.rows)
+            self.feed.follow_rows(watcher, request.path, request.query, request.rows, request.page)
         return 0
 
 

@@ -47,7 +47,7 @@ def rows(lab: Lab, generator: Generator, devices: int, seconds: float, progress:
     """Return the row: one client gets page after page; statements are counted in PostgreSQL's log."""
     progress(f"the console's list of {devices} devices, through granian")
     create_devices(devices)
-    arguments = {"tokens": {"Cookie": f"sessionid={_create_session()}"}, "paths": list(PAGES), "clients": 1}
+    arguments = {"tokens": {"Cookie": f"sessionid={create_session()}"}, "paths": list(PAGES), "clients": 1}
     with run_granian(lab, 1) as server:
         everyone = [server.pid, *list_children(server.pid)]
         generator.ask("fetch", port=server.port, seconds=1.0, **arguments)
@@ -90,7 +90,7 @@ def search_rows(
     found = []
     with run_granian(lab, 1) as server:
         for name, paths in ((f"{devices} devices", device_paths), (f"{events} events", event_paths)):
-            arguments = {"tokens": {"Cookie": f"sessionid={_create_session()}"}, "paths": paths, "clients": 1}
+            arguments = {"tokens": {"Cookie": f"sessionid={create_session()}"}, "paths": paths, "clients": 1}
             generator.ask("fetch", port=server.port, seconds=1.0, **arguments)
             done = generator.ask("fetch", port=server.port, seconds=seconds, **arguments)
             p95 = float(done["slowest_ms"][-(done["count"] // 20 + 1)])
@@ -113,7 +113,8 @@ def create_devices(devices: int) -> None:
         cursor.execute("VACUUM ANALYZE accelerators_device, accelerators_host")
 
 
-def _create_session() -> str:
+def create_session() -> str:
+    """Return the key of a new session of a superuser."""
     user, _ = User.objects.get_or_create(username="bench-operator", is_staff=True, is_superuser=True)
     session = SessionStore()
     session[SESSION_KEY], session[HASH_SESSION_KEY] = str(user.pk), user.get_session_auth_hash()

@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import ipaddress
-import os
-import socket
 from typing import Any
-from urllib.parse import urlsplit
 
 from django.core.management.base import BaseCommand, CommandError
 
-from agents import authentication
-from agents.host.settings import AgentSettings, determine_host_names
-from drivers.configuration import ConfigurationError, load_configuration
+from accelerators.domain.errors import RefusedError
+from accelerators.domain.states import EventSource
+from agents import join_tokens
 
 
 class Command(BaseCommand):
@@ -41,48 +37,13 @@ class Command(BaseCommand):
 
     def handle(self, *args: Any, **options: Any) -> None:
         """Create a join token and print it as the last line. Raise CommandError for a wrong host name or address."""
-        if not 0 < len(options["host"]) <= 255:
-            raise CommandError("HOST must have 1 to 255 characters")
-        requested_address = options["address"] or ""
-        if requested_address and not requested_address.startswith(("http://", "https://")):
-            raise CommandError("--address must begin with http:// or https://")
+        host, hours = options["host"], options["hours"]
+        address, unpinned = options["address"] or "", options["unpinned"]
         try:
-            address, fingerprint = authentication.CONDUCTOR_ADDRESS.only()(requested_address, options["unpinned"])
-            if not requested_address and _is_loopback(address) and not _is_this_machine(options["host"]):
-                raise ConfigurationError(
-                    f"{options['host']} cannot reach the only address that is configured here, {address}: set"
-                    " CYBORG_AGENT_LISTEN to an address that other machines reach"
-                )
-        except ConfigurationError as error:
-            raise CommandError(
-                f"{error}; or give the address at which agents reach the conductor with --address https://NAME:PORT"
-            ) from None
-        token = authentication.create_join_token(
-            options["host"],
-            address=address,
-            hours=options["hours"],
-            created_by="command line",
-            fingerprint=fingerprint,
-        )
-        pinned = f", pins certificate sha256:{fingerprint}" if fingerprint else ""
-        valid = f"valid for {options['hours']} hour{'' if options['hours'] == 1 else 's'}"
-        self.stdout.write(f"Join token for {options['host']}, {valid}, at {address}{pinned}:")
-        self.stdout.write(token)
-
-
-def _is_loopback(address: str) -> bool:
-    """Return whether only this machine can reach this URL."""
-    name = urlsplit(address).hostname or ""
-    try:
-        return ipaddress.ip_address(name).is_loopback
-    except ValueError:
-        return name == "localhost"
-
-
-def _is_this_machine(host: str) -> bool:
-    """Return whether `host` is the name of this machine, as its own agent or the operating system knows it.
-
-    Raises ConfigurationError if the settings for an agent of this machine are not usable.
-    """
-    names = determine_host_names(load_configuration(AgentSettings, os.environ), None)
-    return host in (*names, socket.getfqdn(), socket.gethostname(), "localhost")
+            issued = join_tokens.issue_join_token(host, address, unpinned, hours, "command line", EventSource.PERSON)
+        except RefusedError as refused:
+            raise CommandError(refused.text) from None
+        pinned = f", pins certificate sha256:{issued.fingerprint}" if issued.fingerprint else ""
+        valid = f"valid for {hours} hour{'' if hours == 1 else 's'}"
+        self.stdout.write(f"Join token for {host}, {valid}, at {issued.address}{pinned}:")
+        self.stdout.write(issued.join_string)

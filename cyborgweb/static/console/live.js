@@ -160,7 +160,8 @@
     heard = Date.now();
     const own = socket = new WebSocket(`${location.protocol === "https:" ? "wss" : "ws"}://${location.host}/ws/console`);
     own.onopen = () => own.send(JSON.stringify(
-      { path: list ? location.pathname : "", query: list ? location.search.slice(1) : "", rows: Array.from(rows.keys()).slice(0, 100) }));
+      { path: list ? location.pathname : "", query: list ? location.search.slice(1) : "",
+        page: list ? "" : location.pathname, rows: Array.from(rows.keys()).slice(0, 100) }));
     own.onmessage = async event => {
       const said = JSON.parse(event.data);
       heard = Date.now();

@@ -16,16 +16,17 @@ from django.contrib.auth.models import Group, Permission, User
 from django.contrib.sessions.models import Session
 from django.db import connection
 from django.test import Client
+from msgspec.structs import replace
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 from websockets.sync.client import ClientConnection, connect
 
 from accelerators import conductor
 from accelerators.domain.states import EventSource
-from accelerators.models import AcceleratorRequest, Device, DeviceProfile
+from accelerators.models import AcceleratorRequest, Device, DeviceProfile, Host
 from cyborgweb.auth import roles
 from cyborgweb.live import session_permissions
-from cyborgweb.live.feed import FeedIntervals, LiveFeed
-from cyborgweb.live.list_snapshot import ListSnapshot
+from cyborgweb.live.feed import MAX_RELOADS_PER_S, ConsoleWatcher, FeedIntervals, LiveFeed
+from cyborgweb.live.list_snapshot import ListSnapshot, lists_by_path
 from cyborgweb.live.socket import ConsoleSocket
 from tests.support.reports import apply_report, create_heard_host, get_or_create_host, make_card, make_driver_report
 from tests.support.webserver import PATIENCE, serving
@@ -91,7 +92,8 @@ class LivePage:
         )
         self.socket: ClientConnection = opened.__enter__()
         with suppress(ConnectionClosed):
-            self.send(path=path if path != "/admin/" else "", query=query, rows=list(self.cells))
+            is_list = path in lists_by_path()
+            self.send(path=path if is_list else "", query=query, rows=list(self.cells), page="" if is_list else path)
 
     def send(self, **message: Any) -> None:
         self.socket.send(json.dumps(message))
@@ -225,6 +227,57 @@ def test_other_pages_are_asked_to_reload_once_for_several_changes(port: int, pag
         set_state(state)
     tab.receive_until(lambda: tab.reload_requests == 2)
     assert tab.live
+
+
+def change_name_of_card(host: Host, seq: int) -> None:
+    """Apply a report of the host in which the model of its card is `seq`."""
+    apply_report(host, make_driver_report(replace(make_card(1), model=f"model {seq}")), seq=seq)
+
+
+def test_pages_of_a_host_and_its_devices_reload_only_for_changes_of_that_host(
+    port: int, page: Client, person: User
+) -> None:
+    person.user_permissions.add(Permission.objects.get(codename="view_host"))
+    mine, other = get_or_create_host("cmp1"), get_or_create_host("cmp2")
+    for host in (mine, other):
+        change_name_of_card(host, 1)
+    device = Device.objects.get(host=mine)
+    tabs = [
+        LivePage(port, page, f"/admin/accelerators/{name}/{key}/change/")
+        for name, key in (("host", mine.pk), ("device", device.pk), ("device", device.uuid))
+    ]
+    overview = LivePage(port, page, "/admin/")
+    for tab in (*tabs, overview):
+        tab.receive_until(lambda tab=tab: tab.reload_requests == 1)  # type: ignore[misc]
+    for seq in (2, 3):
+        change_name_of_card(other, seq)
+        overview.receive_until(lambda seq=seq: overview.reload_requests == seq)  # type: ignore[misc]
+    change_name_of_card(mine, 2)
+    for tab in tabs:
+        tab.receive_until(lambda tab=tab: tab.reload_requests == 2)  # type: ignore[misc]
+        assert [said.get("moved") for said in tab.messages].count(True) == 2 and tab.live
+
+
+def test_many_pages_stay_live_while_data_changes_all_the_time(person: User) -> None:
+    """The feed's looks run here without its thread, with 200 pages of several hosts and a change before each look."""
+    hosts = [get_or_create_host(f"cmp{number}") for number in range(10)]
+    for host in hosts:
+        change_name_of_card(host, 1)
+    feed, posted = LiveFeed(FeedIntervals(reload_hint_s=0)), list[str | int]()
+    pages = [ConsoleWatcher("", posted.append, is_plain_page=True, user=person) for _ in range(200)]
+    for number, one in enumerate(pages):
+        one.host_id = hosts[number % 10].pk if number % 2 else None
+    reloads = 0
+    for look in range(100):
+        conductor.set_hosts_stale_since([hosts[look % 10].pk], datetime.now(UTC) + timedelta(seconds=look))
+        feed._read_generations()
+        feed._send_reload_hints(pages, now=1000 + look / 2)
+        hinted = [one for one in pages if one.pending_message.pop("moved", None)]
+        assert look == 0 or len(hinted) <= MAX_RELOADS_PER_S / 2
+        reloads += len(hinted)
+    assert all(one.is_live for one in pages)
+    assert reloads >= 500
+    assert max(1050 - one.hinted_at for one in pages if one.host_id is None) < 15
 
 
 def test_the_feed_reports_a_database_outage_and_then_sends_every_missed_change(port: int, page: Client) -> None:

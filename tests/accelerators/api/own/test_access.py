@@ -20,13 +20,25 @@ from tests.accelerators.api.own.conftest import INSTANCES, Ask, Fill, get_error_
 pytestmark = pytest.mark.django_db
 
 INFRASTRUCTURE_COLLECTIONS = (
-    *("hosts", "agents", "devices", "deployables", "attach_handles", "commands", "images", "discrepancies", "seals"),
+    *(
+        "hosts",
+        "agents",
+        "devices",
+        "deployables",
+        "attach_handles",
+        "commands",
+        "images",
+        "discrepancies",
+        "seals",
+    ),
     *("nova_endpoints", "bulk_actions", "bulk_results"),
 )
 OPERATIONS_COLLECTIONS = ("backends", "services", "drivers", "rollouts", "attachments")
 """Their permissions are tested in tests/cyborgweb/auth/test_roles.py."""
 PROJECT_COLLECTIONS = ("accelerators", "requests", "profiles", "events")
 
+AGENT_COLLECTIONS = ("join_tokens",)
+"""tests/agents/test_join_tokens.py tests who may see and make these rows."""
 MESSAGE_COLLECTIONS = ("subscriptions", "deliveries", "inbox")
 """tests/cyborgweb/notify/test_api.py tests who may see these rows."""
 
@@ -152,6 +164,7 @@ def test_the_root_lists_all_collections_without_a_token(client: Client) -> None:
         *PROJECT_COLLECTIONS,
         *OPERATIONS_COLLECTIONS,
         *MESSAGE_COLLECTIONS,
+        *AGENT_COLLECTIONS,
         *rest,
     }
     assert client.get("/api").content == client.get("/api/").content
