@@ -78,6 +78,10 @@ IF_NONE_MATCH_PARAMETER = {
     "description": "An ETag of an earlier answer. While it is still valid, the answer is 304 without a body.",
 }
 FIELD_CONDITIONS_KEY = "x-combinations"
+DELETE_PARAMETERS: dict[str, tuple[type, str]] = {
+    "generation": (int, "The generation as you read it. If it has changed since, the answer is 409."),
+    "reason": (str, "Shown with the change and in its events."),
+}
 SUMMARY_VERBS = {
     "list": "List",
     "retrieve": "Show",
@@ -158,9 +162,11 @@ class ViewSchema(AutoSchema):
         if self.collection.action == "create" and hasattr(self.collection, "upload_parameters"):
             upload_parameters = self.collection.upload_parameters.items()
             return [OpenApiParameter(name, kind, description=about) for name, (kind, about) in upload_parameters]
-        if self.method == "DELETE" and self.collection.deletes_by_generation:
-            generation_description = "The generation as you read it. If it has changed since, the answer is 409."
-            return [OpenApiParameter("generation", int, description=generation_description)]
+        if self.method == "DELETE":
+            return [
+                OpenApiParameter(name, DELETE_PARAMETERS[name][0], description=DELETE_PARAMETERS[name][1])
+                for name in self.collection.delete_parameters
+            ]
         if self.method != "GET":
             return []
         serializer = cast("type[Serializer[Any]]", self.collection.get_serializer_class())()

@@ -346,7 +346,13 @@ OWN_RULES = (
         "cyborg:driver:rollout",
         ELEVATED,
         "Install, uninstall, change drivers on any host: for administrators and the role accelerator_operator.",
-        ("POST /api/rollouts/", "POST /api/rollouts/{uuid}/cancel/"),
+        (
+            "POST /api/rollouts/",
+            "POST /api/rollouts/{uuid}/cancel/",
+            "POST /api/backends/",
+            "PATCH /api/backends/{id}/",
+            "DELETE /api/backends/{id}/",
+        ),
     ),
     PolicyRule(
         "cyborg:attachment:get",

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 from urllib.parse import quote
 
 import click
 
 from cyborgweb.cli import completion, names, options
+from cyborgweb.cli.conflicts import edit_settings, show_conflict
+from cyborgweb.cli.drivers import finish_rollout, parse_set_options
 from cyborgweb.cli.exit_codes import CliError, ExitCode
 from cyborgweb.cli.following import wait_for_commands
 from cyborgweb.cli.many_targets import run_for_each, show_and_exit
@@ -16,6 +18,7 @@ from cyborgweb.cli.options import CliContext, pass_cli_context, verb_command
 from cyborgweb.cli.output import print_row
 
 BACKEND_KINDS = ("pci", "mdev", "accel-class", "firmware", "remote")
+DEFAULT_DRIVER = "generic_driver"
 SERVICE_NAMES = ("passthrough", "sriov", "mdev", "program", "firmware", "reset", "health", "stats")
 BACKEND_COLUMNS = ("host", "driver", "name", "kind", "devices", "services", "labels", "error")
 SERVICE_COLUMNS = ("host", "driver", "backend", "service=name", "version", "state", "limits", "reason")
@@ -73,6 +76,116 @@ def backend_show(cli_context: CliContext, backend: str, host: str | None, driver
             raise CliError(ExitCode.NOT_FOUND, text)
         shown_backend = rows[0]
     print_row(shown_backend, cli_context.output)
+
+
+def add_change_options(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Add the name of a backend and the options of every change of one, and return the decorated function."""
+    for option in reversed(
+        (
+            click.argument("backend"),
+            click.option("--host", required=True, shell_complete=completion.complete_hosts, help="On this host."),
+            click.option("--driver", default=DEFAULT_DRIVER, show_default=True, help="Of this driver."),
+            click.option(
+                "--generation",
+                type=click.IntRange(0),
+                help="The generation of the driver that driver-list --json shows: refused if it has changed.",
+            ),
+            options.reason_option,
+            options.wait_option,
+        )
+    ):
+        function = option(function)
+    return function
+
+
+set_option = click.option(
+    "--set",
+    "values",
+    multiple=True,
+    metavar="NAME=VALUE",
+    callback=parse_set_options,
+    help="One setting of the backend, such as limits/max_devices=4; can be repeated.",
+)
+
+
+@verb_command("backend-add", 'backend-add gpus --host cmp1.example --kind pci --set \'match=[{"vendor": "10de"}]\'')
+@add_change_options
+@click.option("--kind", type=click.Choice(BACKEND_KINDS), required=True, help="The kind of the backend.")
+@set_option
+@pass_cli_context
+def backend_add(cli_context: CliContext, kind: str, values: dict[str, Any], **change_options: Any) -> None:
+    """Add a backend to a driver of a host; its other backends stay as they are."""
+    settings = edit_settings({"kind": kind}, values, ())
+    _change_backend(cli_context, "POST", {"settings": settings}, **change_options)
+
+
+@verb_command("backend-set", "backend-set gpus --host cmp1.example --set limits/max_devices=4 --unset labels")
+@add_change_options
+@set_option
+@click.option("--unset", multiple=True, metavar="NAME", help="Delete one setting of the backend; can be repeated.")
+@pass_cli_context
+def backend_set(cli_context: CliContext, values: dict[str, Any], unset: Sequence[str], **change_options: Any) -> None:
+    """Change single settings of a backend; all others stay."""
+    changes = options.drop_empty({"set": values, "unset": [*unset]})
+    if not (values or unset):
+        raise click.UsageError("Select what to change: give --set or --unset.")
+    _change_backend(cli_context, "PATCH", {name: value for name, value in changes.items() if value}, **change_options)
+
+
+@verb_command("backend-enable", "backend-enable gpus --host cmp1.example")
+@add_change_options
+@pass_cli_context
+def backend_enable(cli_context: CliContext, **change_options: Any) -> None:
+    """Enable a backend that is disabled."""
+    _change_backend(cli_context, "PATCH", {"enabled": True}, **change_options)
+
+
+@verb_command("backend-disable", "backend-disable gpus --host cmp1.example --reason 'bad riser'")
+@add_change_options
+@pass_cli_context
+def backend_disable(cli_context: CliContext, **change_options: Any) -> None:
+    """Disable a backend. Its settings stay, its devices are missing. Refused while a device of the driver is held."""
+    _change_backend(cli_context, "PATCH", {"enabled": False}, **change_options)
+
+
+@verb_command("backend-remove", "backend-remove gpus --host cmp1.example --yes")
+@add_change_options
+@options.yes_option
+@pass_cli_context
+def backend_remove(cli_context: CliContext, yes: bool, **change_options: Any) -> None:
+    """Remove a backend with its settings. Refused while a device of the driver is held."""
+    options.confirm(f"Remove the backend {change_options['backend']} on {change_options['host']}?", yes)
+    _change_backend(cli_context, "DELETE", {}, **change_options)
+
+
+def _change_backend(
+    cli_context: CliContext,
+    method: str,
+    changes: dict[str, Any],
+    backend: str,
+    host: str,
+    driver: str,
+    generation: int | None,
+    reason: str,
+    wait: bool,
+) -> None:
+    """Send a change of one backend, and show the result on its host; with `wait`, first follow it to its end.
+
+    Raises CliError if the host does not exist or the change is refused; if somebody else has changed the driver, the
+    present settings are shown. Exits with REFUSED if the change has failed.
+    """
+    host_uuid = names.resolve_host(cli_context.api, host)
+    about = options.drop_empty({"reason": reason, "generation": generation})
+    path = f"backends/{host_uuid}:{quote(driver)}:{quote(backend)}/"
+    with show_conflict(lambda current: (current.get("wanted"), changes)):
+        if method == "POST":
+            body = {"host": host, "driver": driver, "name": backend}
+            rollout = cli_context.api.post("backends/", body | changes | about)
+        elif method == "PATCH":
+            rollout = cli_context.api.patch(path, changes | about)
+        else:
+            rollout = cli_context.api.send_request("DELETE", path, params=about)
+    finish_rollout(cli_context, rollout, f"backend {backend}", wait)
 
 
 @verb_command("service-list", "service-list --name sriov --state ready")

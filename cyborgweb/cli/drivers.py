@@ -97,7 +97,7 @@ def _parse_settings(text: str, path: str) -> Any:
         raise ValueError(" ".join(str(error).split())) from None
 
 
-def _parse_set_options(
+def parse_set_options(
     context: click.Context, parameter: click.Parameter, assignments: tuple[str, ...]
 ) -> dict[str, Any]:
     """Parse the `name=value` options into a dict; a value that is valid JSON is decoded, any other stays text.
@@ -170,7 +170,7 @@ settings_options = (
         "values",
         multiple=True,
         metavar="NAME=VALUE",
-        callback=_parse_set_options,
+        callback=parse_set_options,
         help="Change one setting, such as mtu=9000 or backends/gpus/enabled=false; all others stay. Can be repeated.",
     ),
     click.option(
@@ -339,8 +339,16 @@ def _start_rollout(
     target: dict[str, Any] = {"hosts": [*hosts]} if hosts else {"selector": selector}
     with show_conflict(lambda current: (current.get("wanted"), _preview_wanted(current, changes))):
         rollout = cli_context.api.post("rollouts/", body | changes | target | ({"reason": reason} if reason else {}))
+    finish_rollout(cli_context, rollout, f"{op} {driver}", wait)
+
+
+def finish_rollout(cli_context: CliContext, rollout: dict[str, Any], title: str, wait: bool) -> None:
+    """Show the state of each host of a rollout that was started; with `wait`, first follow it until it has ended.
+
+    Exits as `show_and_exit` does.
+    """
     if wait:
-        _follow_rollout(cli_context, rollout, f"{op} {driver}")
+        _follow_rollout(cli_context, rollout, title)
         rollout = cli_context.api.get(f"rollouts/{rollout['uuid']}/")
     else:
         command = cli_context.api.spell_verb("rollout-show")

@@ -261,7 +261,7 @@ class SubscriptionView(CollectionView):
     }
     actions_to_confirm = ("rotate",)
     body_serializers = {"partial_update": SubscriptionChangeSerializer}
-    deletes_by_generation = True
+    delete_parameters = ("generation",)
     response_serializers = {
         "create": (201, SecretSerializer),
         "partial_update": (200, SubscriptionSerializer),

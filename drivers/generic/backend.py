@@ -36,6 +36,8 @@ class BackendBase(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True,
     writes: ClassVar[tuple[str, ...]] = ()
     """Globs that cover every path its steps may write."""
 
+    enabled: bool = True
+    """Whether the driver uses the backend; without it, its devices are missing."""
     limits: BackendLimits = BackendLimits()
     labels: Annotated[dict[Word, Annotated[str, Meta(max_length=255)]], Meta(max_length=64)] = {}
 

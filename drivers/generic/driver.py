@@ -231,7 +231,9 @@ class GenericDriver(Driver):
                     faults.append(Fault(f"backend {name}", caller.suspension))
             backend_reports.append(Backend(name, backend.kind, backend.labels, error, services))
         if not backends:
-            faults.append(Fault("backends", "none is configured: describe in `backends` what this host offers"))
+            faults.append(
+                Fault("backends", "none is configured and enabled: describe in `backends` what this host offers")
+            )
         return Findings(tuple(devices), at_most(faults), tuple(backend_reports))
 
     def _get_caller(self, name: str) -> BackendCaller:

@@ -32,16 +32,17 @@ class GenericSettings(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def parse_backends(settings: Settings) -> dict[str, BackendBase]:
-    """Return the backends of the generic driver by name, in the order of its settings.
+    """Return the enabled backends of the generic driver by name, in the order of its settings.
 
-    Raises Invalid, which describes the first mistake.
+    Raises Invalid, which describes the first mistake, also one in a disabled backend.
     """
     if unknown := sorted(settings.keys() - {"backends"}):
         raise Invalid(f"generic_driver has no setting {unknown[0]!r}: its only setting is backends")
     sections = settings.get("backends", {})
     if not isinstance(sections, dict) or len(sections) > MAX_BACKENDS:
         raise Invalid(f"backends of generic_driver must be a table of at most {MAX_BACKENDS} named sections")
-    return {str(name): _parse_backend(str(name), section) for name, section in sections.items()}
+    backends = {str(name): _parse_backend(str(name), section) for name, section in sections.items()}
+    return {name: backend for name, backend in backends.items() if backend.enabled}
 
 
 def _parse_backend(name: str, section: object) -> BackendBase:

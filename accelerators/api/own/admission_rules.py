@@ -79,7 +79,7 @@ class RuleView(CollectionView):
     serializer_class = RuleSerializer
     filterset_class = RuleFilter
     body_serializers = {"partial_update": RuleChangeSerializer}
-    deletes_by_generation = True
+    delete_parameters = ("generation",)
     queryset = AdmissionRule.objects.all()
 
     def create(self, request: Request) -> Response:

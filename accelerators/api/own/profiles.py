@@ -106,7 +106,7 @@ class ProfileView(CollectionView):
     serializer_class = ProfileSerializer
     filterset_class = ProfileFilter
     body_serializers = {"partial_update": ProfileChangeSerializer}
-    deletes_by_generation = True
+    delete_parameters = ("generation",)
     queryset = DeviceProfile.objects.annotate(used=Exists(AcceleratorRequest.objects.filter(profile=OuterRef("pk"))))
 
     def create(self, request: Request) -> Response:

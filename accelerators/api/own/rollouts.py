@@ -272,11 +272,16 @@ class RolloutView(CollectionView):
     def build_current(self, error: ChangedMeanwhileError) -> Any:
         """Return the driver as it is now on the host where somebody else changed it."""
         body = cast("dict[str, Any]", self.request.data)  # It was validated before.
-        rows = DriverView.queryset.filter(host__name__in=error.hosts, driver=body["driver"])
-        return DriverSerializer(rows.first(), context=self.get_serializer_context()).data
+        return show_changed_driver(body["driver"], error, self.get_serializer_context())
 
     def cancel(self, request: Request, **kwargs: str) -> Response:
         """Start no further hosts. Hosts that have been started are finished."""
         self.validate_body()
         driver_rollouts.cancel_rollout(self.get_object(), self.caller)
         return Response(self.get_serializer(self.get_object()).data, 202)
+
+
+def show_changed_driver(driver: str, error: ChangedMeanwhileError, context: Mapping[str, Any]) -> Any:
+    """Return the driver as it is now on the host where somebody else changed it; None if there is none."""
+    row = DriverView.queryset.filter(host__name__in=error.hosts, driver=driver).first()
+    return row and DriverSerializer(row, context=context).data

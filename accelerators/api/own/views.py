@@ -134,8 +134,8 @@ class CollectionView(GenericViewSet[Any]):
     etag_collections: ClassVar[tuple[generations.CollectionName, ...]] = ()
     """The collections whose generations make the ETag of an answer. If empty, the ETag is a digest of the answer."""
 
-    deletes_by_generation: ClassVar[bool] = False
-    """Whether DELETE of a member accepts the query parameter `generation`."""
+    delete_parameters: ClassVar[tuple[str, ...]] = ()
+    """The query parameters that DELETE of a member accepts, such as `generation`."""
 
     @property
     def policy_rules(self) -> dict[str, str]:
@@ -362,15 +362,15 @@ class CollectionView(GenericViewSet[Any]):
         """Check the query parameters, and store the fields that `fields` selects in `chosen_fields`.
 
         Raises ParseError (400) for an unknown parameter or field. GET and HEAD accept
-        parameters, and DELETE accepts `generation` if the class says so.
+        parameters, and DELETE accepts `delete_parameters`.
         """
         known_parameters: tuple[str, ...] = ()
         if request.method in ("GET", "HEAD"):
             known_parameters = (
                 ("fields", *self.detail_parameters) if self.detail else (*get_list_parameters(), *self.get_filters())
             )
-        elif request.method == "DELETE" and self.deletes_by_generation:
-            known_parameters = ("generation",)
+        elif request.method == "DELETE":
+            known_parameters = self.delete_parameters
         if unknown := sorted(set(request.query_params) - set(known_parameters)):
             known_text = (
                 f"known are {', '.join(sorted(known_parameters))}" if known_parameters else "this address takes none"

@@ -234,6 +234,33 @@ def test_set_and_unset_change_single_settings_and_a_conflict_shows_the_differenc
     assert_refused(cyborg("update-driver", *on_host, "--settings", str(file), "--unset", "a"), 2, "leave --unset out")
 
 
+def test_backends_are_added_changed_disabled_and_removed_one_at_a_time(
+    cyborg: Cyborg, host: Host, tmp_path: Path
+) -> None:
+    file = tmp_path / "generic.toml"
+    file.write_text('[backends.gpus]\nkind = "pci"\n')
+    place = ("--host", "cmp1", "--driver", "nic_driver")
+    assert_refused(cyborg("backend-add", "nics", *place, "--kind", "pci"), 1, "is not installed on cmp1")
+    with run_agents():
+        assert cyborg("install-driver", "nic_driver", "--host", "cmp1", "--settings", str(file)).exit_code == 0
+        added = cyborg("backend-add", "nics", *place, "--kind", "mdev", "--set", "limits/max_devices=4")
+        assert added.exit_code == 0 and added.stdout.splitlines()[1].split()[:2] == ["cmp1", "done"], added.output
+        assert cyborg("backend-set", "nics", *place, "--set", "labels/rack=r1", "--unset", "limits").exit_code == 0
+        assert cyborg("backend-disable", "gpus", *place, "--reason", "bad riser").exit_code == 0
+    nics = {"kind": "mdev", "labels": {"rack": "r1"}}
+    assert DriverWish.objects.get().settings == {"backends": {"gpus": {"kind": "pci", "enabled": False}, "nics": nics}}
+    refused = cyborg("backend-remove", "gpus", *place, "--yes", "--generation", "1")
+    assert_refused(refused, 1, "is at generation 4 now, not 1", "[conflict]")
+    assert "--- present version" in refused.stderr
+    assert_refused(cyborg("backend-remove", "gpus", *place), 2, "give --yes")
+    assert_refused(cyborg("backend-set", "gpus", *place), 2, "Select what to change")
+    with run_agents():
+        assert cyborg("backend-enable", "gpus", *place).exit_code == 0
+        assert cyborg("backend-remove", "nics", *place, "--yes", "--reason", "sold").exit_code == 0
+    assert DriverWish.objects.get().settings == {"backends": {"gpus": {"kind": "pci", "enabled": True}}}
+    assert_refused(cyborg("backend-enable", "nics", *place), 3, "is not in the settings that are set here")
+
+
 INVALID_DRIVER_COMMANDS = (
     (("install-driver", "nic_driver"), 2, "Select hosts"),
     (("install-driver", "nic_driver", "--host", "cmp1", "--all-hosts"), 2, "Select hosts"),

@@ -67,6 +67,15 @@ def discover_findings(work: PlanRunner) -> Findings:
     return work.driver.discover(work.host.machine, work.settings)
 
 
+def test_a_disabled_backend_is_checked_and_not_used(host: ModelMachine) -> None:
+    driver = GenericDriver()
+    found = driver.discover(host.machine, {"backends": {"disks": PCI, "gpus": MDEV | {"enabled": False}}})
+    assert [one.name for one in found.backends] == ["disks"]
+    assert {one.backend for one in found.devices} == {"disks"} and not found.faults
+    with pytest.raises(Invalid, match="backend gpus of generic_driver is not usable"):
+        driver.discover(host.machine, {"backends": {"gpus": MDEV | {"enabled": False, "match": 7}}})
+
+
 def only_device(work: PlanRunner) -> Device:
     (device,) = discover_findings(work).devices
     return device

@@ -1,0 +1,128 @@
+"""Test that backends are added, changed, disabled and removed one at a time over /api/."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+from urllib.parse import urlencode
+
+import pytest
+from django.http import HttpResponse
+
+from accelerators import conductor
+from accelerators.models import Command, DriverWish, Event, Host, Rollout
+from drivers.inventory import DriverReport
+from tests.accelerators.api.own.conftest import Ask, Fill, get_error_message, get_results
+from tests.accelerators.workflows.test_rollouts import answer_as_agent, run_rollout
+from tests.support.reports import apply_report, get_or_create_host
+
+pytestmark = pytest.mark.django_db
+GPUS, NICS = {"kind": "pci", "limits": {"max_devices": 4}}, {"kind": "mdev"}
+
+
+def get_body(response: HttpResponse, status: int = 202) -> dict[str, Any]:
+    assert response.status_code == status, response.content
+    return json.loads(response.content)
+
+
+def add(ask: Ask, name: str, settings: dict[str, Any], by: str = "operator", **fields: Any) -> HttpResponse:
+    body = {"host": "cmp1", "name": name, "settings": settings} | fields
+    return ask("/api/backends/", by, method="POST", data=body)
+
+
+def get_path(name: str, driver: str = "generic_driver") -> str:
+    return f"/api/backends/{Host.objects.get(name='cmp1').uuid}:{driver}:{name}/"
+
+
+def change(ask: Ask, name: str, by: str = "operator", **fields: Any) -> HttpResponse:
+    return ask(get_path(name), by, method="PATCH", data=fields)
+
+
+def remove(ask: Ask, name: str, by: str = "operator", **query: Any) -> HttpResponse:
+    return ask(f"{get_path(name)}?{urlencode(query)}".removesuffix("?"), by, method="DELETE")
+
+
+def finish(response: HttpResponse) -> dict[str, Any]:
+    """Let the agent apply the rollout of a successful answer; return the answer."""
+    answer = get_body(response)
+    assert answer["total"] == 1 and answer["steps"][0]["host"] == "cmp1"
+    answer_as_agent(Command.objects.latest("id"))
+    run_rollout(Rollout.objects.latest("id"))
+    return answer
+
+
+def get_sections() -> dict[str, Any]:
+    return dict(DriverWish.objects.get().settings["backends"])
+
+
+@pytest.fixture
+def installed(ask: Ask) -> None:
+    """Install generic_driver on cmp1 with one backend."""
+    apply_report(get_or_create_host(), DriverReport("generic_driver", state="absent"))
+    body = {"driver": "generic_driver", "op": "install", "hosts": ["cmp1"], "settings": {"backends": {"gpus": GPUS}}}
+    finish(ask("/api/rollouts/", "operator", method="POST", data=body))
+
+
+def test_backends_are_added_changed_disabled_and_removed_one_at_a_time(ask: Ask, installed: None) -> None:
+    answer = finish(add(ask, "nics", NICS, reason="new cards", generation=1))
+    assert answer["url"].endswith(f"/api/rollouts/{Rollout.objects.latest('id').uuid}/")
+    assert get_sections() == {"gpus": GPUS, "nics": NICS}
+    assert Event.objects.filter(action="driver.wanted", reason="new cards").exists()
+    finish(change(ask, "gpus", set={"limits/max_devices": 8, "labels": {"rack": "r1"}}))
+    changed = {"kind": "pci", "limits": {"max_devices": 8}, "labels": {"rack": "r1"}}
+    assert get_sections() == {"gpus": changed, "nics": NICS}
+    finish(change(ask, "gpus", enabled=False, unset=["labels"]))
+    assert get_sections() == {"gpus": {"kind": "pci", "limits": {"max_devices": 8}, "enabled": False}, "nics": NICS}
+    finish(change(ask, "gpus", enabled=True))
+    assert get_sections()["gpus"]["enabled"] is True
+    finish(remove(ask, "gpus", generation=5, reason="sold"))
+    assert get_sections() == {"nics": NICS}
+    assert Event.objects.filter(action="driver.wanted", reason="sold").exists()
+
+
+def test_a_change_of_a_backend_based_on_an_older_generation_is_refused(ask: Ask, installed: None) -> None:
+    finish(add(ask, "nics", NICS))
+    for refused in (
+        add(ask, "others", NICS, generation=1),
+        change(ask, "gpus", enabled=False, generation=1),
+        remove(ask, "gpus", generation=1),
+    ):
+        body = get_body(refused, 409)
+        assert "generic_driver on cmp1 is at generation 2 now, not 1" in body["error"]["message"]
+        assert body["current"] == get_results(ask("/api/drivers/"))[0]
+    assert get_sections() == {"gpus": GPUS, "nics": NICS}
+
+
+def test_backends_of_held_devices_are_not_removed(ask: Ask, fill: Fill) -> None:
+    (host,) = fill(3)
+    driver = host.devices.first().driver
+    wish = {"settings": {"backends": {"gpus": GPUS, "nics": NICS}}, "generation": 4}
+    with conductor.writing():
+        Host.objects.filter(pk=host.pk).update(name="cmp1")
+        DriverWish.objects.create(host=host, driver=driver, **wish)
+    for response in (
+        ask(get_path("gpus", driver), "operator", method="DELETE"),
+        ask(get_path("gpus", driver), "operator", method="PATCH", data={"enabled": False}),
+    ):
+        text = get_error_message(response, 409, "in_use")
+        assert " is held by request " in text and " of instance " in text
+    assert get_sections() == {"gpus": GPUS, "nics": NICS}
+
+
+def test_wrong_changes_of_backends_are_refused(ask: Ask, installed: None) -> None:
+    assert "exists already" in get_error_message(add(ask, "gpus", NICS), 409, "conflict")
+    assert "at most 64 letters" in get_error_message(add(ask, "a b", NICS), 400)
+    assert "Say the kind" in get_error_message(add(ask, "nics", {}), 400)
+    assert "looks like a secret" in get_error_message(add(ask, "nics", NICS | {"password": "x"}), 400)
+    assert "There is no host cmp9" in get_error_message(add(ask, "nics", NICS, host="cmp9"), 400)
+    assert "is not installed on cmp1" in get_error_message(add(ask, "nics", NICS, driver="pci_driver"), 409)
+    assert "Say what to change" in get_error_message(change(ask, "gpus"), 400)
+    for refused in (change(ask, "nics", enabled=True), remove(ask, "nics")):
+        assert "is not in the settings that are set here" in get_error_message(refused, 404)
+    for refused in (
+        add(ask, "nics", NICS, by="reader"),
+        change(ask, "gpus", "reader", enabled=False),
+        remove(ask, "gpus", "reader"),
+    ):
+        get_error_message(refused, 403)
+    assert get_sections() == {"gpus": GPUS}
