@@ -28,13 +28,20 @@ class CyborgwebConfig(AppConfig):
         from django_q.signals import post_execute_in_worker
 
         from accelerators.runtime.jobs import JOBS, Job
-        from accelerators.ui.extensions import DENIAL_REASON, FIELD_SENTENCE, LIST_MEMORY, PAGE_SECTIONS, USER_PROJECT
+        from accelerators.ui.extensions import (
+            DENIAL_REASON,
+            FIELD_SENTENCE,
+            LIST_MEMORY,
+            PAGE_SECTIONS,
+            SAVED_VIEW,
+            USER_PROJECT,
+        )
         from agents.authentication import CONDUCTOR_ADDRESS
         from cyborgweb.auth import keystone, roles
         from cyborgweb.manual.fields import field_sentence
         from cyborgweb.notify import owners  # noqa: F401  (connects its signals)
         from cyborgweb.pages import load
-        from cyborgweb.pages.saved_views import load_list_memory
+        from cyborgweb.pages.saved_views import load_list_memory, select_rows_of_saved_view
         from cyborgweb.server import deploy_checks  # noqa: F401  (registers its checks)
         from cyborgweb.server.garbage import resume_after_loading
         from cyborgweb.server.tls import choose_agent_address
@@ -52,6 +59,7 @@ class CyborgwebConfig(AppConfig):
         DENIAL_REASON.register("roles", roles.explain_refusal)
         USER_PROJECT.register("roles", roles.get_only_project)
         LIST_MEMORY.register("saved_views", load_list_memory)
+        SAVED_VIEW.register("saved_views", select_rows_of_saved_view)
         FIELD_SENTENCE.register("manual", field_sentence)
         SERVICE_SESSION.register("keystone", keystone.service_session)
         CONDUCTOR_ADDRESS.register("tls", choose_agent_address)

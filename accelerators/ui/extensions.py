@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from django.db.models import QuerySet
 from django.http import HttpRequest
 
 from accelerators.runtime.registry import Registry
@@ -17,6 +18,9 @@ USER_PROJECT: Registry[Callable[[Any], str]] = Registry("user's project", single
 """Function that returns the only project whose rows a user sees in lists; '' means all projects."""
 LIST_MEMORY: Registry[Callable[[Any, str], Any]] = Registry("list memory", single=True)
 """Function that returns the columns that a user has chosen for the list of a model, and the saved views."""
+SAVED_VIEW: Registry[Callable[[Any, str, str], QuerySet[Any]]] = Registry("saved view", single=True)
+"""Function that returns the rows that a saved view of a list shows, given the caller, the model (`app.model`) and the
+view's name. It raises RefusedError INVALID if the caller has no such view."""
 FIELD_SENTENCE: Registry[Callable[[str, str], str]] = Registry("field sentence", single=True)
 """Function that returns the description of a model's field. Forms show it if the model has no help text."""
 PAGE_SECTIONS: Registry[Callable[[Any], Any]] = Registry("page section")

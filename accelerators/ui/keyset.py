@@ -32,7 +32,8 @@ def select_rows_behind(rows: QuerySet[Any], ordering: Sequence[Any], visible: Qu
         behind &= Q(**{f"{names[0]}__lte": values[0]})
     elif values[0] is not None and not _may_be_null(rows, ordering[0]):
         behind &= Q(**{f"{names[0]}__gte": values[0]})
-    return rows.alias(**places).filter(behind)
+    rows_behind: QuerySet[Any] = rows.alias(**places).filter(behind)
+    return rows_behind
 
 
 def _split_ordering(one: Any) -> tuple[Any, bool]:

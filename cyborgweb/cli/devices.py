@@ -45,6 +45,7 @@ AGENT_STATES = ("up", "late", "down", "revoked", "clone")
 @click.option(
     "--stale/--fresh", default=None, help="Only devices whose host or driver does not report, or only the others."
 )
+@click.option("--saved-view", help="Only those that this saved view of the console shows.")
 @click.option("--quiet", is_flag=True, help="Print only uuids, one per line, as input for another command.")
 @options.limit_option
 @options.watch_option

@@ -14,13 +14,17 @@ from urllib.parse import parse_qsl, urlencode
 from django.contrib import admin, messages
 from django.contrib.auth.models import User
 from django.core.exceptions import BadRequest, PermissionDenied
-from django.db.models import BooleanField, ExpressionWrapper, Q
-from django.http import Http404, HttpRequest, HttpResponseBase, HttpResponseNotAllowed, HttpResponseRedirect
+from django.db.models import BooleanField, ExpressionWrapper, Q, QuerySet
+from django.http import Http404, HttpRequest, HttpResponseBase, HttpResponseNotAllowed, HttpResponseRedirect, QueryDict
 from django.urls import reverse
 
+from accelerators.domain.caller import ADMIN_ROLE, Caller
+from accelerators.domain.errors import RefusalReason, RefusedError
 from accelerators.ui.changelist import COLUMNS_PARAM, ConsoleModelAdmin, column_url_name
+from cyborgweb.auth.policy_rules import AUDITOR, OPERATOR
 from cyborgweb.auth.roles import get_only_project
 from cyborgweb.models import SavedView
+from cyborgweb.settings.keys import get_keys
 
 MAX_VIEWS = 50
 """Views that one user may save for one list. As many are shown, the user's own first."""
@@ -64,6 +68,32 @@ def load_list_memory(user: Any, model: str) -> ListMemory:
         if row.name
     ]
     return ListMemory(tuple(columns), tuple(views[:MAX_VIEWS]))
+
+
+def select_rows_of_saved_view(caller: Caller, model: str, name: str) -> QuerySet[Any]:
+    """Return the rows that the saved view `name` of the console's list of `model` (`app.model`) shows to its owner.
+
+    With CYBORG_AUTH=local these are first the views of the caller's own user. Administrators, operators and auditors
+    can also use views that others share. Raises RefusedError INVALID if there is no such view, if several people share
+    views of this name, or if the list does not understand the view any more.
+    """
+    has_own_user = get_keys().auth == "local" and caller.user_id.isdecimal()
+    own = Q(user_id=int(caller.user_id)) if has_own_user else Q(pk__in=[])
+    visible = own | Q(shared=True) if caller.roles & {ADMIN_ROLE, OPERATOR, AUDITOR} else own
+    is_own = ExpressionWrapper(own, BooleanField())
+    saved = SavedView.objects.filter(visible, of=model, name=name).exclude(name="").select_related("user")
+    views = list(saved.annotate(is_own=is_own).order_by("-is_own", "id")[:2])
+    if not views:
+        raise RefusedError(RefusalReason.INVALID, f"saved_view: you have no saved view {name[:64]!r} of this list.")
+    if len(views) > 1 and not views[0].is_own:
+        raise RefusedError(RefusalReason.INVALID, f"saved_view: several people share a view {name[:64]!r}.")
+    listing, request = _find_list(model), HttpRequest()
+    request.method, request.GET, request.user = "GET", QueryDict(views[0].query), views[0].user
+    try:
+        rows: QuerySet[Any] = listing.get_changelist_instance(request).queryset
+    except BadRequest as error:
+        raise RefusedError(RefusalReason.INVALID, f"saved_view: the list cannot show it any more: {error}") from error
+    return rows
 
 
 def store_list_memory(request: HttpRequest, model: str) -> HttpResponseBase:

@@ -26,7 +26,7 @@ from accelerators.api.own.fields import (
     UrlField,
     parse_attach_info,
 )
-from accelerators.api.own.filters import RowFilter, choice_filter, host_filter, presence_filter
+from accelerators.api.own.filters import ListFilter, choice_filter, host_filter, presence_filter
 from accelerators.api.own.views import CollectionView
 from accelerators.devices import lifecycle, partitioning
 from accelerators.devices.lifecycle import MAX_REASON
@@ -51,7 +51,7 @@ def count_related_rows(rows: QuerySet[Any], column: str, outer_column: str = "pk
     return Coalesce(Subquery(counts), Value(0), output_field=IntegerField())
 
 
-class HostFilter(RowFilter):
+class HostFilter(ListFilter):
     """Filter by name, or by whether the host is stale: its agent has not been heard from."""
 
     name = filters.CharFilter(help_text="Exactly this name.")
@@ -144,7 +144,7 @@ class HostView(CollectionView):
         return Response(RemovalPreviewSerializer(preview).data, 200 if values.get("dry_run") else 202)
 
 
-class DeviceFilter(RowFilter):
+class DeviceFilter(ListFilter):
     """Filter by host, address, serial number, kind, driver, state, health, or whether the shown data is stale."""
 
     host = host_filter("host__name")
@@ -364,7 +364,7 @@ class DeviceView(CollectionView):
         return possible
 
 
-class DeployableFilter(RowFilter):
+class DeployableFilter(ListFilter):
     """Filter by host, device, resource provider, or whether the deployable is missing."""
 
     host = host_filter("device__host__name")
@@ -429,7 +429,7 @@ class DeployableView(CollectionView):
     )
 
 
-class AttachHandleFilter(RowFilter):
+class AttachHandleFilter(ListFilter):
     """Filter by host, device, deployable, type, the instance or project that holds it, or whether it is held or
     missing."""
 

@@ -336,13 +336,13 @@ class CollectionView(GenericViewSet[Any]):
     def _respond_with_etag(self, request: Request, build_data: Callable[[], Any]) -> HttpResponse:
         """Return the answer with its ETag; if the client has sent this ETag in If-None-Match, 304 without a body.
 
-        With `etag_collections` the rows are not read for a 304. The ETag also depends on the release, on the projects
-        that the caller may see and on the address. An HTML page has no ETag.
+        With `etag_collections` the rows are not read for a 304, except those of a saved view. The ETag also depends on
+        the release, on the projects that the caller may see and on the address. An HTML page has no ETag.
         """
         if request.accepted_renderer.format != JsonRenderer.format:
             return Response(build_data())
         data = None
-        if self.etag_collections:
+        if self.etag_collections and "saved_view" not in request.query_params:  # no generation counts saved views
             content_tag = f"{self.etag_collections[0]}-{generations.current_generation(*self.etag_collections)}"
         else:
             data = build_data()

@@ -7,8 +7,9 @@ from django.contrib.auth.models import Permission, User
 from django.test import Client
 from django.urls import reverse
 
+from accelerators.models import Device
 from cyborgweb.auth import roles
-from cyborgweb.models import SavedView
+from cyborgweb.models import ApiToken, SavedView
 from tests.cyborgweb.console.conftest import Fill
 
 pytestmark = pytest.mark.django_db
@@ -127,3 +128,46 @@ def test_a_list_offers_export_links_column_choices_and_the_search_box(operator: 
     assert 'href="export.csv?stale=no"' in page
     assert 'name="columns" value="model" checked' in page
     assert 'action="/admin/find/"' in page
+
+
+def get_addresses(token: str, view: str, collection: str = "devices", status: int = 200) -> list[str]:
+    """Return the addresses, or the names of hosts, that /api lists for a saved view; check the status."""
+    answer = Client().get(f"/api/{collection}/", {"saved_view": view}, headers={"X-Auth-Token": token})
+    assert answer.status_code == status, answer.content
+    return [row.get("address") or row["name"] for row in answer.json().get("results", ())]
+
+
+def test_the_api_lists_the_rows_of_a_saved_view_by_its_name(operator: Client, viewer: Client) -> None:
+    owner, other = User.objects.get(pk=operator.session["_auth_user_id"]), User.objects.get(username="vera")
+    roles_of_admin, roles_of_manager = ["admin", "member", "reader"], ["manager", "member", "reader"]
+    own_token = ApiToken.create_with_secret("own", owner, roles_of_manager, "p1")
+    admin_token = ApiToken.create_with_secret("admin", other, roles_of_admin, "p1")
+    manager_token = ApiToken.create_with_secret("manager", other, roles_of_manager, "p1")
+    address = Device.objects.order_by("key")[1].address
+    operator.post(SAVE_URL, {"name": "one card", "query": f"q={address}&o=2&columns=model"})
+    operator.post(SAVE_URL, {"name": "none", "query": "state__exact=retired", "shared": "on"})
+    assert get_addresses(own_token, "one card") == [address]
+    assert get_addresses(own_token, "none") == []
+    get_addresses(admin_token, "one card", status=400)
+    assert get_addresses(admin_token, "none") == []
+    get_addresses(manager_token, "none", status=400)
+    get_addresses(own_token, "one card", "hosts", status=400)
+    viewer.post(SAVE_URL, {"name": "one card", "query": "state__exact=inactive", "shared": "on"})
+    assert get_addresses(own_token, "one card") == [address], "the caller's own view comes first"
+    assert get_addresses(admin_token, "one card") == [
+        device.address for device in Device.objects.filter(state="inactive")
+    ]
+
+
+def test_a_changed_saved_view_has_another_etag_and_an_unusable_one_is_refused(operator: Client, fill: Fill) -> None:
+    fill(3)
+    owner = User.objects.get(pk=operator.session["_auth_user_id"])
+    token = {"X-Auth-Token": ApiToken.create_with_secret("own", owner, ["admin"], "p1")}
+    ask = lambda **headers: Client().get("/api/devices/?saved_view=mine", headers=token | headers)  # noqa: E731
+    operator.post(SAVE_URL, {"name": "mine", "query": "state__exact=inactive"})
+    tag = ask()["ETag"]
+    assert ask(**{"If-None-Match": tag}).status_code == 304
+    operator.post(SAVE_URL, {"name": "mine", "query": "state__exact=retired"})
+    assert ask(**{"If-None-Match": tag}).json()["results"] == []
+    operator.post(SAVE_URL, {"name": "mine", "query": "colour__exact=red"})
+    assert "the list cannot show it any more" in ask().json()["error"]["message"]
