@@ -7,6 +7,7 @@ live in `cyborgweb.pages`.
 from accelerators.admin import (
     admission_rules,
     attachments,
+    backends,
     bulk_actions,
     commands,
     devices,
@@ -20,6 +21,7 @@ from accelerators.admin import (
 __all__ = [
     "admission_rules",
     "attachments",
+    "backends",
     "bulk_actions",
     "commands",
     "devices",

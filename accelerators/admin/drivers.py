@@ -25,17 +25,32 @@ from accelerators.admin import device_actions
 from accelerators.commands.command_queue import MAX_REASON
 from accelerators.domain.errors import RefusalReason, RefusedError
 from accelerators.domain.generations import ChangedMeanwhileError
-from accelerators.domain.states import DriverState, EventSource, RolloutOp, RolloutState, RolloutStepState
+from accelerators.domain.setting_edits import SettingEdits
+from accelerators.domain.states import (
+    DeviceOutcome,
+    DriverState,
+    EventSource,
+    RolloutOp,
+    RolloutState,
+    RolloutStepState,
+)
 from accelerators.models import DriverWish, Event, HostDriver, Rollout, RolloutStep
 from accelerators.ui import badges, permissions, timeline
 from accelerators.ui.changelist import ReadOnlyModelAdmin
 from accelerators.ui.conflicts import ComparedSetting, read_generation, render_conflict_page
 from accelerators.ui.empty_lists import Source
-from accelerators.workflows import driver_rollouts
+from accelerators.workflows import backend_sections, driver_rollouts, rollout_previews
+from accelerators.workflows.backend_sections import BackendPlace, ChangeContext
 from accelerators.workflows.driver_config import DriverChange
 
 MAX_HOST_ROWS = 200
 """Maximum number of hosts that a rollout's page lists, failed ones first. The counts include all hosts."""
+PREDICTED_WORDS = {
+    DeviceOutcome.MOVED: "will be done",
+    DeviceOutcome.UNCHANGED: "already so",
+    DeviceOutcome.REFUSED: "refused",
+}
+"""Words for the predicted outcomes of a draft."""
 BUTTON_OPERATIONS = {
     "install": (RolloutOp.INSTALL, None),
     "settings": (RolloutOp.UPDATE, None),
@@ -43,6 +58,10 @@ BUTTON_OPERATIONS = {
     "disable": (RolloutOp.UPDATE, False),
     "uninstall": (RolloutOp.UNINSTALL, None),
 }
+
+
+BACKEND_BUTTONS = ("backend-add", "backend-save", "backend-enable", "backend-disable", "backend-remove")
+"""Buttons that change one backend of the driver on its host."""
 
 
 class DriverStateListFilter(admin.SimpleListFilter):
@@ -116,7 +135,8 @@ class DriverAdmin(ReadOnlyModelAdmin):
     def change_view(
         self, request: HttpRequest, object_id: str, form_url: str = "", extra_context: dict[str, Any] | None = None
     ) -> HttpResponse:
-        """GET: show the wanted and the reported state of a driver on a host. POST: start a rollout and show its page.
+        """GET: show the wanted and the reported state of a driver on a host. POST: start a rollout, or store a draft if
+        it has several hosts, and show its page.
 
         If the rollout is refused, the page is shown again with the reason and the submitted values. Raises Http404 if
         there is no such driver on that host, and PermissionDenied for a user who may not view it or, on POST, may not
@@ -145,6 +165,11 @@ class DriverAdmin(ReadOnlyModelAdmin):
             "wanted": render_wanted_state(row),
             "settings": request.POST.get("settings", settings),
             "generation": row.wish.generation if row.wish else 0,
+            "backends": [
+                (name, json.dumps(section, indent=2), not isinstance(section, dict) or section.get("enabled", True))
+                for name, section in backend_sections.list_sections(row.wish).items()
+            ],
+            "has_backends": row.driver == backend_sections.DEFAULT_DRIVER,
             "reason": request.POST.get("reason", ""),
             "runs": row.state not in ("disabled", "absent"),
             "since": badges.render_relative_time((row.reported or {}).get("since")),
@@ -161,6 +186,9 @@ class DriverAdmin(ReadOnlyModelAdmin):
     def _show_conflict(self, request: HttpRequest, row: HostDriver, refused: ChangedMeanwhileError) -> HttpResponse:
         """Return the page that compares the present wanted configuration with that of the refused request."""
         wish = DriverWish.objects.get(host=row.host_id, driver=row.driver)
+        if request.POST["do"] in BACKEND_BUTTONS:
+            subject, settings = (wish.uuid, str(row)), [_compare_backend(request, wish)]
+            return render_conflict_page(request, self.admin_site, refused, subject, wish.generation, settings)
         op, enabled = BUTTON_OPERATIONS[request.POST["do"]]
         present = _describe_wanted(wish.installed, wish.enabled)
         mine = _describe_wanted(op is not RolloutOp.UNINSTALL, wish.enabled if enabled is None else enabled)
@@ -248,10 +276,11 @@ class RolloutAdmin(ReadOnlyModelAdmin):
     def change_view(
         self, request: HttpRequest, object_id: str, form_url: str = "", extra_context: dict[str, Any] | None = None
     ) -> HttpResponse:
-        """GET: show a rollout's progress, host by host. POST: cancel it and redirect to its page.
+        """GET: show the preview of a draft, or a rollout's progress, host by host. POST: confirm a draft, cancel a
+        rollout, or make a draft for the hosts that have failed, and redirect.
 
-        After a cancel, no further host is begun; commands that were placed already go on. Raises Http404 if there is no
-        such rollout, and PermissionDenied for a user who may not view it or, on POST, may not start rollouts.
+        If the POST is refused, the page is shown again with the reason. Raises Http404 if there is no such rollout, and
+        PermissionDenied for a user who may not view it or, on POST, may not start or cancel rollouts.
         """
         rollout: Rollout | None = self.get_object(request, object_id)
         if rollout is None:
@@ -259,15 +288,73 @@ class RolloutAdmin(ReadOnlyModelAdmin):
         if not self.has_view_permission(request, rollout):
             raise PermissionDenied
         if request.method == "POST":
-            permissions.require_permission(request, permissions.CANCEL_ROLLOUT)
-            driver_rollouts.cancel_rollout(rollout, device_actions.get_caller(request))
-            return HttpResponseRedirect(badges.page_url("rollout", rollout.uuid))
-        context = self.admin_site.each_context(request) | build_progress_context(rollout)
-        context |= {"title": str(rollout), "opts": self.opts} | permissions.build_permission_context(
-            request, permissions.CANCEL_ROLLOUT
+            try:
+                return _handle_rollout_post(request, rollout)
+            except RefusedError as refused:
+                messages.error(request, refused.text)
+        is_draft = rollout.state == RolloutState.DRAFT
+        right = permissions.CANCEL_ROLLOUT if rollout.state == RolloutState.RUNNING else permissions.START_ROLLOUT
+        context = self.admin_site.each_context(request) | (
+            _build_preview_context(rollout) if is_draft else build_progress_context(rollout)
         )
+        context |= {"title": str(rollout), "opts": self.opts} | permissions.build_permission_context(request, right)
+        context |= {
+            "is_draft": is_draft,
+            "mine": driver_rollouts.may_confirm(rollout, device_actions.get_caller(request)),
+            "failed_count": driver_rollouts.query_failed_steps(rollout).count() if rollout.ended_at else 0,
+            "max_reason_length": MAX_REASON,
+            "reason": request.POST.get("reason", rollout.reason),
+        }
         context |= {"settings": "" if rollout.settings is None else json.dumps(rollout.settings, indent=2)}
         return TemplateResponse(request, "accelerators/admin/rollout.html", context)
+
+
+def _handle_rollout_post(request: HttpRequest, rollout: Rollout) -> HttpResponse:
+    """Perform the verb of a POST: `confirm` a draft, make a draft `again` for the hosts that have failed or were not
+    begun, or cancel the rollout; then redirect to its page or to that of the new draft.
+
+    After a cancel, no further host is begun; commands that were placed already go on. Only the person who chose the
+    hosts may confirm a draft; for several hosts nothing is done unless their number was typed. Raises PermissionDenied
+    for users who may not do this, and RefusedError.
+    """
+    caller = device_actions.get_caller(request)
+    match request.POST.get("do"):
+        case "confirm":
+            permissions.require_permission(request, permissions.START_ROLLOUT)
+            if not driver_rollouts.may_confirm(rollout, caller):
+                raise PermissionDenied
+            if rollout.total > 1 and request.POST.get("typed", "").strip() != str(rollout.total):
+                text = f"This reaches {rollout.total} hosts. To confirm, type {rollout.total}. Nothing was done."
+                messages.error(request, text)
+            else:
+                driver_rollouts.confirm_rollout(rollout, request.POST.get("reason", ""))
+        case "again":
+            permissions.require_permission(request, permissions.START_ROLLOUT)
+            rollout = driver_rollouts.create_retry_draft(rollout, caller, EventSource.PERSON)
+        case _:
+            permissions.require_permission(request, permissions.CANCEL_ROLLOUT)
+            driver_rollouts.cancel_rollout(rollout, caller)
+    return HttpResponseRedirect(badges.page_url("rollout", rollout.uuid))
+
+
+def _build_preview_context(rollout: Rollout) -> dict[str, Any]:
+    """Return the context of a draft's page: what the rollout would do now, with the first MAX_HOST_ROWS hosts."""
+    preview = rollout_previews.preview_rollout(rollout)
+    return {
+        "rollout": rollout,
+        "forecast": [
+            (badges.render_badge(PREDICTED_WORDS[outcome], outcome.tone), text, is_held, number)
+            for outcome, text, is_held, number in preview.group_forecasts()
+        ],
+        "moved_count": preview.count_hosts(DeviceOutcome.MOVED),
+        "held_count": preview.held_count,
+        "needs_typed_total": preview.needs_confirmation,
+        "preview_rows": [
+            (one, badges.render_badge(PREDICTED_WORDS[one.outcome], one.outcome.tone))
+            for one in preview.hosts[:MAX_HOST_ROWS]
+        ],
+        "left": max(0, len(preview.hosts) - MAX_HOST_ROWS),
+    }
 
 
 def render_reported_state(row: HostDriver) -> SafeString:
@@ -324,6 +411,7 @@ def build_progress_context(rollout: Rollout) -> dict[str, Any]:
     return {
         "rollout": rollout,
         "running": running,
+        "is_draft": False,
         "can_cancel": rollout.state == RolloutState.RUNNING and running,
         "state": render_rollout_state(rollout),
         "bar": badges.render_progress_bar(
@@ -373,13 +461,53 @@ def _describe_wanted(is_installed: bool, is_enabled: bool) -> str:
     return "uninstalled" if not is_installed else "enabled" if is_enabled else "disabled"
 
 
+def _change_backend(request: HttpRequest, row: HostDriver) -> Rollout:
+    """Start the rollout that a button of a backend asks for, and return it.
+
+    Raises RefusedError INVALID if the settings are not a JSON object, and as `backend_sections` does.
+    """
+    place = BackendPlace(row.host, row.driver, request.POST.get("backend", "").strip())
+    context = ChangeContext(
+        device_actions.get_caller(request),
+        EventSource.PERSON,
+        request.POST.get("reason", ""),
+        read_generation(request),
+    )
+    settings = _read_settings(request)
+    match request.POST["do"]:
+        case "backend-add":
+            return backend_sections.add_backend(place, settings or {}, context)
+        case "backend-save":
+            present = backend_sections.list_sections(row.wish).get(place.name, {})
+            edits = SettingEdits(settings or {}, [name for name in present if name not in (settings or {})])
+            return backend_sections.change_backend(place, edits, context)
+        case "backend-remove":
+            return backend_sections.remove_backend(place, context)
+        case button:
+            edits = SettingEdits({"enabled": button == "backend-enable"})
+            return backend_sections.change_backend(place, edits, context)
+
+
+def _compare_backend(request: HttpRequest, wish: DriverWish) -> ComparedSetting:
+    """Compare the present settings of a backend with those of the refused request."""
+    name, button = request.POST.get("backend", "").strip(), request.POST["do"]
+    present = backend_sections.list_sections(wish).get(name)
+    mine: dict[str, Any] | None = dict(present or {}) | {"enabled": button == "backend-enable"}
+    if button in ("backend-add", "backend-save"):
+        mine = _read_settings(request)
+    elif button == "backend-remove":
+        mine = None
+    texts = ("" if one is None else json.dumps(one, indent=2) for one in (present, mine))
+    return ComparedSetting(f"Backend {name}", *texts)
+
+
 def _read_settings(request: HttpRequest) -> dict[str, Any] | None:
     """Return the settings that the form replaces, None if its button replaces none or the field is empty.
 
     Raises RefusedError INVALID if they are not a JSON object.
     """
     settings_text = request.POST.get("settings", "").strip()
-    if request.POST["do"] not in ("install", "settings") or not settings_text:
+    if request.POST["do"] not in ("install", "settings", "backend-add", "backend-save") or not settings_text:
         return None
     try:
         settings = json.loads(settings_text)
@@ -392,7 +520,7 @@ def _read_settings(request: HttpRequest) -> dict[str, Any] | None:
 
 
 def _start_rollout(request: HttpRequest, row: HostDriver) -> Rollout:
-    """Start the rollout that a button of a driver's page asks for, and return it.
+    """Start the rollout that a button of a driver's page asks for, and return it; for several hosts, store a draft.
 
     It is for the driver's host or, if the form says so, for all hosts where the driver runs or is wanted; an
     installation is then for every host. A `max_parallel` that is no number of at most three digits becomes
@@ -400,6 +528,8 @@ def _start_rollout(request: HttpRequest, row: HostDriver) -> Rollout:
     refuses; raises PermissionDenied for users who may not start rollouts, and for unknown buttons.
     """
     permissions.require_permission(request, permissions.START_ROLLOUT)
+    if request.POST.get("do") in BACKEND_BUTTONS:
+        return _change_backend(request, row)
     if request.POST.get("do") not in BUTTON_OPERATIONS:
         raise PermissionDenied("This page has no such button. Go back and try again.")
     op, enabled = BUTTON_OPERATIONS[request.POST["do"]]
@@ -419,5 +549,6 @@ def _start_rollout(request: HttpRequest, row: HostDriver) -> Rollout:
         pace=driver_rollouts.RolloutPace(max_parallel, "go_on" not in request.POST),
         reason=request.POST.get("reason", ""),
         source=EventSource.PERSON,
+        is_draft=len(hosts) > 1,
         generation=None if request.POST.get("where") == "all" else read_generation(request),
     )

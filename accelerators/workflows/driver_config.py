@@ -21,7 +21,7 @@ from accelerators.commands.command_queue import CommandOrder
 from accelerators.domain import driver_status, generations, setting_edits
 from accelerators.domain.errors import RefusalReason, RefusedError
 from accelerators.domain.setting_edits import NO_EDITS, SettingEdits
-from accelerators.domain.states import DriverState, EventSource, RolloutOp
+from accelerators.domain.states import DeviceOutcome, DriverState, EventSource, RolloutOp
 from accelerators.models import Command, Device, DriverWish, Host
 from accelerators.runtime import database_clock
 from drivers.inventory import WORD
@@ -217,6 +217,36 @@ def order_driver_change(
         wish_to_store = wish or DriverWish(host=host, driver=change.driver, generation=0)
         wish_to_store.generation = max(wish_to_store.generation, (entry or {}).get("generation", 0)) + 1
         return _store_wish_and_place_command(wish_to_store, wanted, devices, origin)
+
+
+def forecast_change(
+    host: Host, change: DriverChange, wish: DriverWish | None, is_busy: bool, is_held: bool
+) -> tuple[DeviceOutcome, str]:
+    """Predict what `order_driver_change` would do on this host, with a text that does not name the host.
+
+    `wish` has its command loaded; `is_busy` and `is_held` say whether a device of the driver is. The holder checks and
+    the agent are not asked. This function sends no statement.
+    """
+    entry = host.drivers.get(change.driver)
+    try:
+        wanted = _resolve_wanted(change, wish, entry, host)
+    except RefusedError as refused:
+        return DeviceOutcome.REFUSED, refused.text.replace(f" on {host.name}", " there")
+    if wanted is None:
+        return DeviceOutcome.UNCHANGED, "it is not installed there"
+    if _is_in_effect(wish, wanted, entry):
+        return DeviceOutcome.UNCHANGED, "it is configured like this already"
+    refusals = {
+        "it is being changed": bool(wish and wish.command and wish.command.ended_at is None),
+        "the agent of the host is not heard from": host.stale_since is not None,
+        "one of its devices is busy with a command": is_busy,
+        "one of its devices is held": is_held and _is_running(entry),
+    }
+    refusal = next((text for text, applies in refusals.items() if applies), "")
+    if refusal:
+        return DeviceOutcome.REFUSED, refusal
+    participles = {RolloutOp.INSTALL: "installed", RolloutOp.UNINSTALL: "uninstalled"}
+    return DeviceOutcome.MOVED, f"it is {participles.get(change.op, 'changed')}"
 
 
 def is_reported_as_wanted(entry: Mapping[str, Any] | None, generation: int, should_run: bool) -> bool:

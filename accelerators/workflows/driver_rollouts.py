@@ -26,7 +26,7 @@ from accelerators.domain.caller import Caller, request_id
 from accelerators.domain.errors import RefusalReason, RefusedError
 from accelerators.domain.setting_edits import NO_EDITS, SettingEdits
 from accelerators.domain.states import CommandState, EventSource, RolloutOp, RolloutState, RolloutStepState
-from accelerators.models import Host, Rollout, RolloutStep
+from accelerators.models import DriverWish, Host, Rollout, RolloutStep
 from accelerators.models.drivers import ROLLOUT_IS_OPEN
 from accelerators.runtime import database_clock, jobs
 from accelerators.runtime.after_commit import call_after_commit
@@ -39,6 +39,8 @@ MAX_ROLLOUT_HOSTS = 10_000
 DEFAULT_PARALLEL, MAX_PARALLEL = 5, 100
 ROLLOUT_RETENTION = timedelta(days=90)
 """Ended rollouts are deleted after this time; their events stay."""
+DRAFT_RETENTION = timedelta(days=1)
+"""Drafts that nobody has confirmed are deleted after this time."""
 HOLDER_CHECK_PAUSE = outbox.build_retry_pause(safety.HOLDER_CHECK_PAUSE_S, safety.LONGEST_HOLDER_CHECK_PAUSE_S)
 _R, _S = RolloutState, RolloutStepState
 
@@ -91,10 +93,12 @@ def start_rollout(
     pace: RolloutPace = RolloutPace(),
     reason: str = "",
     source: EventSource,
+    is_draft: bool = False,
     generation: int | None = None,
 ) -> Rollout:
     """Start a rollout of `change` on these hosts and return it.
 
+    A draft is only stored, with the generation of the driver's desired state on each host; `confirm_rollout` starts it.
     For a single host the order is placed when this returns; for more, the job `rollouts` places them. Raises
     RefusedError INVALID for a wrong change, reason or pace, and for a single host whatever
     `driver_config.order_driver_change` raises; then nothing is stored. `generation`, only for a single host, is the
@@ -109,7 +113,8 @@ def start_rollout(
         raise RefusedError(
             RefusalReason.INVALID, f"max_parallel, the number of hosts at a time, must be 1 to {MAX_PARALLEL}."
         )
-    answers = driver_config.ask_holders_for_change(hosts[0], change) if len(hosts) == 1 else safety.NO_ANSWERS
+    is_ordered_now = len(hosts) == 1 and not is_draft
+    answers = driver_config.ask_holders_for_change(hosts[0], change) if is_ordered_now else safety.NO_ANSWERS
     with conductor.writing():
         rollout = Rollout.objects.create(
             op=change.op,
@@ -120,19 +125,80 @@ def start_rollout(
             max_parallel=pace.max_parallel,
             stop_on_failure=pace.stop_on_failure,
             total=len(hosts),
+            state=_R.DRAFT if is_draft else _R.RUNNING,
             actor=caller.name[:255],
+            caller_id=caller.user_id[:255],
             reason=reason,
             request_id=request_id.get(),
             source=source,
         )
-        steps = [RolloutStep(rollout=rollout, host=host, host_name=host.name) for host in hosts]
+        generations = _load_generations(change.driver, hosts) if is_draft else {}
+        generations |= {} if generation is None else {hosts[0].pk: generation}
+        steps = [
+            RolloutStep(rollout=rollout, host=host, host_name=host.name, generation=generations.get(host.pk))
+            for host in hosts
+        ]
         RolloutStep.objects.bulk_create(steps, batch_size=1000)
-        _record_rollout_event(rollout, "started", rollout.actor, {"hosts": [None, rollout.total]})
-        if len(steps) == 1:
-            _order_host(rollout, steps[0], answers, generation)
+        if not is_draft:
+            _begin_rollout(rollout)
+        if is_ordered_now:
+            _order_host(rollout, steps[0], answers)
             _advance_rollout(rollout)
-        call_after_commit(jobs.enqueue_job, ROLLOUTS_JOB)
     return rollout
+
+
+def confirm_rollout(rollout: Rollout, reason: str) -> bool:
+    """Start a rollout that is a draft; the job `rollouts` changes its hosts. Returns False if it is no draft any more.
+
+    A host on which somebody has changed the driver since the draft was stored fails. Raises RefusedError INVALID for a
+    reason that cannot be stored.
+    """
+    reason = command_queue.check_reason(reason)
+    with conductor.writing():
+        draft = Rollout.objects.select_for_update().filter(pk=rollout.pk, state=_R.DRAFT).first()
+        if draft is None:
+            return False
+        draft.state, draft.reason, draft.request_id = _R.RUNNING.value, reason, request_id.get()
+        draft.updated_at = database_clock.now()
+        draft.save(update_fields=["state", "reason", "request_id", "updated_at"])
+        _begin_rollout(draft)
+    return True
+
+
+def may_confirm(rollout: Rollout, caller: Caller) -> bool:
+    """Return whether the caller is the one who chose the hosts of a draft; nobody else may confirm it."""
+    return rollout.actor == caller.name[:255] and rollout.caller_id == caller.user_id[:255]
+
+
+def create_retry_draft(rollout: Rollout, caller: Caller, source: EventSource) -> Rollout:
+    """Store a draft of the same change for the hosts of an ended rollout that have failed or were not begun.
+
+    Raises RefusedError: CONFLICT if it has not ended, INVALID if no such host exists.
+    """
+    if rollout.ended_at is None:
+        raise RefusedError(RefusalReason.CONFLICT, "The rollout has not ended yet: wait, or cancel it.")
+    hosts = list(Host.objects.filter(pk__in=query_failed_steps(rollout).values("host")).order_by("name"))
+    if not hosts:
+        raise RefusedError(RefusalReason.INVALID, "No host of this rollout has failed and still exists.")
+    pace = RolloutPace(rollout.max_parallel, rollout.stop_on_failure)
+    return start_rollout(build_change(rollout), hosts, caller, pace=pace, source=source, is_draft=True)
+
+
+def query_failed_steps(rollout: Rollout) -> QuerySet[RolloutStep]:
+    """Return the steps of a rollout that have failed, or were not begun, and whose host still exists."""
+    return rollout.steps.filter(state__in=[_S.FAILED.value, _S.SKIPPED.value], host__isnull=False)
+
+
+def _begin_rollout(rollout: Rollout) -> None:
+    """Record that a rollout has started, and wake the job."""
+    _record_rollout_event(rollout, "started", rollout.actor, {"hosts": [None, rollout.total]})
+    call_after_commit(jobs.enqueue_job, ROLLOUTS_JOB)
+
+
+def _load_generations(driver: str, hosts: Sequence[Host]) -> dict[int, int]:
+    """Return the generation of the driver's desired state on each of these hosts by id, 0 where it has none."""
+    wishes = DriverWish.objects.filter(driver=driver, host__in=hosts).values_list("host_id", "generation")
+    return dict.fromkeys((host.pk for host in hosts), 0) | dict(wishes)
 
 
 def cancel_rollout(rollout: Rollout, caller: Caller) -> None:
@@ -171,7 +237,7 @@ def _settle_oldest_rollout() -> bool:
         return any(
             map(
                 _advance_rollout,
-                Rollout.objects.filter(ROLLOUT_IS_OPEN).order_by("id").select_for_update(skip_locked=True),
+                _query_open_rollouts().select_for_update(skip_locked=True),
             )
         )
 
@@ -183,12 +249,12 @@ def _order_next_host() -> bool:
     held, the host waits, and they are made again after a pause, HOLDER_CHECK_ATTEMPTS times in all. If the order is
     refused for another reason, the host is marked as failed. Locks the rollout.
     """
-    open_rollouts = Rollout.objects.filter(ROLLOUT_IS_OPEN).order_by("id")
+    open_rollouts = _query_open_rollouts()
     found = next((step for rollout in open_rollouts if (step := _find_next_step(rollout))), None)
     if found is None:
         return False
     answers = (
-        driver_config.ask_holders_for_change(found.host, _build_change(found.rollout))
+        driver_config.ask_holders_for_change(found.host, build_change(found.rollout))
         if found.host
         else safety.NO_ANSWERS
     )
@@ -210,6 +276,11 @@ def _order_next_host() -> bool:
     return True
 
 
+def _query_open_rollouts() -> QuerySet[Rollout]:
+    """Return the rollouts that have been started and have not ended, oldest first."""
+    return Rollout.objects.filter(ROLLOUT_IS_OPEN).exclude(state=_R.DRAFT).order_by("id")
+
+
 def _find_next_step(rollout: Rollout) -> RolloutStep | None:
     """Return the next host to which the rollout may give an order now, None if it has to wait or has none left."""
     if rollout.state != _R.RUNNING:
@@ -223,17 +294,22 @@ def _find_next_step(rollout: Rollout) -> RolloutStep | None:
     return waiting.filter(Q(next_at=None) | Q(next_at__lte=Now())).order_by("id").first()
 
 
-def _build_change(rollout: Rollout) -> DriverChange:
+def build_change(rollout: Rollout) -> DriverChange:
     """Return the change that a rollout makes on each host."""
     edits = SettingEdits(**rollout.edits) if rollout.edits else NO_EDITS
     return DriverChange(RolloutOp(rollout.op), rollout.driver, rollout.enabled, rollout.settings, edits)
 
 
 def delete_oldest_ended_rollout(now: datetime | None = None) -> bool:
-    """Delete the oldest rollout that ended more than ROLLOUT_RETENTION ago; True if there may be more. Its events
-    stay."""
+    """Delete the oldest rollout that ended more than ROLLOUT_RETENTION ago, or the oldest draft that nobody has
+    confirmed for DRAFT_RETENTION; True if there may be more. Its events stay."""
+    now = now or database_clock.now()
     with conductor.writing():
-        old = Rollout.objects.filter(ended_at__lt=(now or database_clock.now()) - ROLLOUT_RETENTION).order_by("id")
+        drafts = Rollout.objects.filter(state=_R.DRAFT, created_at__lt=now - DRAFT_RETENTION).order_by("id")
+        if drafts.filter(pk__in=drafts.values("pk")[:1]).delete()[0]:
+            conductor.record_purge("rollout", 1, DRAFT_RETENTION, verb="were created as drafts")
+            return True
+        old = Rollout.objects.filter(ended_at__lt=now - ROLLOUT_RETENTION).order_by("id")
         count = Rollout.objects.filter(pk__in=old.values("pk")[:1]).delete()[1].get("accelerators.Rollout", 0)
         conductor.record_purge("rollout", count, ROLLOUT_RETENTION)
         return bool(count)
@@ -281,9 +357,7 @@ def _record_ended_commands(rollout: Rollout) -> bool:
     return bool(steps)
 
 
-def _order_host(
-    rollout: Rollout, step_row: RolloutStep, answers: safety.HolderAnswers, generation: int | None = None
-) -> None:
+def _order_host(rollout: Rollout, step_row: RolloutStep, answers: safety.HolderAnswers) -> None:
     """Place the command for one host, or mark the host as done if nothing has to be changed there.
 
     Raises RefusedError as `driver_config.order_driver_change` does, and NOT_FOUND if the host was deleted.
@@ -292,9 +366,9 @@ def _order_host(
         raise RefusedError(RefusalReason.NOT_FOUND, f"Host {step_row.host_name} does not exist any more.")
     token = request_id.set(rollout.request_id)
     try:
-        change = _build_change(rollout)
+        change = build_change(rollout)
         origin = ChangeOrigin(rollout.actor, rollout.reason, EventSource(rollout.source))
-        command = driver_config.order_driver_change(step_row.host, change, origin, answers, generation)
+        command = driver_config.order_driver_change(step_row.host, change, origin, answers, step_row.generation)
     finally:
         request_id.reset(token)
     if command is None:

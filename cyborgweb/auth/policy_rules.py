@@ -348,7 +348,7 @@ OWN_RULES = (
         "Install, uninstall, change drivers on any host: for administrators and the role accelerator_operator.",
         (
             "POST /api/rollouts/",
-            "POST /api/rollouts/{uuid}/cancel/",
+            "POST /api/rollouts/{uuid}/{cancel,retry}/",
             "POST /api/backends/",
             "PATCH /api/backends/{id}/",
             "DELETE /api/backends/{id}/",

@@ -12,6 +12,7 @@ from uuid import UUID
 import click
 
 from cyborgweb.cli import completion, names, options
+from cyborgweb.cli.confirmation import order_after_preview
 from cyborgweb.cli.conflicts import edit_settings, show_conflict
 from cyborgweb.cli.exit_codes import ExitCode, to_printable_line
 from cyborgweb.cli.following import WorkProgress, follow_until_ended
@@ -148,6 +149,8 @@ def add_rollout_options(function: Callable[..., Any]) -> Callable[..., Any]:
                 "--keep-going", "--go-on", is_flag=True, help="Go on with further hosts after one has failed."
             ),
             options.reason_option,
+            options.dry_run_option,
+            options.yes_option,
             options.wait_option,
         )
     ):
@@ -238,11 +241,9 @@ def update_driver(
 
 @verb_command("uninstall-driver", "uninstall-driver fake_driver --all-hosts --yes")
 @add_rollout_options
-@options.yes_option
 @pass_cli_context
-def uninstall_driver(cli_context: CliContext, yes: bool, **rollout_options: Any) -> None:
+def uninstall_driver(cli_context: CliContext, **rollout_options: Any) -> None:
     """Uninstall a driver from hosts. Refused on hosts where its devices are held."""
-    options.confirm(f"Uninstall {rollout_options['driver']} on {_describe_hosts(rollout_options)}?", yes)
     _start_rollout(cli_context, "uninstall", {}, **rollout_options)
 
 
@@ -274,6 +275,22 @@ def rollout_cancel(cli_context: CliContext, rollout: UUID) -> None:
     print_row(cli_context.api.post(f"rollouts/{rollout}/cancel/", {}), cli_context.output)
 
 
+@verb_command("rollout-retry", "rollout-retry 5d0c1d0e-0a53-4a0c-8f0e-1c2d3e4f5a6b --reason 'network repaired'")
+@click.argument("rollout", type=click.UUID)
+@options.reason_option
+@options.dry_run_option
+@options.yes_option
+@options.wait_option
+@pass_cli_context
+def rollout_retry(cli_context: CliContext, rollout: UUID, reason: str, dry_run: bool, yes: bool, wait: bool) -> None:
+    """Start a new rollout of the same change on the hosts where it has failed, or was not begun."""
+    body = {"reason": reason} if reason else {}
+    path, question = f"rollouts/{rollout}/retry/", "Retry on these hosts?"
+    started = order_after_preview(cli_context, path, body, question, "hosts", yes=yes, dry_run=dry_run)
+    if started is not None:
+        finish_rollout(cli_context, started, f"{started['op']} {started['driver']}", wait)
+
+
 def _build_settings_fields(
     file: dict[str, Any] | None, values: dict[str, Any], unset: Sequence[str], generation: int | None
 ) -> dict[str, Any]:
@@ -299,15 +316,6 @@ def _preview_wanted(current: dict[str, Any], changes: dict[str, Any]) -> dict[st
     return wanted | {"settings": changes.get("settings", settings)} | {k: changes[k] for k in changes if k == "enabled"}
 
 
-def _describe_hosts(rollout_options: dict[str, Any]) -> str:
-    """Return a text that describes the selected hosts, for the question before uninstalling."""
-    like_text = f" like {rollout_options['hosts_like']}" if rollout_options["hosts_like"] else ""
-    having_text = f" with {rollout_options['hosts_with']}" if rollout_options["hosts_with"] else ""
-    return ", ".join(rollout_options["hosts"]) or (
-        f"hosts{like_text}{having_text}" if like_text or having_text else "all hosts"
-    )
-
-
 def _start_rollout(
     cli_context: CliContext,
     op: str,
@@ -320,9 +328,14 @@ def _start_rollout(
     max_parallel: int,
     keep_going: bool,
     reason: str,
+    dry_run: bool,
+    yes: bool,
     wait: bool,
 ) -> None:
     """Start a rollout and show the state of each of its hosts; with `wait`, first follow it until it has ended.
+
+    If it reaches several hosts or uninstalls the driver, the user must confirm its preview, unless `yes` is set. With
+    `dry_run` only the preview is shown.
 
     `changes` are the request's fields for this `op`. Raises UsageError unless the hosts are selected in exactly one
     way: by `hosts`, by `hosts_like` and `hosts_with` (one or both), or by `all_hosts`; CliError if a host in `hosts`
@@ -337,9 +350,24 @@ def _start_rollout(
         names.resolve_host(cli_context.api, host)
     body = {"op": op, "driver": driver, "max_parallel": max_parallel, "stop_on_failure": not keep_going}
     target: dict[str, Any] = {"hosts": [*hosts]} if hosts else {"selector": selector}
+    body |= changes | target | ({"reason": reason} if reason else {})
+    rollout: dict[str, Any] | None
     with show_conflict(lambda current: (current.get("wanted"), _preview_wanted(current, changes))):
-        rollout = cli_context.api.post("rollouts/", body | changes | target | ({"reason": reason} if reason else {}))
-    finish_rollout(cli_context, rollout, f"{op} {driver}", wait)
+        if len(hosts) == 1 and not dry_run and (op != "uninstall" or yes):
+            rollout = cli_context.api.post("rollouts/", body)
+        else:
+            rollout = order_after_preview(
+                cli_context,
+                "rollouts/",
+                body,
+                f"{op.capitalize()} {driver} on {', '.join(hosts) or 'these hosts'}?",
+                "hosts",
+                yes=yes,
+                dry_run=dry_run,
+                always_ask=op == "uninstall",
+            )
+    if rollout is not None:
+        finish_rollout(cli_context, rollout, f"{op} {driver}", wait)
 
 
 def finish_rollout(cli_context: CliContext, rollout: dict[str, Any], title: str, wait: bool) -> None:

@@ -93,6 +93,7 @@ VERB_COMMANDS = (
     drivers.update_driver,
     drivers.rollout_show,
     drivers.rollout_cancel,
+    drivers.rollout_retry,
     backends.backend_list,
     backends.backend_show,
     backends.backend_add,

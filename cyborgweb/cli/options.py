@@ -211,6 +211,8 @@ follow_option = click.option(
 )
 yes_option = click.option("--yes", "-y", is_flag=True, help="Do not ask for confirmation. manage.py never asks.")
 
+dry_run_option = click.option("--dry-run", is_flag=True, help="Only show what would be done. Nothing is changed.")
+
 
 def validate_reason(context: click.Context, parameter: click.Parameter, value: str) -> str:
     """Return the reason unchanged. Raises BadParameter if it is longer than MAX_REASON, the service's limit."""

@@ -79,6 +79,7 @@ VERBS: Mapping[str, Mapping[str, click.Command]] = {
         "uninstall": drivers.uninstall_driver,
         "rollout": drivers.rollout_show,
         "cancel": drivers.rollout_cancel,
+        "retry": drivers.rollout_retry,
     },
     "host": {"remove": devices.host_remove},
     "command": {

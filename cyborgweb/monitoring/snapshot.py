@@ -1,6 +1,6 @@
 """Gauges of the current state, read from the database and from the gateways' last samples when they are asked for.
 
-Costs five statements, whatever the number of rows; seven if the loads of devices are exported.
+Costs six statements, whatever the number of rows; eight if the loads of devices are exported.
 """
 
 from __future__ import annotations
@@ -17,12 +17,13 @@ from typing import Any
 from django.conf import settings
 from django.db import Error, connection, transaction
 from django.db.models import Count, Q, QuerySet, Value
-from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from accelerators.domain.states import AgentState
+from accelerators.domain.states import AgentState, RolloutState
 from accelerators.models import AcceleratorRequest, Attachment, Command, Device, Host, HostDriver, Rollout
 from accelerators.models.commands import COMMAND_IS_OPEN
 from accelerators.models.drivers import ROLLOUT_IS_OPEN
+from accelerators.requests.capacity import CapacityQuery, query_groups
 from accelerators.runtime import database_clock, jobs
 from agents import liveness, telemetry
 from cyborgweb.monitoring import backlog
@@ -38,14 +39,54 @@ MAX_SAMPLE_AGE_S = 180.0
 """Seconds after which a host's sample is no longer exported: a host sends one a minute."""
 MAX_SERIES_PER_HOST = 1_000
 """The largest number of time series of one host, so that it does not take the place of others."""
-METRIC_NAME = re.compile(
-    r"utilization_percent|memory_(?:used|total)_bytes|temperature_celsius(?:_[1-9]\d?)?|power_watts|energy_joules_total"
-    r"|busy_seconds_total|errors_(?:correctable|nonfatal|fatal)_total",
-    re.ASCII,
+
+
+@dataclass(frozen=True)
+class DeviceMetric:
+    """A metric of devices: its kind, its help text, the name of its own label ('' if it has none), and the factor from
+    the unit of samples to the metric's unit.
+    """
+
+    family: type[GaugeMetricFamily | CounterMetricFamily]
+    text: str
+    label: str = ""
+    factor: float = 1.0
+
+
+DEVICE_METRICS = {
+    "cyborg_device_utilization_ratio": DeviceMetric(GaugeMetricFamily, "Utilization of a device, 0 to 1.", factor=0.01),
+    "cyborg_device_memory_used_bytes": DeviceMetric(GaugeMetricFamily, "Used memory of a device."),
+    "cyborg_device_memory_size_bytes": DeviceMetric(GaugeMetricFamily, "Memory of a device."),
+    "cyborg_device_temperature_celsius": DeviceMetric(GaugeMetricFamily, "Temperature of a device.", "sensor"),
+    "cyborg_device_power_watts": DeviceMetric(GaugeMetricFamily, "Power that a device draws."),
+    "cyborg_device_energy_joules_total": DeviceMetric(CounterMetricFamily, "Energy that a device has used."),
+    "cyborg_device_busy_seconds_total": DeviceMetric(CounterMetricFamily, "How long a device has been busy."),
+    "cyborg_device_errors_total": DeviceMetric(CounterMetricFamily, "Errors that a device has reported.", "severity"),
+}
+METRIC_BY_SAMPLE = (
+    (re.compile(r"utilization_percent()"), "cyborg_device_utilization_ratio"),
+    (re.compile(r"memory_used_bytes()"), "cyborg_device_memory_used_bytes"),
+    (re.compile(r"memory_total_bytes()"), "cyborg_device_memory_size_bytes"),
+    (re.compile(r"temperature_celsius(?:_([1-9]\d?))?", re.ASCII), "cyborg_device_temperature_celsius"),
+    (re.compile(r"power_watts()"), "cyborg_device_power_watts"),
+    (re.compile(r"energy_joules_total()"), "cyborg_device_energy_joules_total"),
+    (re.compile(r"busy_seconds_total()"), "cyborg_device_busy_seconds_total"),
+    (re.compile(r"errors_(correctable|nonfatal|fatal)_total"), "cyborg_device_errors_total"),
 )
-"""Metric names that our drivers use (`drivers.inventory.Sample`, `drivers.pci.pci_health`). Names that a host makes up
-are not exported.
+"""The names of samples that our drivers use (`drivers.inventory.Sample`, `drivers.pci.pci_health`), and the metric of
+each; the group is the value of the metric's own label. Names that a host makes up are not exported.
 """
+UNITS_QUERIES = {
+    "class": CapacityQuery(["resource_class", "type"], order="largest", limit=500),
+    "host": CapacityQuery(["host", "resource_class"], order="largest", limit=5_000),
+    "project": CapacityQuery(["project", "resource_class"], order="largest", limit=2_000),
+}
+"""The values of CYBORG_METRICS_UNITS, and the query for each: its limit bounds the number of time series, of which a
+group has three, or one if it is a project's.
+"""
+
+
+DEVICE_LABELS = ("host", "device", "type")
 
 
 @dataclass
@@ -92,6 +133,7 @@ def collect_gauges() -> Iterator[Metric]:
             database_gauges = GaugeList()
             _add_fleet(database_gauges)
             _add_work(database_gauges)
+            _add_units(database_gauges)
             if loads is not None:
                 _add_loads(loads, database_gauges)
     except Error as error:
@@ -237,7 +279,7 @@ def _add_counts_by_state(gauges: GaugeList) -> None:
         ),
         ("cyborg_host_drivers", "Drivers on hosts, by state.", "state", HostDriver.objects.all()),
     )
-    open_rollouts = Rollout.objects.filter(ROLLOUT_IS_OPEN)
+    open_rollouts = Rollout.objects.filter(ROLLOUT_IS_OPEN).exclude(state=RolloutState.DRAFT)
     counted = [(name, label, rows) for name, _, label, rows in tables] + [("rollouts", "state", open_rollouts)]
     first, *others = (
         rows.order_by().values_list(Value(name), label).annotate(number=Count("*")) for name, label, rows in counted
@@ -250,11 +292,52 @@ def _add_counts_by_state(gauges: GaugeList) -> None:
         gauges.add_labelled_gauge(name, text, [label], counts[name])
 
 
+def _add_units(gauges: GaugeList) -> None:
+    """Add the numbers of units for the groupings of CYBORG_METRICS_UNITS. Costs one statement, or none without any.
+
+    `cyborg_units_truncated` tells for which groupings there are more groups than are exported.
+    """
+    chosen = [name for name in UNITS_QUERIES if name in settings.KEYS.metrics_units]
+    found = dict(zip(chosen, query_groups([UNITS_QUERIES[name] for name in chosen]), strict=True)) if chosen else {}
+    for name, metric, labels in (
+        ("class", "cyborg_units", ("resource_class", "type")),
+        ("host", "cyborg_host_units", ("host", "resource_class")),
+    ):
+        values = [
+            ((*group.names, state), number or 0)
+            for group in found.get(name, ())
+            for state, number in (("held", group.held), ("free", group.free), ("reserved", group.reserved))
+        ]
+        text = f"Units by {labels[0].replace('_', ' ')} and {labels[1].replace('_', ' ')}: held, free or reserved."
+        gauges.add_labelled_gauge(metric, text, [*labels, "state"], values)
+    gauges.add_labelled_gauge(
+        "cyborg_project_units_held",
+        "Units that a project holds, by resource class.",
+        ["project", "resource_class"],
+        [(group.names, group.held) for group in found.get("project", ())],
+    )
+    gauges.add_labelled_gauge(
+        "cyborg_units_truncated",
+        "1 if a grouping of units has more groups than are exported, else 0.",
+        ["by"],
+        [([name], int(len(groups) == UNITS_QUERIES[name].limit)) for name, groups in found.items()],
+    )
+
+
+def _find_device_metric(sample: str) -> tuple[str, str] | None:
+    """Return the metric for a sample of this name, and the value of the metric's own label; None without a metric."""
+    for pattern, name in METRIC_BY_SAMPLE:
+        if found := pattern.fullmatch(sample):
+            return name, found[1] or "0"
+    return None
+
+
 def _add_loads(loads: telemetry.LoadSnapshot, gauges: GaugeList) -> None:
     """Add the loads of devices from their hosts' last samples, and the number of silent gateways. Costs one statement.
 
     Samples older than MAX_SAMPLE_AGE_S are ignored. A value is left out, and only counted, if a limit on the number of
-    series is reached, if METRIC_NAME does not allow its name, or if its device is unknown.
+    series is reached, if METRIC_BY_SAMPLE does not have its name, or if its device is unknown. `cyborg_device_load` has
+    the same values under one name, for one release.
     """
     since = database_clock.timestamp() - MAX_SAMPLE_AGE_S
     fresh_loads = {host: said.devices for host, said in sorted(loads.hosts.items()) if said.at >= since}
@@ -264,19 +347,32 @@ def _add_loads(loads: telemetry.LoadSnapshot, gauges: GaugeList) -> None:
         for host, key, uuid, kind, name in known_devices.values_list("host", "key", "uuid", "type", "host__name")
     }
     series: list[tuple[tuple[str, ...], float]] = []
+    families = {
+        name: one.family(name, one.text, labels=[*DEVICE_LABELS, *([one.label] if one.label else [])])
+        for name, one in DEVICE_METRICS.items()
+    }
     left_out = 0
     for host, devices in fresh_loads.items():
         series_limit = min(MAX_SERIES, len(series) + MAX_SERIES_PER_HOST)
         for key, values in devices.items():
             device_labels = names.get((host, key))
             for metric, value in values.items():
-                if device_labels is None or len(series) >= series_limit or not METRIC_NAME.fullmatch(metric):
+                name_and_label = _find_device_metric(metric)
+                if device_labels is None or len(series) >= series_limit or name_and_label is None:
                     left_out += 1
                 else:
                     series.append(((*device_labels, metric), value))
+                    name, own_label = name_and_label
+                    described = DEVICE_METRICS[name]
+                    own_labels = [own_label] if described.label else []
+                    families[name].add_metric([*device_labels, *own_labels], value * described.factor)
+    gauges.gauges += families.values()
     labels = ["host", "device", "type", "metric"]
     gauges.add_labelled_gauge(
-        "cyborg_device_load", "Load of a device; the label `metric` names the quantity with its unit.", labels, series
+        "cyborg_device_load",
+        "Deprecated: use the metrics of each quantity, such as `cyborg_device_power_watts`.",
+        labels,
+        series,
     )
     gauges.add_gauge(
         "cyborg_device_load_left_out",

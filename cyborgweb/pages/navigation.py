@@ -18,6 +18,8 @@ SIDEBAR_GROUPS: tuple[tuple[str, tuple[tuple[str, str, str], ...]], ...] = (
             ("Devices", "memory", "accelerators.device"),
             ("Deployables", "widgets", "accelerators.deployable"),
             ("Drivers", "extension", "accelerators.hostdriver"),
+            ("Backends", "lan", "accelerators.backend"),
+            ("Services", "handyman", "accelerators.service"),
             ("Attach handles", "cable", "accelerators.attachhandle"),
             ("Admission rules", "rule", "accelerators.admissionrule"),
         ),

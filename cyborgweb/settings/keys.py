@@ -375,6 +375,13 @@ class Keys:
         "Show the load of each device in `/metrics`, in at most 50 000 series.",
         "`off`",
     )
+    metrics_units: tuple[str, ...] = declare_key(
+        "CYBORG_METRICS_UNITS",
+        ("class",),
+        "How `/metrics` groups held, free and reserved units: `class` (resource class and type, at most 500 groups),"
+        " `host` (and resource class, at most 5 000), `project` (and resource class, at most 2 000), or `off`.",
+        "`class`",
+    )
     pci_ids: str = declare_key(
         "CYBORG_PCI_IDS",
         "/usr/share/misc/pci.ids",
@@ -467,6 +474,10 @@ def get_keys() -> Keys:
     _check_client_limits(loaded)
     _check_agent_settings(loaded)
     _check_public_keys(loaded)
+    if unknown := set(loaded.metrics_units) - {"class", "host", "project", "off"}:
+        raise ConfigurationError(
+            f"CYBORG_METRICS_UNITS={sorted(unknown)[0]!r} is not usable: write class, host, project"
+        )
     for entry in loaded.hardware_names:
         if not HARDWARE_NAME.fullmatch(entry):
             raise ConfigurationError(f"CYBORG_HARDWARE_NAMES: {entry!r} is not usable: write VENDOR:MODEL=NAME")

@@ -44,6 +44,20 @@ def test_pages_meet_wcag_level_aa_in_light_and_dark(desk: ConsoleDesk) -> None:
     assert {name: violations for name, violations in found.items() if violations} == {}
 
 
+def test_every_page_of_the_sidebar_and_every_form_for_a_new_row_meets_wcag_level_aa(desk: ConsoleDesk) -> None:
+    page = desk.open_as_administrator()
+    page.goto("/admin/")
+    links = page.get_by_role("navigation", name="Console").get_by_role("listitem").get_by_role("link")
+    addresses = links.evaluate_all("all => all.map(a => new URL(a.href).pathname)")
+    assert len(addresses) > 20
+    forms = [f"{LISTS}admissionrule/add/", f"{LISTS}deviceprofile/add/", "/admin/cyborgweb/subscription/add/"]
+    found: dict[str, list[str]] = {}
+    for path in dict.fromkeys([*addresses, *forms]):
+        page.goto(path)
+        found[path] = find_violations(page)
+    assert {path: violations for path, violations in found.items() if violations} == {}
+
+
 def tab_to(page: Page, wanted: str, limit: int = 120) -> None:
     """Press Tab until the focused element has the name `wanted`; check that each stop is visible and after the last."""
     before = -1

@@ -8,7 +8,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 import pytest
-from playwright.sync_api import Page
+from playwright.sync_api import Page, expect
 
 from tests.browser.conftest import ConsoleDesk
 from tests.browser.pages import MAIN, find_colour_violations, find_violations, first_row, open_page, picture
@@ -81,3 +81,20 @@ def test_no_page_violates_its_content_security_policy_or_has_a_script_error(desk
     seen = list(visit_every_page(page))
     page.wait_for_load_state("networkidle")
     assert len(seen) > 30
+
+
+def test_headings_of_a_list_stay_in_view_and_compact_rows_are_remembered(desk: ConsoleDesk) -> None:
+    page = desk.open_as_administrator()
+    page.set_viewport_size({"width": 1280, "height": 700})
+    page.goto("/admin/accelerators/event/")
+    heading, rows = page.locator("#result_list thead th").nth(1), page.locator("#result_list tr.data-row")
+    assert rows.count() > 12, "the rows are higher than the window"
+    before = heading.bounding_box()
+    rows.last.scroll_into_view_if_needed()
+    assert heading.bounding_box() == before and before
+    high = rows.first.locator("td").last.evaluate("cell => getComputedStyle(cell).paddingTop")
+    page.get_by_role("button", name="Compact rows").click()
+    page.reload()
+    expect(page.get_by_role("button", name="Compact rows")).to_have_attribute("aria-pressed", "true")
+    low = rows.first.locator("td").last.evaluate("cell => getComputedStyle(cell).paddingTop")
+    assert float(low.removesuffix("px")) < float(high.removesuffix("px"))

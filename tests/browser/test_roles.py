@@ -131,6 +131,32 @@ def test_a_page_that_a_role_may_not_see_names_the_reason_and_links_to_the_overvi
     desk.drop_complaints("status of 403")
 
 
+@pytest.mark.parametrize("name", [*RIGHTS, "tenant"])
+def test_every_role_has_an_inbox_and_sees_what_would_let_it_subscribe(name: str, desk: ConsoleDesk) -> None:
+    page = desk.open_as(name, PASSWORD)
+    page.goto("/admin/inbox/")
+    expect(page.get_by_role("heading", level=1)).to_have_text("Inbox")
+    assert find_violations(page) == []
+    page.goto("/admin/cyborgweb/subscription/")
+    may_subscribe = name in ("operator", "viewer")
+    expect(page.get_by_text("Why can’t I do more here?")).to_have_count(0 if may_subscribe else 1)
+    answer = page.goto("/admin/cyborgweb/subscription/add/")
+    assert answer is not None and answer.status == (200 if may_subscribe else 403)
+    if not may_subscribe:
+        expect(page.get_by_role("main")).to_contain_text("You need the role ")
+    desk.drop_complaints("status of 403")
+
+
+@pytest.mark.parametrize("name", RIGHTS)
+def test_a_list_says_which_role_may_do_more(name: str, desk: ConsoleDesk, screens: Path) -> None:
+    page = desk.open_as(name, PASSWORD)
+    page.goto(DEVICES)
+    page.get_by_text("Why can’t I do more here?").click()
+    expect(page.locator("details.refused")).to_contain_text(TAKES_ADMIN.format(RIGHTS[name].role_names))
+    picture(page, screens / f"{name}-list.png")
+    assert find_violations(page) == []
+
+
 def test_an_operator_can_rescan_a_host_and_see_the_command(desk: ConsoleDesk, screens: Path) -> None:
     """An operator finds a host, orders a rescan, sees the command, and is offered to attach devices."""
     page = desk.open_as("operator", PASSWORD)

@@ -39,6 +39,8 @@ EXEMPT = {
     ("INSERT", "accelerators_bulk"): "a draft that nobody has confirmed",
     ("INSERT", "accelerators_bulkitem"): "the same",
     ("UPDATE", "accelerators_bulk"): "how far it is: its end is an event, with the numbers; each device has its own",
+    ("INSERT", "accelerators_rollout"): "a draft that nobody has confirmed: its start is an event",
+    ("INSERT", "accelerators_rolloutstep"): "the same",
     ("UPDATE", "accelerators_bulkitem"): "the same, and what a dry run found out",
 }
 COLUMNS = {

@@ -1,8 +1,8 @@
-"""Check and prepare what the simulation of several machines needs: root, network namespaces and nginx.
+"""Check and prepare what the simulation of several machines needs: root, network namespaces and nginx; and Prometheus.
 
-`namespaces` and `deployment` use this module. Debian's nginx is unpacked into `.sim/` of the checkout and not
-installed, because its package would start a server. `make deps-sim` runs this file with any Python, before a virtual
-environment exists, and after `tests.qemu.prepare`, because that empties `.sim/` when it makes it again.
+`namespaces` and `deployment` use this module. Debian's nginx and Prometheus are unpacked into `.sim/` of the checkout
+and not installed, because their packages would start servers. `make deps-sim` runs this file with any Python, before a
+virtual environment exists, and after `tests.qemu.prepare`, because that empties `.sim/` when it makes it again.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 UNSHARED = ("--net", "--mount", "--uts", "--pid")
@@ -22,6 +23,8 @@ FOLDER = Path(__file__).resolve().parents[2] / ".sim" / "nginx"
 NGINX = FOLDER / "usr/sbin/nginx"
 STREAM = FOLDER / "usr/lib/nginx/modules/ngx_stream_module.so"
 PACKAGES = ("nginx", "libnginx-mod-stream")
+PROMETHEUS_FOLDER = FOLDER.parent / "prometheus"
+PROMETHEUS, PROMTOOL = (PROMETHEUS_FOLDER / "usr/bin" / name for name in ("prometheus", "promtool"))
 
 
 def missing() -> str:
@@ -41,33 +44,40 @@ def _why_namespaces_are_refused() -> str:
     return f"there can be no networks of one's own here: {tried.stderr.strip()}" if tried.returncode else ""
 
 
-def fetch(into: Path) -> None:
-    """Download nginx, unpack it into the folder `into` and try it. Raises OSError, CalledProcessError."""
-    subprocess.run(["apt-get", "update", "-qq"], check=True)
-    subprocess.run(["apt-get", "download", "-qq", *PACKAGES], cwd=into, check=True)
-    for archive in into.glob("*.deb"):
-        subprocess.run(["dpkg-deb", "-x", archive, into], check=True)
-        archive.unlink()
-    subprocess.run([into / NGINX.relative_to(FOLDER), "-v"], check=True, capture_output=True)
+def fetch(folder: Path, packages: Sequence[str], tried: Sequence[str]) -> None:
+    """Download these packages of Debian, unpack them into `folder`, and try the command `tried`.
+
+    The program of this command is a path in the folder. Raises OSError, CalledProcessError.
+    """
+    FOLDER.parent.mkdir(exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=FOLDER.parent) as temporary:
+        into = Path(temporary) / folder.name
+        into.mkdir()
+        subprocess.run(["apt-get", "update", "-qq"], check=True)
+        subprocess.run(["apt-get", "download", "-qq", *packages], cwd=into, check=True)
+        for archive in into.glob("*.deb"):
+            subprocess.run(["dpkg-deb", "-x", archive, into], check=True)
+            archive.unlink()
+        subprocess.run([into / tried[0], *tried[1:]], check=True, capture_output=True)
+        shutil.rmtree(folder, ignore_errors=True)
+        into.rename(folder)
 
 
 def main() -> int:
-    """Unpack nginx if it is missing. Return 0 if everything is there; else print the reason and return 1."""
-    if not missing():
-        return 0
+    """Unpack nginx and Prometheus if they are missing.
+
+    Return 0 if everything is there; else print the reason and return 1.
+    """
     if why := _why_namespaces_are_refused():
         print(f"deps-sim: {why}", file=sys.stderr)
         return 1
     try:
-        FOLDER.parent.mkdir(exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=FOLDER.parent) as folder:
-            made = Path(folder) / "nginx"
-            made.mkdir()
-            fetch(made)
-            shutil.rmtree(FOLDER, ignore_errors=True)
-            made.rename(FOLDER)
+        if missing():
+            fetch(FOLDER, PACKAGES, ["usr/sbin/nginx", "-v"])
+        if not (PROMETHEUS.exists() and PROMTOOL.exists()):
+            fetch(PROMETHEUS_FOLDER, ["prometheus"], ["usr/bin/promtool", "--version"])
     except (OSError, subprocess.CalledProcessError) as error:
-        print(f"deps-sim: nginx cannot be had: {error}", file=sys.stderr)
+        print(f"deps-sim: nginx or Prometheus cannot be had: {error}", file=sys.stderr)
         return 1
     return 0
 

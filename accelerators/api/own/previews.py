@@ -60,10 +60,9 @@ class NotConfirmedError(ApiError):
     """The error 409 for a request that has no token and needs one. Its answer has the preview."""
 
     def __init__(self, preview: Mapping[str, Any]) -> None:
-        text = (
-            f"This reaches {_count(preview['hosts'], 'host')} and {_count(preview['held'], 'held device')}. Nothing was"
-            " done. Read the preview, and send the request again with its token."
-        )
+        held_text = f" and {_count(preview['held'], 'held device')}" if preview["held"] else ""
+        text = f"This reaches {_count(preview['hosts'], 'host')}{held_text}. Nothing was done."
+        text += " Read the preview, and send the request again with its token."
         super().__init__(409, text, RefusalReason.NOT_CONFIRMED)
         self.preview = preview
 

@@ -24,15 +24,19 @@ from accelerators.api.own.fields import (
     UrlField,
 )
 from accelerators.api.own.filters import RowFilter, choice_filter
+from accelerators.api.own.previews import ConfirmationSerializer, PreviewSerializer, respond_with_preview
 from accelerators.api.own.views import CollectionView
 from accelerators.domain import setting_edits
 from accelerators.domain.generations import ChangedMeanwhileError
 from accelerators.domain.setting_edits import SettingEdits
-from accelerators.domain.states import RolloutOp, RolloutState, RolloutStepState
+from accelerators.domain.states import DeviceOutcome, RolloutOp, RolloutState, RolloutStepState
 from accelerators.models import Rollout, RolloutStep
-from accelerators.workflows import driver_rollouts
+from accelerators.workflows import confirmations, driver_rollouts, rollout_previews
 from accelerators.workflows.driver_config import DriverChange
 from drivers.inventory import WORD
+
+MAX_PREVIEW_HOSTS = 20
+"""Number of hosts that a preview lists; its counts include all."""
 
 
 class RolloutFilter(RowFilter):
@@ -80,9 +84,9 @@ class SettingEditsSerializer(ClosedSerializer):
     )
 
 
-class RolloutSerializer(RowSerializer):
+class RolloutSerializer(ConfirmationSerializer, RowSerializer):
     """A change of a driver on a fixed list of hosts. Send `hosts` or `selector`; to change a single host, send a list
-    of one."""
+    of one. A rollout in the state `draft` is a preview that nobody has confirmed."""
 
     url = UrlField("rollouts", source="uuid")
     op = serializers.ChoiceField(RolloutOp.choices())
@@ -168,6 +172,8 @@ class RolloutSerializer(RowSerializer):
             "generation",
             "max_parallel",
             "stop_on_failure",
+            "dry_run",
+            "token",
             "by",
             "reason",
             "created_at",
@@ -206,6 +212,33 @@ class RolloutWithStepsSerializer(RolloutSerializer):
         return cast("list[dict[str, Any]]", serializer.data)  # The stub does not know what `many` changes.
 
 
+class HostForecastSerializer(serializers.Serializer[Any]):
+    """A host of a preview, with the predicted outcome. `moved` means that the driver is changed there."""
+
+    host = serializers.CharField(read_only=True)
+    outcome = serializers.ChoiceField(DeviceOutcome.choices(), read_only=True)
+    text = serializers.CharField(read_only=True)
+    generation = serializers.IntegerField(
+        read_only=True, help_text="The generation of the desired state; the host fails if it has another one later."
+    )
+    devices = serializers.IntegerField(read_only=True, help_text="How many devices the driver has there.")
+    held = serializers.IntegerField(read_only=True, help_text="How many of them are held.")
+
+
+class RolloutPreviewSerializer(PreviewSerializer):
+    """What a rollout would do now, and its first hosts. A running driver is not changed where a device is held."""
+
+    held = serializers.IntegerField(read_only=True, help_text="How many devices of the driver are held on these hosts.")
+    counts = serializers.DictField(child=serializers.IntegerField(), read_only=True)
+    steps = HostForecastSerializer(many=True, read_only=True)
+
+
+class RetryRolloutSerializer(ConfirmationSerializer):
+    """The body of a retry: an optional reason, and the confirmation."""
+
+    reason = ReasonField("Shown with it and in its events.")
+
+
 class CancelRolloutSerializer(ClosedSerializer):
     """An empty body."""
 
@@ -217,7 +250,7 @@ class RolloutView(CollectionView):
     policy_rules = POLICY_RULE_BY_METHOD
     default_ordering = "-created"
     filterset_class = RolloutFilter
-    member_actions = {"cancel": CancelRolloutSerializer}
+    member_actions = {"cancel": CancelRolloutSerializer, "retry": RetryRolloutSerializer}
     detail_parameters = {
         "step_state": {
             "type": {"type": "string", "enum": [word.value for word in RolloutStepState]},
@@ -225,7 +258,8 @@ class RolloutView(CollectionView):
             " the progress without any host.",
         }
     }
-    response_serializers = dict.fromkeys(("create", "cancel"), (202, RolloutWithStepsSerializer))
+    response_serializers = dict.fromkeys(("create", "cancel", "retry"), (202, RolloutWithStepsSerializer))
+    preview_serializers = dict.fromkeys(("create", "retry"), RolloutPreviewSerializer)
     queryset = Rollout.objects.annotate(
         **{f"{word}_steps": Count("steps", filter=Q(steps__state=word)) for word in RolloutStepState}
     )
@@ -246,18 +280,30 @@ class RolloutView(CollectionView):
         return RolloutWithStepsSerializer if self.detail or self.request.method == "POST" else RolloutSerializer
 
     def get_offered_actions(self, data: Mapping[str, Any]) -> Iterable[str]:
-        """Offer `cancel` while the rollout runs."""
-        return ("cancel",) if data.get("state") == RolloutState.RUNNING else ()
+        """Offer `cancel` while the rollout runs, and `retry` when it has ended."""
+        if data.get("state") == RolloutState.RUNNING:
+            return ("cancel",)
+        return ("retry",) if data.get("ended_at") else ()
 
     def create(self, request: Request) -> Response:
-        """Start a rollout: 202. If it has a single host, a refusal by that host or its devices is answered here."""
+        """Start a rollout: 202. If it has a single host, a refusal by that host or its devices is answered here. With
+        `dry_run` answer with its preview: 200. Without a token, a rollout to several hosts is answered 409, with the
+        preview."""
         values = self.validate_body()
+        described = {"kind": "rollout"} | {
+            name: sorted(value) if name == "hosts" else value
+            for name, value in values.items()
+            if name not in ("dry_run", "token", "reason")
+        }
+        if values.get("token"):
+            return self._confirm(values, described)
         hosts = driver_rollouts.select_hosts(values.get("hosts") or (), values.get("selector"))
         edits = SettingEdits(**(values.get("edits") or {}))
         change = DriverChange(
             RolloutOp(values["op"]), values["driver"], values.get("enabled"), values.get("settings"), edits
         )
         pace_options = {name: values[name] for name in ("max_parallel", "stop_on_failure") if name in values}
+        is_draft = len(hosts) > 1 or values.get("dry_run", False)
         rollout = driver_rollouts.start_rollout(
             change,
             hosts,
@@ -265,9 +311,64 @@ class RolloutView(CollectionView):
             pace=driver_rollouts.RolloutPace(**pace_options),
             reason=values.get("reason", ""),
             source=self.caller.event_source,
+            is_draft=is_draft,
             generation=values.get("generation"),
         )
+        if is_draft:
+            return self._respond_with_preview(rollout, values, described)
         return self.respond_with_stored_row(rollout.uuid, 202)
+
+    def retry(self, request: Request, **kwargs: str) -> Response:
+        """Start the same change again on the hosts that have failed or were not begun: a new rollout, 202. `dry_run`
+        and `token` are used as for the first one."""
+        values = self.validate_body()
+        rollout = self.get_object()
+        described = {"kind": "rollout retry", "rollout": str(rollout.uuid)}
+        if values.get("token"):
+            return self._confirm(values, described)
+        draft = driver_rollouts.create_retry_draft(rollout, self.caller, self.caller.event_source)
+        if draft.total > 1 or values.get("dry_run"):
+            return self._respond_with_preview(draft, values, described)
+        driver_rollouts.confirm_rollout(draft, values.get("reason", ""))
+        return self.respond_with_stored_row(draft.uuid, 202)
+
+    def _confirm(self, values: Mapping[str, Any], described: Mapping[str, Any]) -> Response:
+        """Start the draft that the token confirms, and answer with it. Raises RefusedError STALE_PREVIEW."""
+        uuid = confirmations.read_token(values["token"], self.caller, described)
+        draft = Rollout.objects.filter(uuid=uuid).first()
+        if draft is None or not driver_rollouts.confirm_rollout(draft, values.get("reason", "")):
+            raise confirmations.stale_preview_error()
+        return self.respond_with_stored_row(uuid, 202)
+
+    def _respond_with_preview(
+        self, draft: Rollout, values: Mapping[str, Any], described: Mapping[str, Any]
+    ) -> Response:
+        """Answer with the preview of a draft. Raises NotConfirmedError unless the request asked for it."""
+        preview = rollout_previews.preview_rollout(draft)
+        body = {
+            "total": len(preview.hosts),
+            "hosts": len(preview.hosts),
+            "held": preview.held_count,
+            "counts": {outcome.value: preview.count_hosts(outcome) for outcome in DeviceOutcome},
+            "forecast": [
+                {"outcome": outcome.value, "number": number, "held": is_held, "text": text}
+                for outcome, text, is_held, number in preview.group_forecasts()
+            ],
+            "steps": [
+                {
+                    "host": one.host,
+                    "outcome": one.outcome.value,
+                    "text": one.text,
+                    "generation": one.generation,
+                    "devices": one.device_count,
+                    "held": one.held_count,
+                }
+                for one in preview.hosts[:MAX_PREVIEW_HOSTS]
+            ],
+            "confirm": preview.needs_confirmation,
+        }
+        token = confirmations.issue_token(draft.uuid, self.caller, described)
+        return respond_with_preview(body, token, values.get("dry_run", False))
 
     def build_current(self, error: ChangedMeanwhileError) -> Any:
         """Return the driver as it is now on the host where somebody else changed it."""

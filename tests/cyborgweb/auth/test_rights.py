@@ -27,7 +27,7 @@ from django.urls import URLPattern, reverse
 
 from accelerators import conductor
 from accelerators.admin.device_actions import STATE_CHOICES
-from accelerators.admin.drivers import BUTTON_OPERATIONS
+from accelerators.admin.drivers import BACKEND_BUTTONS, BUTTON_OPERATIONS
 from accelerators.admin.partitioning import CHANGE_SIGNS
 from accelerators.api.v2 import urls as v2_urls
 from accelerators.api.v2.views import V2NotFoundView
@@ -398,12 +398,11 @@ class World:
     def driver(self) -> str:
         return self.page("hostdriver", HostDriver.objects.get(driver="pci_driver").pk)
 
-    def rollout(self) -> str:
-        caller = Caller("root", "1", frozenset(), "")
+    def rollout(self, is_draft: bool = False) -> str:
+        caller = Caller(self.person.username, str(self.person.pk), frozenset(), "")
         change = DriverChange(RolloutOp.UPDATE, "pci_driver", False, None)
-        return self.page(
-            "rollout", driver_rollouts.start_rollout(change, [self.host], caller, source=EventSource.PERSON).pk
-        )
+        options: dict[str, Any] = {"source": EventSource.PERSON, "is_draft": is_draft}
+        return self.page("rollout", driver_rollouts.start_rollout(change, [self.host], caller, **options).pk)
 
     def attachment(self) -> str:
         with conductor.writing():
@@ -458,7 +457,7 @@ def find_buttons() -> dict[str, tuple[str, Press]]:
                 "accelerators_bulk_change",
                 lambda world, one=verb, of=action: (world.draft(of), {"do": one}),
             )
-    for operation in BUTTON_OPERATIONS:
+    for operation in (*BUTTON_OPERATIONS, *BACKEND_BUTTONS):
         buttons[f"driver: {operation}"] = (
             "accelerators_hostdriver_change",
             lambda world, one=operation: (world.driver(), {"do": one}),
@@ -478,7 +477,12 @@ def find_buttons() -> dict[str, tuple[str, Press]]:
             "accelerators_host_remove",
             lambda world: (world.page("host", world.host.pk, "remove"), {"name": "cmp1"}),
         ),
-        "rollout: cancel": ("accelerators_rollout_change", lambda world: (world.rollout(), {})),
+        "rollout: cancel": ("accelerators_rollout_change", lambda world: (world.rollout(), {"do": "cancel"})),
+        "rollout: again": ("accelerators_rollout_change", lambda world: (world.rollout(), {"do": "again"})),
+        "rollout: confirm": (
+            "accelerators_rollout_change",
+            lambda world: (world.rollout(is_draft=True), {"do": "confirm"}),
+        ),
         "attachment: attach": (
             "accelerators_attachment_attach",
             lambda world: (reverse("admin:accelerators_attachment_attach"), {"instance": UUID}),

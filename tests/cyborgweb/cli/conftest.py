@@ -28,10 +28,13 @@ def url() -> Iterator[str]:
         yield f"http://127.0.0.1:{port}"
 
 
-def run_cyborg(*arguments: str, **environment: str) -> Result:
-    """Run `cyborg` with these arguments, in an environment that has only these variables of ours; return its result."""
+def run_cyborg(*arguments: str, typed: str = "", **environment: str) -> Result:
+    """Run `cyborg` with these arguments, in an environment that has only these variables of ours; return its result.
+
+    `typed` is standard input.
+    """
     cleared = {name: "" for name in os.environ if name.startswith(("OS_", "CYBORG_"))}
-    return CliRunner().invoke(cli, arguments, env=cleared | environment, prog_name="cyborg")
+    return CliRunner().invoke(cli, arguments, input=typed, env=cleared | environment, prog_name="cyborg")
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ from accelerators import conductor
 from accelerators.commands import command_queue
 from accelerators.commands.command_queue import CommandAnswer, CommandProgress
 from accelerators.images import store
-from accelerators.models import Attachment, Command, Deployable, Device, DriverWish, Host, Image
+from accelerators.models import Attachment, Command, Deployable, Device, DriverWish, Host, Image, Rollout
 from accelerators.models.attachments import AttachmentState
 from accelerators.workflows import attachment_orders, command_endings, driver_rollouts
 from agents.models import Agent
@@ -206,6 +206,35 @@ def test_a_driver_is_installed_updated_and_uninstalled_on_hosts(cyborg: Cyborg, 
     assert_refused(cyborg("uninstall-driver", "nic_driver", "--all-hosts"), 2, "give --yes")
     with run_agents():
         assert cyborg("uninstall-driver", "nic_driver", "--hosts-with", "nic_driver", "--yes").exit_code == 0
+
+
+def test_a_change_of_a_driver_on_several_hosts_is_confirmed_by_typing_their_number(
+    cyborg: Cyborg, host: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    apply_report(get_or_create_host("cmp2"), make_driver_report(make_card(1)))
+    disable = ("update-driver", "test_driver", "--hosts-with", "test_driver", "--disable", "--no-wait")
+    shown = cyborg(*disable, "--dry-run", "-f", "json")
+    assert json.loads(shown.stdout) == [
+        {"outcome": "will be done", "number": 2, "held": False, "text": "it is changed"}
+    ]
+    assert_refused(cyborg(*disable), 2, "give --yes")
+    monkeypatch.setattr("click.testing._NamedTextIOWrapper.isatty", lambda stream: True)
+    for wrong in ("", "y", "1"):
+        declined = cyborg(*disable, typed=f"{wrong}\n")
+        assert declined.exit_code != 0 and "2 will be done: it is changed" in declined.stderr
+        assert "To confirm, type 2, the number of hosts" in declined.stderr
+    assert not Command.objects.exists()
+    done = cyborg(*disable, typed="2\n")
+    assert done.exit_code == 0, done.output
+    rollout = Rollout.objects.get(state="running")
+    assert (rollout.total, rollout.enabled) == (2, False)
+    with run_agents("failed", "it hangs"):
+        cyborg("rollout-show", str(rollout.uuid), "--wait")
+    shown = cyborg("rollout-retry", str(rollout.uuid), "--dry-run", "-f", "json")
+    assert sum(row["number"] for row in json.loads(shown.stdout)) == 2
+    with run_agents():
+        again = cyborg("rollout-retry", str(rollout.uuid), "--yes", "-f", "json")
+    assert [row["state"] for row in json.loads(again.stdout)] == ["done", "done"], again.output
 
 
 def test_set_and_unset_change_single_settings_and_a_conflict_shows_the_difference(

@@ -110,6 +110,7 @@ SAME_OUTPUT = {
     "uninstall-driver": ("pci_driver", "--yes"),
     "rollout-show": (),
     "rollout-cancel": ("ROLLOUT",),
+    "rollout-retry": (UNKNOWN_UUID,),
     "device-health": ("DEVICE", "--no-wait"),
     "device-reset": (UNKNOWN_UUID,),
     "device-partition": ("DEVICE", "--layout", "vfs=2"),

@@ -58,3 +58,24 @@ def test_a_device_whose_backend_alone_failed_is_found_as_stale_and_not_as_live(o
         for answer in ("yes", "no")
     }
     assert found == {"yes": ["gpus"], "no": ["nics"]}
+
+
+def test_the_lists_of_backends_and_services_show_and_filter_those_of_all_hosts(operator: Client) -> None:
+    works = Backend("nics", "pci", {"rack": "r1"}, services=(READY_SERVICE, UNAVAILABLE_SERVICE))
+    failed = Backend("gpus", "mdev", error="the kernel holds it")
+    for name in ("cmp1", "cmp2"):
+        report = make_driver_report(make_card(1, backend="nics"), driver="generic_driver", backends=(works, failed))
+        apply_report(get_or_create_host(name), report)
+    backends, services = (reverse(f"admin:accelerators_{name}_changelist") for name in ("backend", "service"))
+    found = {
+        answer: [str(row) for row in operator.get(backends, {"failing": answer, "q": "cmp2"}).context["cl"].result_list]
+        for answer in ("yes", "no")
+    }
+    assert found == {"yes": ["generic_driver:gpus"], "no": ["generic_driver:nics"]}
+    page = operator.get(backends).content.decode()
+    assert "1 of 2 ready" in page and page.count("the kernel holds it") >= 2
+    listed = operator.get(services, {"q": "cmp2", "backend": "nics"})
+    assert [row.name for row in listed.context["cl"].result_list] == ["passthrough", "sriov"]
+    for row in (*operator.get(backends).context["cl"].result_list, *listed.context["cl"].result_list):
+        name = type(row).__name__.lower()
+        assert operator.get(reverse(f"admin:accelerators_{name}_change", args=[row.pk])).status_code == 200

@@ -119,3 +119,36 @@ def test_a_changed_driver_shows_both_versions_and_mine_can_be_applied_after_all(
     assert disabling == {"State": ("enabled", "disabled")}
     assert operator.post(address, fields).status_code == 302
     assert DriverWish.objects.get().settings == {"mtu": 1}
+
+
+def test_backends_are_added_changed_disabled_and_removed_on_the_page_of_their_driver(operator: Client) -> None:
+    host = get_or_create_host("cmp0")
+    apply_report(host, DriverReport("generic_driver", state="absent"))
+    gpus = {"kind": "pci", "limits": {"max_devices": 4}}
+
+    def end_rollout() -> None:
+        answer_as_agent(Command.objects.latest("id"))
+        run_rollout(Rollout.objects.latest("id"))
+
+    start_rollout(INSTALL, [host], "generic_driver", settings={"backends": {"gpus": gpus}})
+    end_rollout()
+    address = reverse("admin:accelerators_hostdriver_change", args=[HostDriver.objects.get().pk])
+
+    def press(button: str, backend: str, **fields: str) -> dict[str, Any]:
+        generation = re.findall(r'name="generation" value="(\d+)"', operator.get(address).content.decode())[0]
+        fields |= {"do": button, "backend": backend, "generation": generation}
+        assert operator.post(address, fields).status_code == 302
+        end_rollout()
+        return dict(DriverWish.objects.get().settings["backends"])
+
+    nics = {"kind": "mdev"}
+    assert press("backend-add", "nics", settings='{"kind": "mdev"}') == {"gpus": gpus, "nics": nics}
+    assert press("backend-disable", "gpus") == {"gpus": gpus | {"enabled": False}, "nics": nics}
+    shown = operator.get(address).content.decode()
+    assert "Enable gpus" in shown and "Disable nics" in shown
+    assert press("backend-save", "gpus", settings='{"kind": "pci"}') == {"gpus": {"kind": "pci"}, "nics": nics}
+    differing, _ = read_conflict(operator.post(address, {"do": "backend-remove", "backend": "nics", "generation": "2"}))
+    assert differing == {"Backend nics": ('{\n  "kind": "mdev"\n}', "–")}
+    assert press("backend-remove", "nics") == {"gpus": {"kind": "pci"}}
+    refused = operator.post(address, {"do": "backend-add", "backend": "gpus", "settings": '{"kind": "pci"}'})
+    assert "exists already" in refused.content.decode()

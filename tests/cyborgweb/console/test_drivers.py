@@ -7,6 +7,7 @@ from django.contrib.auth.models import Permission, User
 from django.test import Client
 from django.urls import reverse
 
+from accelerators import conductor
 from accelerators.models import Command, HostDriver, Rollout
 from accelerators.workflows import driver_rollouts
 from drivers.inventory import DriverReport
@@ -71,10 +72,32 @@ def test_a_rollout_to_all_hosts_can_be_cancelled_on_its_page(operator: Client) -
         operator, driver_page("test_driver"), do="disable", where="all", max_parallel="1", reason="recall"
     )
     rollout = run_rollout(Rollout.objects.get())
-    assert "update test_driver on 3 hosts" in shown
+    assert "update test_driver on 3 hosts" in shown and "What this rollout would do now" in shown
+    assert "will be done" in shown and "Update on 3 of 3" in shown and 'value="recall"' in shown
+    page = reverse("admin:accelerators_rollout_change", args=[rollout.pk])
+    for typed in ("", "2"):
+        shown = press_button(operator, page, do="confirm", typed=typed, reason="recall")
+        assert "This reaches 3 hosts. To confirm, type 3. Nothing was done." in shown
+    assert not Command.objects.exists() and run_rollout(rollout).state == "draft"
+    with conductor.writing():
+        Rollout.objects.update(caller_id="another user of the same name")
+    assert operator.post(page, {"do": "confirm", "typed": "3"}).status_code == 403
+    assert "can confirm it" in operator.get(page).content.decode()
+    with conductor.writing():
+        Rollout.objects.update(caller_id=str(User.objects.get(username="olga").pk))
+    press_button(operator, page, do="confirm", typed="3", reason="recall of the cards")
+    rollout = run_rollout(Rollout.objects.get())
+    assert (rollout.state, rollout.reason, Command.objects.count()) == ("running", "recall of the cards", 1)
     shown = press_button(operator, reverse("admin:accelerators_rollout_change", args=[rollout.pk]), do="cancel")
     assert "2 skipped" in shown and "not begun: cancelled by olga" in shown
     assert "cancelled" in operator.get("/admin/accelerators/rollout/").content.decode()
+    answer_as_agent(Command.objects.get(), "failed", "no space")
+    run_rollout(rollout)
+    assert "Retry on the 3 hosts that failed or were not begun" in operator.get(page).content.decode()
+    asked = press_button(operator, page, do="again")
+    assert "Update on 3 of 3" in asked
+    retried = Rollout.objects.latest("id")
+    assert (retried.state, retried.enabled, retried.total, retried.max_parallel) == ("draft", False, 3, 1)
 
 
 @pytest.mark.parametrize(

@@ -44,6 +44,7 @@ def test_every_operation_documents_its_refusals_and_query_parameters() -> None:
 def test_list_answers_have_exactly_the_documented_fields(ask: Ask, fill: Fill) -> None:
     fill(2)
     ask("/api/rules/", method="POST", data={"name": "all", "action": "inactive"})
+    ask("/api/join_tokens/", method="POST", data={"host": "cmp9", "address": "https://10.0.0.1:8443"})
     inbox = {"name": "mine", "kinds": ["request.bound"], "way": "inbox"}
     mine = json.loads(ask("/api/subscriptions/", method="POST", data=inbox).content)
     ask(f"/api/subscriptions/{mine['uuid']}/test/", method="POST")

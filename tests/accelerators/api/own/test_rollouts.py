@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import pytest
 from django.http import HttpResponse
 
 from accelerators import conductor
-from accelerators.models import Command, Event, Rollout, RolloutStep
+from accelerators.models import Command, Event, Host, Rollout, RolloutStep
+from accelerators.workflows import driver_rollouts
 from drivers.inventory import DriverReport
 from tests.accelerators.api.own.conftest import Ask, Fill, get_error_message, get_results
 from tests.accelerators.workflows.test_rollouts import answer_as_agent, run_rollout
@@ -26,6 +28,14 @@ def get_body(response: HttpResponse, status: int = 200) -> dict[str, Any]:
 
 def post_rollout(ask: Ask, by: str = "operator", **fields: Any) -> HttpResponse:
     return ask("/api/rollouts/", by, method="POST", data={"driver": "pci_driver"} | fields)
+
+
+def confirm_rollout(ask: Ask, path: str = "/api/rollouts/", by: str = "operator", **fields: Any) -> dict[str, Any]:
+    """Send a request that needs a confirmation; check that it is refused with its preview, and send it with the
+    token."""
+    body = get_body(ask(path, by, method="POST", data=fields), 409)
+    assert body["error"]["reason"] == "not_confirmed" and body["preview"]["confirm"]
+    return get_body(ask(path, by, method="POST", data=fields | {"token": body["preview"]["token"]}), 202)
 
 
 def test_an_operator_installs_a_driver_and_follows_the_rollout_to_its_end(ask: Ask) -> None:
@@ -76,9 +86,8 @@ def test_an_operator_installs_a_driver_and_follows_the_rollout_to_its_end(ask: A
 def test_a_rollout_by_selector_orders_max_parallel_hosts_and_can_be_cancelled(ask: Ask) -> None:
     for n in range(4):
         apply_report(get_or_create_host(f"cmp{n}"), ABSENT_DRIVER)
-    made = get_body(
-        post_rollout(ask, op="install", selector={"name": "cmp[0-2]"}, max_parallel=2, stop_on_failure=False), 202
-    )
+    order = {"driver": "pci_driver", "op": "install", "selector": {"name": "cmp[0-2]"}}
+    made = confirm_rollout(ask, **order, max_parallel=2, stop_on_failure=False)
     assert (made["total"], made["max_parallel"], made["stop_on_failure"]) == (3, 2, False)
     run_rollout(Rollout.objects.get())
     cancelled = get_body(ask(f"{made['url']}cancel/", "operator", method="POST", data={}), 202)
@@ -91,7 +100,8 @@ def test_the_progress_of_a_rollout_is_read_without_its_hosts_and_its_failed_host
 ) -> None:
     for n in range(4):
         apply_report(get_or_create_host(f"cmp{n}"), ABSENT_DRIVER)
-    made = get_body(post_rollout(ask, op="install", selector={"all": True}, stop_on_failure=False), 202)
+    order = {"driver": "pci_driver", "op": "install", "selector": {"all": True}}
+    made = confirm_rollout(ask, **order, stop_on_failure=False)
     with conductor.writing():
         RolloutStep.objects.filter(host_name="cmp2").update(state="failed", text="no such GPU")
     progress = get_body(ask(made["url"] + "?fields=state,counts"))
@@ -109,7 +119,7 @@ def test_a_rollout_to_one_held_host_is_refused_and_to_many_hosts_fails_only_ther
     fill(20)
     assert " is held by request " in get_error_message(post_rollout(ask, op="uninstall", hosts=["cmp0"]), 409)
     assert not Rollout.objects.filter(driver="pci_driver").exists()
-    get_body(post_rollout(ask, op="uninstall", selector={"all": True}), 202)
+    confirm_rollout(ask, driver="pci_driver", op="uninstall", selector={"all": True})
     rollout = run_rollout(Rollout.objects.get(driver="pci_driver"))
     shown = get_body(ask(f"/api/rollouts/{rollout.uuid}/"))
     assert (shown["state"], shown["counts"]["failed"], shown["counts"]["skipped"]) == ("stopped", 1, 1)
@@ -183,3 +193,94 @@ def test_drivers_can_be_filtered_and_paged(ask: Ask) -> None:
         path = page["next"]
     assert len(seen) == len(set(seen)) == 9
     assert "drivers" in get_body(ask("/api/"))
+
+
+def create_hosts(number: int) -> None:
+    """Create hosts cmp0, cmp1… on which `test_driver` runs with one device."""
+    for n in range(number):
+        apply_report(get_or_create_host(f"cmp{n}"), make_driver_report(make_card(1)))
+
+
+DISABLE_EVERYWHERE = {"driver": "test_driver", "op": "update", "enabled": False, "selector": {"all": True}}
+
+
+def test_a_driver_is_disabled_on_several_hosts_only_with_the_token_of_the_preview(ask: Ask) -> None:
+    create_hosts(3)
+    body = get_body(post_rollout(ask, **DISABLE_EVERYWHERE), 409)
+    preview = body["preview"]
+    assert (preview["total"], preview["hosts"], preview["held"], preview["confirm"]) == (3, 3, 0, True)
+    assert preview["forecast"] == [{"outcome": "moved", "number": 3, "held": False, "text": "it is changed"}]
+    assert preview["steps"][0] == {
+        **{"host": "cmp0", "outcome": "moved", "text": "it is changed"},
+        **{"generation": 0, "devices": 1, "held": 0},
+    }
+    dry = get_body(post_rollout(ask, **DISABLE_EVERYWHERE, dry_run=True), 200)
+    for draft in Rollout.objects.all():
+        run_rollout(draft)
+        assert draft.state == "draft"
+    assert not Command.objects.exists() and not Event.objects.filter(action__startswith="rollout.").exists()
+    for other in ({"enabled": True}, {"selector": {"name": "cmp*"}}, {"max_parallel": 100}, {"driver": "pci_driver"}):
+        answer = post_rollout(ask, **(DISABLE_EVERYWHERE | {"token": dry["token"]} | other))
+        get_error_message(answer, 409, "stale_preview")
+    get_error_message(post_rollout(ask, "admin", **DISABLE_EVERYWHERE, token=dry["token"]), 409, "stale_preview")
+    create_hosts(4)  # a host that comes later is not part of the set
+    made = get_body(post_rollout(ask, **DISABLE_EVERYWHERE, token=dry["token"], reason="recall"), 202)
+    assert (made["state"], made["total"], made["reason"]) == ("running", 3, "recall")
+    get_error_message(post_rollout(ask, **DISABLE_EVERYWHERE, token=dry["token"]), 409, "stale_preview")
+    run_rollout(Rollout.objects.get(uuid=made["uuid"]))
+    assert Command.objects.count() == 3
+
+
+def test_a_host_whose_driver_was_changed_after_the_preview_fails_and_is_retried(ask: Ask) -> None:
+    create_hosts(3)
+    order = DISABLE_EVERYWHERE | {"stop_on_failure": False}
+    preview = get_body(post_rollout(ask, **order, dry_run=True), 200)
+    alone = {"driver": "test_driver", "op": "update", "settings": {"a": 1}}
+    get_body(post_rollout(ask, **alone, hosts=["cmp1"]), 202)
+    answer_as_agent(Command.objects.get())
+    made = get_body(post_rollout(ask, **order, token=preview["token"]), 202)
+    get_error_message(ask(f"{made['url']}retry/", "operator", method="POST", data={}), 409, "conflict")
+    run_rollout(Rollout.objects.get(uuid=made["uuid"]))
+    for command in Command.objects.filter(ended_at=None).order_by("id"):
+        answer_as_agent(command, *(("failed", "no space") if command.host.name == "cmp2" else ()))
+    run_rollout(Rollout.objects.get(uuid=made["uuid"]))
+    shown = get_body(ask(made["url"]))
+    assert [(step["host"], step["state"]) for step in shown["steps"]] == [
+        *(("cmp0", "done"), ("cmp1", "failed"), ("cmp2", "failed")),
+    ]
+    assert "is at generation 1 now, not 0: somebody changed it" in shown["steps"][1]["text"]
+    retried = confirm_rollout(ask, path=f"/api/rollouts/{made['uuid']}/retry/")
+    assert [step["host"] for step in retried["steps"]] == ["cmp1", "cmp2"]
+    assert (retried["op"], retried["enabled"], retried["stop_on_failure"]) == ("update", False, False)
+    run_rollout(Rollout.objects.get(uuid=retried["uuid"]))
+    for command in Command.objects.filter(ended_at=None).order_by("id"):
+        answer_as_agent(command)
+    run_rollout(Rollout.objects.get(uuid=retried["uuid"]))
+    assert get_body(ask(retried["url"]))["counts"]["done"] == 2
+    answer = ask(f"/api/rollouts/{retried['uuid']}/retry/", "operator", method="POST", data={})
+    assert "No host of this rollout has failed" in get_error_message(answer, 400)
+
+
+def test_the_preview_says_where_the_change_would_be_refused_or_changes_nothing(ask: Ask, fill: Fill) -> None:
+    fill(20)
+    create_hosts(3)  # cmp0 and cmp1 have held devices of pci_driver; cmp2 has none
+    order = {"driver": "pci_driver", "op": "uninstall", "hosts": ["cmp0", "cmp1", "cmp2"]}
+    preview = get_body(post_rollout(ask, **order, dry_run=True), 200)
+    assert preview["counts"] == {"moved": 0, "unchanged": 1, "refused": 2} and preview["held"] > 0
+    assert [(one["outcome"], one["text"]) for one in preview["steps"]] == [
+        *(("refused", "one of its devices is held"), ("refused", "one of its devices is held")),
+        ("unchanged", "it is not installed there"),
+    ]
+    with conductor.writing():
+        Host.objects.filter(name="cmp2").update(stale_since=Host.objects.get(name="cmp2").created_at)
+    preview = get_body(post_rollout(ask, **(DISABLE_EVERYWHERE | {"selector": {"name": "cmp2"}}), dry_run=True), 200)
+    assert preview["confirm"] is False
+    assert [one["text"] for one in preview["steps"]] == ["the agent of the host is not heard from"]
+
+
+def test_drafts_are_deleted_after_a_day(ask: Ask) -> None:
+    create_hosts(2)
+    get_body(post_rollout(ask, **DISABLE_EVERYWHERE), 409)
+    assert not driver_rollouts.delete_oldest_ended_rollout()
+    assert driver_rollouts.delete_oldest_ended_rollout(datetime.now(UTC) + timedelta(days=2))
+    assert not Rollout.objects.exists()

@@ -1,0 +1,128 @@
+"""Console lists of the backends of drivers and of the services that they offer."""
+
+from __future__ import annotations
+
+from typing import Any
+from urllib.parse import urlencode
+
+from django.contrib import admin
+from django.db.models import QuerySet
+from django.http import HttpRequest
+from django.urls import reverse
+from django.utils.html import format_html
+from django.utils.safestring import SafeString
+from django.utils.text import Truncator
+from unfold.decorators import display
+
+from accelerators.models import Backend, Service
+from accelerators.ui import badges
+from accelerators.ui.changelist import ReadOnlyModelAdmin
+from accelerators.ui.empty_lists import Source
+
+
+class FailingListFilter(admin.SimpleListFilter):
+    """Filter backends by whether they answer."""
+
+    title, parameter_name = "answer", "failing"
+
+    def lookups(self, request: HttpRequest, model_admin: Any) -> list[tuple[str, str]]:
+        """Return the two choices: failing and answering."""
+        return [("yes", "failing"), ("no", "answering")]
+
+    def queryset(self, request: HttpRequest, queryset: QuerySet[Backend]) -> QuerySet[Backend]:
+        """Return the failing backends, those that answer or, if nothing is chosen, all."""
+        if self.value() not in ("yes", "no"):
+            return queryset
+        return queryset.exclude(error="") if self.value() == "yes" else queryset.filter(error="")
+
+
+@admin.register(Backend)
+class BackendAdmin(ReadOnlyModelAdmin):
+    """List of the backends of drivers, which answer or fail independently of each other, and the page of one."""
+
+    list_display = ("shown_name", "shown_host", "driver", "kind", "shown_answer", "devices", "shown_services", "said")
+    list_filter = (FailingListFilter, "kind", "driver")
+    ordering = ("place",)
+    search_fields = ("name__icontains", "host__icontains", "driver__startswith")
+    search_help_text = "backend, host, driver"
+    fields = (
+        "shown_name",
+        "shown_host",
+        "driver",
+        "kind",
+        "shown_answer",
+        "error",
+        "since",
+        "devices",
+        "labels",
+        "shown_services",
+    )
+    readonly_fields = fields
+    exports = {"shown_answer": ("error",), "shown_services": ("services",), "said": ("error",)}
+    empty = "No backends yet. They appear as soon as an agent reports a driver that has backends."
+    sources = (Source("Agents", "agents.agent"),)
+
+    @display(description="Backend", ordering="name")
+    def shown_name(self, backend: Backend) -> str:
+        """Return the name of the backend."""
+        return backend.name
+
+    @display(description="Host", ordering="place")
+    def shown_host(self, backend: Backend) -> SafeString:
+        """Render the backend's host as a link."""
+        return badges.render_page_link("host", backend.host, backend.host)
+
+    @display(description="Answer")
+    def shown_answer(self, backend: Backend) -> SafeString:
+        """Render whether the backend answers or fails, with its error on hover."""
+        if backend.error:
+            return badges.render_badge("failing", "bad", backend.error)
+        return badges.render_badge("answering", "good")
+
+    @display(description="Services")
+    def shown_services(self, backend: Backend) -> SafeString:
+        """Render the numbers of ready and of all services as a link to their list."""
+        ready = sum(service["state"] == "ready" for service in backend.services)
+        query = urlencode({"q": backend.host, "backend": backend.name})
+        url = f"{reverse('admin:accelerators_service_changelist')}?{query}"
+        return format_html('<a href="{}">{} of {} ready</a>', url, ready, len(backend.services))
+
+    @display(description="Message")
+    def said(self, backend: Backend) -> str:
+        """Return the error of the backend, at most 200 characters."""
+        return Truncator(backend.error).chars(200)
+
+
+@admin.register(Service)
+class ServiceAdmin(ReadOnlyModelAdmin):
+    """List of the services that backends offer, and the page of one."""
+
+    list_display = ("shown_name", "shown_host", "driver", "backend", "shown_state", "version", "reason")
+    list_filter = ("name", "state", "driver")
+    ordering = ("place",)
+    search_fields = ("backend__icontains", "host__icontains", "driver__startswith")
+    search_help_text = "backend, host, driver"
+    fields = ("shown_name", "shown_host", "driver", "backend", "shown_state", "version", "reason", "limits")
+    readonly_fields = fields
+    exports = {"shown_state": ("state",)}
+    empty = "No services yet. They appear as soon as an agent reports a driver that has backends."
+    sources = (Source("Backends", "accelerators.backend"),)
+
+    def lookup_allowed(self, lookup: str, value: str, request: HttpRequest) -> bool:
+        """Return whether the URL may filter by `lookup`: `backend`, used by the list of backends, and Django's own."""
+        return lookup == "backend" or super().lookup_allowed(lookup, value, request)
+
+    @display(description="Service", ordering="name")
+    def shown_name(self, service: Service) -> str:
+        """Return the name of the service."""
+        return service.name
+
+    @display(description="Host", ordering="place")
+    def shown_host(self, service: Service) -> SafeString:
+        """Render the service's host as a link."""
+        return badges.render_page_link("host", service.host, service.host)
+
+    @display(description="State", ordering="state")
+    def shown_state(self, service: Service) -> SafeString:
+        """Render whether the service is ready, with the reason on hover if it is not."""
+        return badges.render_badge(service.state, "good" if service.state == "ready" else "calm", service.reason)

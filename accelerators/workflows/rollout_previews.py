@@ -1,0 +1,85 @@
+"""Predict what a rollout that is a draft would do on each of its hosts."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from accelerators import safety
+from accelerators.domain.states import DeviceOutcome
+from accelerators.models import Device, DriverWish, Rollout
+from accelerators.workflows import driver_config, driver_rollouts
+
+
+@dataclass(frozen=True)
+class HostForecast:
+    """The predicted outcome on one host: `moved` means that the driver is changed there.
+
+    `generation` is that of the driver's desired state when the hosts were chosen; `held_count` is the number of the
+    driver's devices there that requests hold.
+    """
+
+    host: str
+    outcome: DeviceOutcome
+    text: str
+    generation: int | None
+    device_count: int
+    held_count: int
+
+
+@dataclass(frozen=True)
+class RolloutPreview:
+    """A preview of a rollout: one forecast for each host, by name."""
+
+    hosts: Sequence[HostForecast]
+
+    @property
+    def held_count(self) -> int:
+        """Return the number of held devices of the driver on these hosts."""
+        return sum(one.held_count for one in self.hosts)
+
+    @property
+    def needs_confirmation(self) -> bool:
+        """Return whether a person must confirm it separately: it reaches several hosts."""
+        return len(self.hosts) > 1
+
+    def count_hosts(self, outcome: DeviceOutcome) -> int:
+        """Return the number of hosts with this forecast."""
+        return sum(one.outcome == outcome for one in self.hosts)
+
+    def group_forecasts(self) -> list[tuple[DeviceOutcome, str, bool, int]]:
+        """Return each kind of outcome with its text, whether devices are held there, and its number of hosts, the most
+        frequent first."""
+        counts = Counter((one.outcome, one.text, one.held_count > 0) for one in self.hosts)
+        return [(*kind, number) for kind, number in counts.most_common()]
+
+
+def preview_rollout(rollout: Rollout) -> RolloutPreview:
+    """Predict what a rollout would do now on each of its hosts. Costs a constant number of statements.
+
+    The holder checks and the agents are not asked, only the database.
+    """
+    change = driver_rollouts.build_change(rollout)
+    steps = list(rollout.steps.select_related("host").order_by("id"))
+    host_ids = [step.host_id for step in steps if step.host_id is not None]
+    wishes = DriverWish.objects.filter(driver=rollout.driver, host__in=host_ids).select_related("command")
+    wish_by_host = {wish.host_id: wish for wish in wishes}
+    devices = Device.objects.filter(driver=rollout.driver, host__in=host_ids).values_list("pk", "host_id", "busy_with")
+    host_by_device = {pk: host for pk, host, _ in devices}
+    busy_hosts = {host for _, host, busy_with in devices if busy_with}
+    held_devices = {pk for pk, _ in safety.query_requests_of_devices(list(host_by_device), "id")}
+    held_counts, device_counts = Counter(host_by_device[pk] for pk in held_devices), Counter(host_by_device.values())
+    forecasts = []
+    for step in steps:
+        outcome, text = DeviceOutcome.REFUSED, "the host does not exist any more"
+        if step.host is not None:
+            wish, pk = wish_by_host.get(step.host.pk), step.host.pk
+            outcome, text = driver_config.forecast_change(
+                step.host, change, wish, pk in busy_hosts, held_counts[pk] > 0
+            )
+            if outcome == DeviceOutcome.MOVED and step.generation not in (None, wish.generation if wish else 0):
+                outcome, text = DeviceOutcome.REFUSED, "somebody has changed it since the hosts were chosen"
+        counts = (device_counts[step.host_id or 0], held_counts[step.host_id or 0])
+        forecasts.append(HostForecast(step.host_name, outcome, text, step.generation, *counts))
+    return RolloutPreview(forecasts)
