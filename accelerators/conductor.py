@@ -221,23 +221,27 @@ def record_purge(kind: str, count: int, retention: timedelta, *, verb: str = "en
         record_event(f"{kind}.forgotten", EventSource.SYSTEM, "sweep", changes={"number": [count, 0]}, reason=reason)
 
 
-def raise_intents(kind: str, payloads: Mapping[str, Mapping[str, Any]]) -> None:
+def raise_intents(kind: str, payloads: Mapping[str, Mapping[str, Any]], *, keep_existing: bool = False) -> None:
     """Raise one intent per key, or renew the existing one; after the commit, wake the job that handles `kind`.
 
     An intent is work to be done outside the database because of this transaction. A renewed intent gets the new payload
-    and is due at once; its number of failures stays. Costs one statement. Rows are written in the order of
-    `payloads`: callers that raise the same keys must use the same order, or they can deadlock.
+    and is due at once; its number of failures stays. With `keep_existing`, an existing intent is not renewed: it keeps
+    its payload and the time when it is due. Costs one statement. Rows are written in the order of `payloads`: callers
+    that raise the same keys must use the same order, or they can deadlock.
     """
     if payloads:
+        statement = sql.INSERT_MISSING_INTENTS if keep_existing else sql.UPSERT_INTENTS
         rows = [{"kind": kind, "key": key, "payload": payload} for key, payload in payloads.items()]
         with writing():
-            open_cursor().execute(sql.UPSERT_INTENTS, [_encode_json(rows).decode()])
+            open_cursor().execute(statement, [_encode_json(rows).decode()])
             jobs.enqueue_handler_after_commit(kind)
 
 
-def raise_provider_intents(hosts: Iterable[Host]) -> None:
+def raise_provider_intents(hosts: Iterable[Host], *, keep_existing: bool = False) -> None:
     """Raise a `provider` intent for each host, so that its deployables are synchronised with Placement again.
 
     The intents are written in the order of host ids, as a merge writes them, so that the two cannot deadlock.
+    `keep_existing` is that of `raise_intents`.
     """
-    raise_intents("provider", {str(host.uuid): {"host": host.name} for host in sorted(hosts, key=lambda host: host.id)})
+    payloads = {str(host.uuid): {"host": host.name} for host in sorted(hosts, key=lambda host: host.id)}
+    raise_intents("provider", payloads, keep_existing=keep_existing)

@@ -30,3 +30,5 @@ FROM jsonb_to_recordset(%s::jsonb) AS x(kind text, key text, payload jsonb)
 ON CONFLICT (kind, key) DO UPDATE SET payload = excluded.payload, next_at = now(), updated_at = now()
 """
 """Raise intents in one statement. A merge raises hundreds: it is raw SQL for the reason given in `merge_sql`."""
+INSERT_MISSING_INTENTS = UPSERT_INTENTS.partition("ON CONFLICT")[0] + "ON CONFLICT (kind, key) DO NOTHING\n"
+"""Raise intents like UPSERT_INTENTS, but leave those that exist as they are."""

@@ -10,7 +10,6 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Iterable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
 from placement_sync.client import (
@@ -18,6 +17,7 @@ from placement_sync.client import (
     PlacementClient,
     PlacementConflictError,
     PlacementRejectedError,
+    PlacementUnavailableError,
 )
 from placement_sync.errors import PlacementSyncError
 from placement_sync.mapping import DesiredProvider
@@ -77,7 +77,8 @@ def synchronize_host(
     With `dry_run`, only read, and return the writes that would be sent. A provider with allocations is not deleted, and
     an allocated resource class is not removed; each becomes a problem in the SyncOutcome. If `known_foreign` is given,
     also return the providers below the compute provider that are neither desired nor written: `known_foreign` are those
-    of the last call, and only new and changed ones are read.
+    of the last call, and only new and changed ones are read. They are read once, after the writes, and a failure of
+    these reads is no error.
 
     Raises ProviderMissingError; PlacementUnavailableError, PlacementRejectedError, WriterStoppedError;
     PlacementConflictError after MAX_ATTEMPTS attempts. Writes that were sent before an error are found by the next
@@ -87,14 +88,11 @@ def synchronize_host(
     for attempt in range(MAX_ATTEMPTS):
         try:
             outcome.root, tree, observed = _read_observed(placement, host, desired, outcome.written, root)
-            if known_foreign is not None:
-                others = [one for one in tree.values() if one.uuid not in observed and one.uuid != outcome.root]
-                outcome.foreign = _read_foreign(placement, others, known_foreign)
             outcome.written = _merge_observed(outcome.written, observed, desired)
             writes = plan_writes(outcome.root, desired, outcome.written, observed)
             if dry_run:
                 outcome.writes = writes
-                return outcome
+                break
             outcome.problems.clear()
             for write in writes:
                 _apply_write(placement, write, desired, observed, outcome)
@@ -105,6 +103,9 @@ def synchronize_host(
             root = outcome.root
             _drop_seen(outcome.written, conflict)
             time.sleep(random.uniform(0, min(FIRST_BACK_OFF_S * 2**attempt, MAX_BACK_OFF_S)))
+    if known_foreign is not None:
+        others = [one for one in tree.values() if one.uuid not in observed and one.uuid != outcome.root]
+        outcome.foreign = _read_foreign(placement, others, known_foreign)
     return outcome
 
 
@@ -149,7 +150,7 @@ def _read_foreign(
 
     `known` are those of the last look. A provider is read if it is new or its generation changed, at most
     MAX_READ_FOREIGN in one call; the others keep what is known, or are left to the next look. So does a provider that
-    changes or disappears while it is read.
+    changes or disappears while it is read. When Placement is unavailable, no further provider is read.
     """
     foreign: dict[str, ObservedProvider] = {}
     reads = 0
@@ -157,8 +158,12 @@ def _read_foreign(
         current = known.get(provider.uuid)
         if (current is None or current.generation != provider.generation) and reads < MAX_READ_FOREIGN:
             reads += 1
-            with suppress(PlacementConflictError, PlacementRejectedError):
+            try:
                 current = placement.read_details(provider)
+            except (PlacementConflictError, PlacementRejectedError):
+                pass  # the next look reads it
+            except PlacementUnavailableError:
+                reads = MAX_READ_FOREIGN
         if current is not None:
             foreign[provider.uuid] = current
     return foreign

@@ -195,17 +195,18 @@ def bind_requests(specs: Sequence[BindSpec], caller: Caller, allow_existing: boo
     and with WRONG_STATE, nothing is changed. If other transactions keep the needed handles, the bind is retried with a
     back-off for RETRY_TIMEOUT_S seconds, then UNAVAILABLE is raised and nothing is changed.
 
-    Every failure is logged and counted by its reason.
+    Every failure is logged and counted by its reason. A refusal that has nothing to do with the bind itself, such as
+    that of `conductor.checking_writes`, is neither.
     """
     try:
         _bind_or_refuse(specs, caller, allow_existing)
-    except RefusedError as error:
-        # Only requests that are not found are refused without a more precise reason.
-        failure = error.failure if isinstance(error, BindRefusedError) else BindFailure.UNKNOWN_REQUEST
-        if failure not in STORED_FAILURES:  # the others were logged and counted where they were stored
-            metrics.count_bind_failures([failure] * len(specs))
+    except BindRefusedError as error:
+        if error.failure not in STORED_FAILURES:  # the others were logged and counted where they were stored
+            metrics.count_bind_failures([error.failure] * len(specs))
             for spec in specs:
-                _log_failure(failure, spec.uuid, spec.instance_uuid, spec.hostname, spec.device_rp_uuid, error.text)
+                _log_failure(
+                    error.failure, spec.uuid, spec.instance_uuid, spec.hostname, spec.device_rp_uuid, error.text
+                )
         raise
 
 
@@ -425,7 +426,10 @@ def _try_bind(
         )
         raise BindRefusedError(BindFailure.INSTANCE_HAS_REQUESTS, f"Couldn't apply patch. Reason: {text}")
     spec_by_uuid = {spec.uuid: spec for spec in specs}
-    requests = _load_requests_for_update([*spec_by_uuid], caller)
+    try:
+        requests = _load_requests_for_update([*spec_by_uuid], caller)
+    except RefusedError as error:
+        raise BindRefusedError(BindFailure.UNKNOWN_REQUEST, error.text) from error
     for request in requests:
         if request.state not in BINDABLE_STATES:
             text = f"Bad state: {request.state} for ARQ: {request.uuid}. Expected state(s): {list(BINDABLE_STATES)}"
@@ -437,8 +441,10 @@ def _try_bind(
     except BindRefusedError as error:
         _move_requests([_build_failure_row(*pair, caller, error) for pair in pairs], EventSource.API, caller.name)
         if error.failure in (BindFailure.UNKNOWN_PROVIDER, BindFailure.OTHER_HOST):
-            # The host's tree in Placement differs from what is stored here: compare it now, so that operators see why.
-            conductor.raise_provider_intents(Host.objects.filter(name__in={spec.hostname for _, spec in pairs}))
+            # The host's tree in Placement differs from what is stored here: compare it, so that operators see why.
+            # An intent that is there already keeps its progress and its back-off.
+            hosts = Host.objects.filter(name__in={spec.hostname for _, spec in pairs})
+            conductor.raise_provider_intents(hosts, keep_existing=True)
         return BindRefusedError(error.failure, redaction.hide_foreign_ids(error.text, str(pairs)))
     plans = [_plan_bind(*pair, caller, handles[pair[0].id], programmed_by) for pair in pairs]
     command_queue.place_commands([order for _, order in plans if order], EventSource.API)

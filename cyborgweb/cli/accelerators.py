@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from cyborgweb.cli import names, options
+from cyborgweb.cli import completion, names, options
 from cyborgweb.cli.backends import describe_ended_command
 from cyborgweb.cli.exit_codes import ExitCode
 from cyborgweb.cli.following import wait_for_commands
@@ -31,11 +31,11 @@ MAX_UNITS = 65_535
 
 
 @verb_command("accelerator-list", "accelerator-list --driver pci_driver\naccelerator-list --free --host cmp1.example")
-@click.option("--driver", help="Only of this driver.")
+@click.option("--driver", shell_complete=completion.complete_drivers, help="Only of this driver.")
 @click.option("--instance", type=click.UUID, help="Only of this instance.")
-@click.option("--host", help="Only of this host.")
+@click.option("--host", shell_complete=completion.complete_hosts, help="Only of this host.")
 @click.option("--backend", help="Only of backends with this name.")
-@click.option("--device", help="Only of this device.")
+@click.option("--device", shell_complete=completion.complete_devices, help="Only of this device.")
 @click.option(
     "--attached",
     "which",
@@ -73,9 +73,23 @@ def add_target_options(function: Callable[..., Any]) -> Callable[..., Any]:
     """
     for option in reversed(
         (
-            click.argument("targets", nargs=-1, metavar="[DEVICE|HOST/BACKEND]..."),
-            click.option("--device", "devices", multiple=True, help="On this device; can be repeated."),
-            click.option("--host", "hosts", multiple=True, help="On this host's --backend; can be repeated."),
+            click.argument(
+                "targets", nargs=-1, metavar="[DEVICE|HOST/BACKEND]...", shell_complete=completion.complete_devices
+            ),
+            click.option(
+                "--device",
+                "devices",
+                multiple=True,
+                shell_complete=completion.complete_devices,
+                help="On this device; can be repeated.",
+            ),
+            click.option(
+                "--host",
+                "hosts",
+                multiple=True,
+                shell_complete=completion.complete_hosts,
+                help="On this host's --backend; can be repeated.",
+            ),
             click.option(
                 "--backend",
                 "backends",
@@ -139,7 +153,7 @@ def accelerator_delete(cli_context: CliContext, count: int | None, yes: bool, **
 
 
 @verb_command("accelerator-update", "accelerator-update 3f1c --layout vfs=8 --generation 41")
-@click.argument("device")
+@click.argument("device", shell_complete=completion.complete_devices)
 @options.layout_option(required=True)
 @generation_option
 @options.reason_option

@@ -8,7 +8,7 @@ from uuid import UUID
 
 import click
 
-from cyborgweb.cli import names, options
+from cyborgweb.cli import completion, names, options
 from cyborgweb.cli.exit_codes import CliError, ExitCode
 from cyborgweb.cli.following import WorkProgress, follow_until_ended
 from cyborgweb.cli.many_targets import run_for_each, show_and_exit
@@ -30,8 +30,12 @@ USUAL_STEPS = 4
     "attach-instance 6a0c1d0e-0a53-4a0c-8f0e-1c2d3e4f5a6b --profile gpu-small",
 )
 @click.argument("instance", type=click.UUID)
-@click.option("--profile", help="Attach what this device profile asks for; its name or uuid.")
-@click.option("--device", help="Attach a unit of this device.")
+@click.option(
+    "--profile",
+    shell_complete=completion.complete_profiles,
+    help="Attach what this device profile asks for; its name or uuid.",
+)
+@click.option("--device", shell_complete=completion.complete_devices, help="Attach a unit of this device.")
 @options.reason_option
 @options.wait_option
 @pass_cli_context

@@ -8,7 +8,7 @@ from urllib.parse import quote
 
 import click
 
-from cyborgweb.cli import names, options
+from cyborgweb.cli import completion, names, options
 from cyborgweb.cli.conflicts import edit_settings, show_conflict
 from cyborgweb.cli.drivers import finish_rollout, parse_set_options
 from cyborgweb.cli.exit_codes import CliError, ExitCode
@@ -27,8 +27,8 @@ DISCOVER_COLUMNS = ("host", "outcome", "state", "text")
 
 
 @verb_command("backend-list", "backend-list --host cmp1.example --kind mdev")
-@click.option("--host", help="Only of this host.")
-@click.option("--driver", help="Only of this driver.")
+@click.option("--host", shell_complete=completion.complete_hosts, help="Only of this host.")
+@click.option("--driver", shell_complete=completion.complete_drivers, help="Only of this driver.")
 @click.option("--kind", type=click.Choice(BACKEND_KINDS), help="Only of this kind.")
 @click.option("--name", help="Only with this name.")
 @click.option("--failing/--answering", default=None, help="Only backends that have an error, or only the others.")
@@ -46,8 +46,16 @@ def backend_list(cli_context: CliContext, limit: int, **filters: Any) -> None:
 
 @verb_command("backend-show", "backend-show gpus --host cmp1.example")
 @click.argument("backend")
-@click.option("--host", help="On this host; needed if several hosts have a backend of this name.")
-@click.option("--driver", help="Of this driver; needed if several drivers have a backend of this name.")
+@click.option(
+    "--host",
+    shell_complete=completion.complete_hosts,
+    help="On this host; needed if several hosts have a backend of this name.",
+)
+@click.option(
+    "--driver",
+    shell_complete=completion.complete_drivers,
+    help="Of this driver; needed if several drivers have a backend of this name.",
+)
 @pass_cli_context
 def backend_show(cli_context: CliContext, backend: str, host: str | None, driver: str | None) -> None:
     """Show a backend, given its name or its id. Its services are shown with their limits."""
@@ -75,7 +83,7 @@ def add_change_options(function: Callable[..., Any]) -> Callable[..., Any]:
     for option in reversed(
         (
             click.argument("backend"),
-            click.option("--host", required=True, help="On this host."),
+            click.option("--host", required=True, shell_complete=completion.complete_hosts, help="On this host."),
             click.option("--driver", default=DEFAULT_DRIVER, show_default=True, help="Of this driver."),
             click.option(
                 "--generation",
@@ -181,8 +189,8 @@ def _change_backend(
 
 
 @verb_command("service-list", "service-list --name sriov --state ready")
-@click.option("--host", help="Only of this host.")
-@click.option("--driver", help="Only of this driver.")
+@click.option("--host", shell_complete=completion.complete_hosts, help="Only of this host.")
+@click.option("--driver", shell_complete=completion.complete_drivers, help="Only of this driver.")
 @click.option("--backend", help="Only of backends with this name.")
 @click.option("--name", type=click.Choice(SERVICE_NAMES), help="Only this service.")
 @click.option("--state", type=click.Choice(["ready", "unavailable"]), help="Only in this state.")
@@ -197,9 +205,13 @@ def service_list(cli_context: CliContext, limit: int, **filters: Any) -> None:
 
 
 @verb_command("discover-services", "discover-services cmp1.example --driver generic_driver")
-@click.argument("hosts", nargs=-1)
+@click.argument("hosts", nargs=-1, shell_complete=completion.complete_hosts)
 @click.option("--all-hosts", is_flag=True, help="On every host; the same as no HOSTS.")
-@click.option("--driver", help="Only this driver. A rescan also ends the quarantine of the drivers that it asks.")
+@click.option(
+    "--driver",
+    shell_complete=completion.complete_drivers,
+    help="Only this driver. A rescan also ends the quarantine of the drivers that it asks.",
+)
 @options.yes_option
 @options.command_reason_option
 @options.wait_option

@@ -7,6 +7,7 @@ from typing import Any
 
 import click
 
+from cyborgweb.cli import completion
 from cyborgweb.cli.exit_codes import ExitCode, to_printable_line
 from cyborgweb.cli.options import CliContext, drop_empty, pass_cli_context, verb_command
 from cyborgweb.cli.output import print_row, print_rows
@@ -26,7 +27,11 @@ def _split_host_names(context: click.Context, parameter: click.Parameter, value:
 
 
 @verb_command("load-census", "load-census --profile gpu-small --count 4")
-@click.option("--profile", help="Look for room for requests of this device profile; without it, for any free unit.")
+@click.option(
+    "--profile",
+    shell_complete=completion.complete_profiles,
+    help="Look for room for requests of this device profile; without it, for any free unit.",
+)
 @click.option(
     "--count",
     "--before",

@@ -75,6 +75,10 @@ class ApiClient(ABC):
         """Send `body` as JSON with POST and return the decoded answer."""
         return self.send_change("POST", path, json=body)
 
+    def preview(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the preview of a POST: the service answers what it would do, and changes nothing."""
+        return self.send_request("POST", path, json={**body, "dry_run": True})
+
     def patch(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
         """Send `body` as JSON with PATCH and return the decoded answer."""
         return self.send_change("PATCH", path, json=body)

@@ -9,7 +9,7 @@ from uuid import UUID
 
 import click
 
-from cyborgweb.cli import names, options
+from cyborgweb.cli import completion, names, options
 from cyborgweb.cli.exit_codes import ExitCode
 from cyborgweb.cli.following import wait_for_commands
 from cyborgweb.cli.options import CliContext, drop_empty, pass_cli_context, verb_command
@@ -22,8 +22,8 @@ MAX_COMMANDS = 50
 
 
 @verb_command("command-list", "command-list --host cmp1.example --open")
-@click.option("--host", help="Only of this host.")
-@click.option("--device", help="Only of this device.")
+@click.option("--host", shell_complete=completion.complete_hosts, help="Only of this host.")
+@click.option("--device", shell_complete=completion.complete_devices, help="Only of this device.")
 @click.option("--open/--ended", "is_open", default=None, help="Only commands that have not ended, or only the others.")
 @click.option(
     "--limit",
@@ -74,14 +74,15 @@ def _make_order_verb(name: str, text: str, example: str, *parameters: Decorator)
         command = cli_context.api.post("commands/", {"op": op, target_kind: uuid} | body)
         _wait_and_print(cli_context, command, wait)
 
-    decorators: tuple[Decorator, ...] = (click.argument(target_kind), *parameters)
+    completer = completion.complete_devices if target_kind == "device" else completion.complete_hosts
+    decorators: tuple[Decorator, ...] = (click.argument(target_kind, shell_complete=completer), *parameters)
     decorated: Callable[..., Any] = order
     for decorator in reversed(decorators):
         decorated = decorator(decorated)
     return verb_command(name, f"{name} {example}", text)(decorated)
 
 
-_driver_option = click.option("--driver", help="Only this driver.")
+_driver_option = click.option("--driver", shell_complete=completion.complete_drivers, help="Only this driver.")
 
 ORDER_VERBS = {
     verb.name or "": verb

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from typing import Any
+from uuid import UUID
 
 import click
 
-from cyborgweb.cli import names, options
+from cyborgweb.cli import bulk, completion, names, options
 from cyborgweb.cli.exit_codes import CliError, ExitCode
 from cyborgweb.cli.following import WorkProgress, follow_until_ended
-from cyborgweb.cli.many_targets import run_for_each, show_and_exit
+from cyborgweb.cli.many_targets import show_and_exit
 from cyborgweb.cli.options import CliContext, pass_cli_context, verb_command
 from cyborgweb.cli.output import print_row
 
@@ -19,8 +19,8 @@ DEVICE_STATES = ("inactive", "installing", "ready", "maintenance", "failed", "qu
 DEVICE_HEALTH = ("ok", "degraded", "failed", "unknown")
 DEVICE_COLUMNS = ("uuid", "state", "status", "type", "name", "address", "host=host.name", "driver", "backend", "held")
 MAX_HISTORY = 10
-PROGRESS_STEP = 200
-"""After this many devices, and each time as many more are done, the progress is printed; never for fewer devices."""
+MAX_POLLED_DEVICES = 20
+"""If more devices are being installed, one list is read to find those that still are, not each of them."""
 ACTION_COLUMNS = ("uuid=target", "outcome", "state", "host", "address", "text")
 JOIN_TOKEN_COLUMNS = ("id", "host", "created_by", "created_at", "expires_at", "used_at")
 AGENT_COLUMNS = ("host=host.name", "state", "seen_at", "version", "address", "barred_reason")
@@ -28,7 +28,7 @@ AGENT_STATES = ("up", "late", "down", "revoked", "clone")
 
 
 @verb_command("device-list", "device-list --host cmp1.example --state inactive")
-@click.option("--host", help="Only of this host.")
+@click.option("--host", shell_complete=completion.complete_hosts, help="Only of this host.")
 @click.option("--state", type=click.Choice(DEVICE_STATES), multiple=True, help="In this state; can be repeated.")
 @click.option(
     "--health", "status", type=click.Choice(DEVICE_HEALTH), multiple=True, help="With this health; can be repeated."
@@ -36,7 +36,7 @@ AGENT_STATES = ("up", "late", "down", "revoked", "clone")
 @click.option("--type", "kind", help="Only of this type: GPU, FPGA, NIC, …")
 @click.option("--vendor", help="Only of this vendor, as its driver reports it: 10de.")
 @click.option("--name", help='Only with these words in the name of the hardware: --name "nvidia a100".')
-@click.option("--driver", help="Only of this driver.")
+@click.option("--driver", shell_complete=completion.complete_drivers, help="Only of this driver.")
 @click.option(
     "--draining/--not-draining",
     default=None,
@@ -66,7 +66,7 @@ def device_list(cli_context: CliContext, limit: int, kind: str | None, quiet: bo
 
 
 @verb_command("device-show", "device-show 3f1c\ndevice-show cmp1.example/0000:3b:00.0")
-@click.argument("device")
+@click.argument("device", shell_complete=completion.complete_devices)
 @click.option(
     "--history/--no-history",
     default=False,
@@ -86,40 +86,36 @@ def device_show(cli_context: CliContext, device: str, history: bool) -> None:
     print_row(row, cli_context.output)
 
 
-DASH_HELP = "Name devices, or write - to read their names from standard input."
-devices_argument = click.argument("devices", nargs=-1, required=True, callback=options.read_dash)
+DASH_HELP = """Name devices, or write - to read their names from standard input. Several devices are changed by one job
+of the service; you are asked to type their number first if they are on several hosts, or if held devices would be
+changed."""
 
 
-@verb_command("device-ready", 'device-ready 3f1c 77ab --reason "burnt in"')
-@devices_argument
-@options.reason_option
-@options.wait_option
+@verb_command(
+    "device-ready",
+    'device-ready 3f1c 77ab --reason "burnt in"\ndevice-ready --filter host=cmp1 --filter state=inactive --dry-run',
+    "Offer devices to instances. If a device must be prepared on its host first, --wait waits for that."
+    f"\n\n{DASH_HELP}",
+)
+@bulk.add_selection_options
 @pass_cli_context
-def device_ready(cli_context: CliContext, devices: Sequence[str], reason: str, wait: bool) -> None:
-    """Offer devices to instances. If a device must be prepared on its host first, --wait waits for that.
-
-    Name devices, or write - to read their names from standard input.
-    """
-    rows = _apply_action(cli_context, devices, "enable", {"reason": reason})
-    if wait:
-        _wait_until_installed(cli_context, [row for row in rows if row.get("state") == "installing"])
-    show_and_exit(rows, ACTION_COLUMNS, cli_context.output)
+def device_ready(cli_context: CliContext, **selection_options: Any) -> None:
+    """Apply `enable` to the devices; with `wait`, wait until they are installed."""
+    _apply_action(cli_context, "enable", {}, **selection_options)
 
 
 def _make_action_verb(name: str, action: str, text: str, example: str) -> click.Command:
-    """Return the verb that applies `action` to devices, without any further options.
+    """Return the verb that applies `action` to devices, without any options but those of the selection.
 
     `text` is the first paragraph of its help.
     """
 
     @verb_command(name, example, f"{text}\n\n{DASH_HELP}")
-    @devices_argument
-    @options.reason_option
+    @bulk.add_selection_options
     @pass_cli_context
-    def apply_action(cli_context: CliContext, devices: Sequence[str], reason: str) -> None:
+    def apply_action(cli_context: CliContext, **selection_options: Any) -> None:
         """Apply `action` to the devices, show a row for each, and exit with the rows' common code if it is not DONE."""
-        rows = _apply_action(cli_context, devices, action, {"reason": reason})
-        show_and_exit(rows, ACTION_COLUMNS, cli_context.output)
+        _apply_action(cli_context, action, {}, **selection_options)
 
     return apply_action
 
@@ -150,8 +146,14 @@ device_reinstate = _make_action_verb(
 )
 
 
-@verb_command("device-drain", 'device-drain 3f1c --then retired --reason "end of lease"')
-@devices_argument
+@verb_command(
+    "device-drain",
+    'device-drain 3f1c --then retired --reason "end of lease"',
+    "Stop offering devices, and change their state when they are free. Nobody is evicted.\n\nThe command does not wait"
+    " until the devices are free. It shows how many requests still hold each device; the state given in --then applies"
+    f" when the last of them ends.\n\n{DASH_HELP}",
+)
+@bulk.add_selection_options
 @click.option(
     "--then",
     type=click.Choice(["maintenance", "retired"]),
@@ -159,36 +161,27 @@ device_reinstate = _make_action_verb(
     show_default=True,
     help="State of the devices when they are free.",
 )
-@options.reason_option
 @pass_cli_context
-def device_drain(cli_context: CliContext, devices: Sequence[str], then: str, reason: str) -> None:
-    """Stop offering devices, and change their state when they are free. Nobody is evicted.
-
-    The command returns at once and shows how many requests still hold each device. The state given in --then applies
-    when the last of them ends.
-
-    Name devices, or write - to read their names from standard input.
-    """
-    rows = _apply_action(cli_context, devices, "drain", {"reason": reason, "then": then})
-    show_and_exit(rows, ACTION_COLUMNS, cli_context.output)
+def device_drain(cli_context: CliContext, then: str, **selection_options: Any) -> None:
+    """Apply `drain` to the devices, with the state `then` for the time when they are free."""
+    _apply_action(cli_context, "drain", {"then": then}, **selection_options)
 
 
-@verb_command("device-retire", 'device-retire 3f1c --yes --reason "broken fan"')
-@devices_argument
-@options.reason_option
-@options.yes_option
+@verb_command(
+    "device-retire",
+    'device-retire 3f1c --yes --reason "broken fan"',
+    "Take devices out of use permanently. Refused while a device is offered, or while a request holds it."
+    f"\n\n{DASH_HELP}",
+)
+@bulk.add_selection_options
 @pass_cli_context
-def device_retire(cli_context: CliContext, devices: Sequence[str], reason: str, yes: bool) -> None:
-    """Take devices out of use permanently. Refused while a device is offered, or while a request holds it.
-
-    Name devices, or write - to read their names from standard input.
-    """
-    options.confirm(f"Retire {', '.join(devices)} permanently?", yes)
-    show_and_exit(_apply_action(cli_context, devices, "retire", {"reason": reason}), ACTION_COLUMNS, cli_context.output)
+def device_retire(cli_context: CliContext, **selection_options: Any) -> None:
+    """Apply `retire` to the devices, after a confirmation in any case."""
+    _apply_action(cli_context, "retire", {}, question="Retire {} permanently?", **selection_options)
 
 
 @verb_command("agent-list", "agent-list --state down")
-@click.option("--host", help="Only of this host.")
+@click.option("--host", shell_complete=completion.complete_hosts, help="Only of this host.")
 @click.option("--state", type=click.Choice(AGENT_STATES), help="Only in this state.")
 @click.option("--version", help="Only with this version.")
 @options.limit_option
@@ -267,7 +260,7 @@ def join_token_delete(cli_context: CliContext, id: int) -> None:
 
 
 @verb_command("host-remove", "host-remove cmp9.example --reason decommissioned")
-@click.argument("host")
+@click.argument("host", shell_complete=completion.complete_hosts)
 @click.option("--dry-run", is_flag=True, help="Only show what would be deleted.")
 @options.reason_option
 @options.yes_option
@@ -289,24 +282,41 @@ def host_remove(cli_context: CliContext, host: str, dry_run: bool, reason: str, 
 
 
 def _apply_action(
-    cli_context: CliContext, devices: Sequence[str], action: str, body: dict[str, str]
-) -> list[dict[str, Any]]:
-    """Apply an action to devices, one after the other, and return a row for each. `body` is sent with each request.
+    cli_context: CliContext,
+    action: str,
+    body: dict[str, str],
+    *,
+    devices: Sequence[str],
+    filters: Sequence[str],
+    retried: UUID | None,
+    dry_run: bool,
+    yes: bool,
+    reason: str,
+    wait: bool,
+    question: str = "",
+) -> None:
+    """Apply an action to the selected devices, show a row for each, and exit with the rows' common code if it is not
+    DONE. `body` is sent with the action.
 
-    For a wrong name, nothing is changed and the error of `resolve_device` is raised. A refusal becomes a row; with a
-    single device, CliError is raised instead.
+    A single device that is named is changed at once, and a refusal raises CliError; several are one bulk action
+    (`bulk.apply_action_to_many`). With a `question`, which has a place for the name, the user is asked in any case.
     """
-    uuids = names.resolve_devices(cli_context.api, devices)
-    numbers = itertools.count(1)
-
-    def apply_to_device(uuid: str) -> dict[str, Any]:
-        """Apply the action and return the row to show; print the progress now and then. Raises CliError."""
-        number = next(numbers)
-        if len(uuids) > PROGRESS_STEP and number % PROGRESS_STEP == 0:
-            click.echo(f"{number} of {len(uuids)}", err=True)
-        return _build_device_row(cli_context.api.post(f"devices/{uuid}/{action}/", options.drop_empty(body)))
-
-    return run_for_each(uuids, apply_to_device)
+    selection = bulk.Selection((*devices,), (*filters,), retried)
+    body = options.drop_empty(body | {"reason": reason})
+    if selection.is_one_device and not dry_run:
+        if question:
+            options.confirm(question.format(devices[0]), yes)
+        uuid = names.resolve_device(cli_context.api, devices[0])
+        shown = cli_context.api.post(f"devices/{uuid}/{action}/", body)
+        rows, columns = [{"outcome": "done"} | _build_device_row(shown)], ACTION_COLUMNS
+    else:
+        how = bulk.BulkOptions(yes, dry_run, wait, always_ask=bool(question))
+        rows, columns = bulk.apply_action_to_many(cli_context, action, selection, body, how), bulk.RESULT_COLUMNS
+        if not rows:
+            return
+    if wait:
+        _wait_until_installed(cli_context, [row for row in rows if row.get("state") == "installing"])
+    show_and_exit(rows, columns, cli_context.output)
 
 
 def _build_device_row(shown: dict[str, Any]) -> dict[str, Any]:
@@ -341,8 +351,13 @@ def _wait_until_installed(cli_context: CliContext, rows: list[dict[str, Any]]) -
 
         The row of a device that is done is updated.
         """
-        percent, progress_text = 0, ""
+        percent, progress_text, still_installing = 0, "", set()
+        if len(installing_rows) > MAX_POLLED_DEVICES:
+            listed = cli_context.api.iterate_rows("devices/", bulk.MAX_DEVICES, state="installing", fields="uuid")
+            still_installing = {device["uuid"] for device in listed}
         for row in [*installing_rows]:
+            if row["target"] in still_installing:
+                continue
             shown = cli_context.api.get(f"devices/{row['target']}/")
             if shown["state"] != "installing":
                 row.update(_build_device_row(shown))

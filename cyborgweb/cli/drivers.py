@@ -11,7 +11,7 @@ from uuid import UUID
 
 import click
 
-from cyborgweb.cli import names, options
+from cyborgweb.cli import completion, names, options
 from cyborgweb.cli.confirmation import order_after_preview
 from cyborgweb.cli.conflicts import edit_settings, show_conflict
 from cyborgweb.cli.exit_codes import ExitCode, to_printable_line
@@ -42,8 +42,8 @@ MAX_SETTINGS_BYTES = 65_536
 
 
 @verb_command("driver-list", "driver-list --driver generic_driver --state failed")
-@click.option("--host", help="Only of this host.")
-@click.option("--driver", help="Only this driver.")
+@click.option("--host", shell_complete=completion.complete_hosts, help="Only of this host.")
+@click.option("--driver", shell_complete=completion.complete_drivers, help="Only this driver.")
 @click.option("--state", type=click.Choice(DRIVER_STATES), help="Only in this state.")
 @click.option(
     "--drifts/--as-wanted",
@@ -125,8 +125,14 @@ def add_rollout_options(function: Callable[..., Any]) -> Callable[..., Any]:
     """
     for option in reversed(
         (
-            click.argument("driver"),
-            click.option("--host", "hosts", multiple=True, help="On this host; can be repeated."),
+            click.argument("driver", shell_complete=completion.complete_drivers),
+            click.option(
+                "--host",
+                "hosts",
+                multiple=True,
+                shell_complete=completion.complete_hosts,
+                help="On this host; can be repeated.",
+            ),
             click.option(
                 "--hosts-like", "--match", metavar="GLOB", help="On hosts whose names match, such as 'cmp1*'."
             ),

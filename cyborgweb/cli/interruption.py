@@ -12,6 +12,7 @@ SHOWING_VERB_BY_COLLECTION = {
     "commands": "command-show {} --wait",
     "rollouts": "rollout-show {} --wait",
     "attachments": "attachment-show {}",
+    "bulk_actions": "bulk-show {} --wait",
     "devices": "device-show {}",
 }
 """The verb that shows the outcome of a change, by the collection of the API that the change was sent to."""

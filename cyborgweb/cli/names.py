@@ -12,42 +12,36 @@ from cyborgweb.cli.connection import ApiClient
 from cyborgweb.cli.exit_codes import CliError, ExitCode
 
 UUID_BEGINNING = re.compile(r"[0-9a-f-]{4,36}")
-MAX_DEVICES_FETCHED = 20_000
-"""The largest number of devices that is fetched to resolve the beginning of a uuid, or an address on a host."""
+MIN_UUID_DIGITS = 4
+MAX_NAMED_MATCHES = 3
+"""Largest number of devices with the same beginning of their uuid that an error message names."""
 
 
 def resolve_device(api: ApiClient, text: str) -> str:
     """Return the uuid of a device, given its uuid, the beginning of it (at least 4 characters), or HOST/ADDRESS.
 
-    A whole uuid costs no request; otherwise up to MAX_DEVICES_FETCHED devices are fetched. Raises CliError if no device
-    or several devices match, UsageError if `text` has none of these forms.
+    A whole uuid costs no request, any other form one request that the service answers from an index. Raises CliError if
+    no device or several devices match, UsageError if `text` has none of these forms.
     """
     if uuid := _parse_uuid(text):
         return uuid
     host, slash, address = text.rpartition("/")
     if slash:
-        matching_uuids = [
-            row["uuid"]
-            for row in api.iterate_rows("devices/", MAX_DEVICES_FETCHED, host=host, fields="uuid,address")
-            if row["address"] == address
-        ]
-    elif UUID_BEGINNING.fullmatch(text.lower()):
-        all_uuids = [row["uuid"] for row in api.iterate_rows("devices/", MAX_DEVICES_FETCHED, fields="uuid")]
-        if len(all_uuids) == MAX_DEVICES_FETCHED:
-            raise CliError(
-                ExitCode.REFUSED,
-                f"There are too many devices to search for {text!r}: give the whole uuid, or HOST/ADDRESS.",
-            )
-        matching_uuids = [uuid for uuid in all_uuids if uuid.startswith(text.lower())]
+        filters = {"host": host, "address": address}
+    elif UUID_BEGINNING.fullmatch(text.lower()) and len(text.replace("-", "")) >= MIN_UUID_DIGITS:
+        filters = {"uuid_prefix": text}
     else:
         raise click.UsageError(
             f"{text!r} does not name a device: give its uuid, at least the first 4 characters of it, or HOST/ADDRESS."
         )
+    rows = list(api.iterate_rows("devices/", MAX_NAMED_MATCHES + 1, **filters, fields="uuid"))
+    matching_uuids = [row["uuid"] for row in rows]
     if len(matching_uuids) > 1:
-        first_matches = ", ".join(matching_uuids[:3])
+        first_matches = ", ".join(matching_uuids[:MAX_NAMED_MATCHES])
+        number_text = f"more than {MAX_NAMED_MATCHES}" if len(rows) > MAX_NAMED_MATCHES else f"{len(rows)}"
         raise CliError(
             ExitCode.NOT_FOUND,
-            f"{text!r} is not one device but {len(matching_uuids)}: {first_matches}…; give more of its uuid.",
+            f"{text!r} is not one device but {number_text}: {first_matches}…; give more of its uuid.",
         )
     if not matching_uuids:
         lister = api.spell_verb("device-list")

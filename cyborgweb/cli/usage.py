@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from cyborgweb.cli import options
+from cyborgweb.cli import completion, options
 from cyborgweb.cli.options import CliContext, pass_cli_context, verb_command
 from cyborgweb.cli.output import print_rows
 
@@ -21,7 +21,7 @@ UNIT_COLUMNS = ("total", "held", "free", "reserved", "sampled=load.sampled", *LO
     metavar="WHAT[,WHAT]",
     help="One or two of host, type, resource_class, project. By default resource_class, or project for members.",
 )
-@click.option("--host", help="Only of this host.")
+@click.option("--host", shell_complete=completion.complete_hosts, help="Only of this host.")
 @click.option("--type", "kind", help="Only of this type: GPU, FPGA, NIC, …")
 @click.option("--resource-class", help="Only of this resource class.")
 @options.limit_option

@@ -17,7 +17,7 @@ from django.core.management.base import BaseCommand, CommandError, CommandParser
 
 from accelerators.devices import admission_rules
 from accelerators.management import shell
-from cyborgweb.cli import accelerators, attachments, device_commands, devices, drivers, images, nova
+from cyborgweb.cli import accelerators, attachments, bulk, device_commands, devices, drivers, images, nova
 from cyborgweb.cli.exit_codes import CliError
 from cyborgweb.cli.main import VerbGroup
 from cyborgweb.cli.options import CliContext, pass_cli_context, verb_command
@@ -68,6 +68,8 @@ VERBS: Mapping[str, Mapping[str, click.Command]] = {
         "quarantine": devices.device_quarantine,
         "reinstate": devices.device_reinstate,
         "retire": devices.device_retire,
+        "bulk": bulk.bulk_show,
+        "bulk-cancel": bulk.bulk_cancel,
         "admit": admit_devices,
     },
     "driver": {

@@ -12,7 +12,12 @@ from hypothesis import strategies as st
 
 from accelerators.domain.provider_ids import compute_provider_uuid
 from placement_sync.apply_writes import ProviderMissingError, SyncOutcome, synchronize_host
-from placement_sync.client import PlacementClient, PlacementConflictError, PlacementRejectedError
+from placement_sync.client import (
+    PlacementClient,
+    PlacementConflictError,
+    PlacementRejectedError,
+    PlacementUnavailableError,
+)
 from placement_sync.mapping import DeployableRecord, compute_desired_providers
 from placement_sync.reconcile import ObservedProvider, WrittenRecord
 from tests.placement_sync.model import CONCURRENT_UPDATE, PlacementModel
@@ -152,6 +157,64 @@ def test_reconciling_gives_up_after_seven_backed_off_conflicts_and_succeeds_late
     placement.before_write = lambda: None
     sync(placement, [make_part(total=8)], written)
     assert placement.providers[PROVIDER_UUID].inventories["FPGA"]["total"] == 8
+
+
+def make_placement_with_foreign_children(count: int) -> PlacementModel:
+    """Return a model whose compute provider has children that are not ours, as Nova and Neutron make them."""
+    placement = make_placement()
+    for number in range(count):
+        child = ObservedProvider(f"child{number}", f"cmp1_child{number}", ROOT, 3, {"VGPU": {"total": 1}})
+        placement.providers[child.uuid] = child
+    return placement
+
+
+def sync_with_foreign(placement: PlacementModel, known: dict[str, ObservedProvider]) -> SyncOutcome:
+    desired, _ = compute_desired_providers([make_part()])
+    return synchronize_host(placement, HOST, desired, {}, ROOT, known_foreign=known)  # type: ignore[arg-type]
+
+
+def test_providers_of_others_are_read_once_and_after_the_writes_however_many_conflicts_there_are() -> None:
+    placement = make_placement_with_foreign_children(3)
+    reads_before_writes: list[int] = []
+
+    def conflict_once() -> None:
+        reads_before_writes.append(placement.reads)
+        if placement.writes == 1:
+            raise CONCURRENT_UPDATE
+
+    placement.before_write = conflict_once
+    outcome = sync_with_foreign(placement, {})
+    assert set(outcome.foreign) == {"child0", "child1", "child2"}
+    *_, before_last_write = reads_before_writes
+    assert placement.reads - before_last_write == 3 * 2, "two calls for each of the three, after the last write"
+    assert before_last_write == 3, "the tree is read twice, and once whether the provider exists: nothing else"
+
+
+@pytest.mark.parametrize("deadline_is_over", [True, False])
+def test_failing_reads_of_providers_of_others_stop_neither_the_writes_nor_forget_what_is_known(
+    deadline_is_over: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    placement = make_placement_with_foreign_children(3)
+    known = {uuid: replace(one, generation=2) for uuid, one in placement.providers.items() if uuid != ROOT}
+    del known["child2"]
+    attempts: list[str] = []
+    read_details = placement.read_details
+
+    def fail_for_children(provider: ObservedProvider) -> ObservedProvider:
+        if provider.uuid.startswith("child"):
+            attempts.append(provider.uuid)
+            raise (
+                PlacementUnavailableError("Placement is too slow")
+                if deadline_is_over
+                else PlacementRejectedError("it is gone")
+            )
+        return read_details(provider)
+
+    monkeypatch.setattr(placement, "read_details", fail_for_children)
+    outcome = sync_with_foreign(placement, known)
+    assert placement.providers[PROVIDER_UUID].inventories["FPGA"]["total"] == 16
+    assert (len(outcome.writes), outcome.foreign) == (3, known)
+    assert len(attempts) == (1 if deadline_is_over else 3), "no call follows one that Placement did not answer"
 
 
 def test_a_rejected_call_raises_an_error_with_placements_message() -> None:

@@ -55,6 +55,7 @@ class HostFilter(ListFilter):
     """Filter by name, or by whether the host is stale: its agent has not been heard from."""
 
     name = filters.CharFilter(help_text="Exactly this name.")
+    name_prefix = filters.CharFilter(field_name="name", lookup_expr="startswith", help_text="Names that begin so.")
     stale = presence_filter("stale_since", "Whether its agent is not heard from.")
 
 

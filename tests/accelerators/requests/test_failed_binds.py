@@ -11,7 +11,7 @@ import pytest
 from accelerators import conductor
 from accelerators.domain.bind_failures import ADVICE, REFUSAL_BY_FAILURE, BindFailure
 from accelerators.domain.caller import request_id
-from accelerators.domain.errors import RefusedError
+from accelerators.domain.errors import RefusalReason, RefusedError
 from accelerators.models import AcceleratorRequest, AttachHandle, Device, Event, Intent
 from accelerators.requests import binding
 from accelerators.requests.binding import BindSpec
@@ -117,6 +117,33 @@ def test_a_bind_of_a_provider_that_no_device_has_lets_the_host_be_compared_with_
     with pytest.raises(RefusedError):
         binding.bind_requests([BindSpec(uuid, "cmp1", LEFT_BEHIND, INSTANCE)], NOVA)
     assert Intent.objects.get(kind="provider").key == str(Device.objects.get().host.uuid)
+
+
+def test_a_failed_bind_keeps_the_progress_and_the_back_off_of_an_intent_that_its_host_has_already() -> None:
+    host = str(Device.objects.get().host.uuid)
+    due_at = datetime.now(UTC) + timedelta(seconds=60)
+    with conductor.writing():
+        conductor.raise_intents("provider", {host: {"host": "cmp1", "command": 7}})
+        Intent.objects.filter(kind="provider").update(next_at=due_at, attempts=5)
+    (uuid,) = binding.create_requests("plain", NOVA)
+    with pytest.raises(RefusedError):
+        binding.bind_requests([BindSpec(uuid, "cmp1", LEFT_BEHIND, INSTANCE)], NOVA)
+    intent = Intent.objects.get(kind="provider")
+    assert (intent.payload, intent.next_at, intent.attempts) == ({"host": "cmp1", "command": 7}, due_at, 5)
+
+
+def test_a_write_that_is_refused_for_its_author_is_not_counted_as_an_unknown_request(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def refuse() -> None:
+        raise RefusedError(RefusalReason.CONFLICT, "the rights were withdrawn")
+
+    (uuid,) = binding.create_requests("plain", NOVA)
+    counted = count_failures(BindFailure.UNKNOWN_REQUEST)
+    with conductor.checking_writes(refuse), pytest.raises(RefusedError, match="the rights were withdrawn"):
+        binding.bind_requests([BindSpec(uuid, "cmp1", PROVIDER, INSTANCE)], NOVA)
+    assert count_failures(BindFailure.UNKNOWN_REQUEST) == counted
+    assert "unknown_request" not in caplog.text
 
 
 def test_every_failure_that_is_stored_has_advice() -> None:

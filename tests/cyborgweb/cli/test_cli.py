@@ -187,17 +187,18 @@ def test_discover_services_without_hosts_succeeds(cyborg: Cyborg) -> None:
 @uses_database
 def test_an_action_on_several_devices_reports_each_outcome_and_exits_with_6(cyborg: Cyborg) -> None:
     create_heard_host("cmp1", 2)
+    two = ("cmp1/0000:00:00.0", "cmp1/0000:01:00.0")
+    assert cyborg("device-ready", two[0]).exit_code == 0
+    done = cyborg("device-retire", *two, "--yes", "-f", "json")
+    assert done.exit_code == 6, done.output
+    assert {(row["device"][-12:], row["outcome"], row["reason"]) for row in json.loads(done.stdout)} == {
+        ("0000:00:00.0", "refused", "conflict"),
+        ("0000:01:00.0", "done", ""),
+    }
     unknown = "00000000-0000-4000-8000-000000000000"
-    done = cyborg("device-maintain", "cmp1/0000:00:00.0", unknown, "cmp1/0000:00:00.0", "-f", "json")
-    assert done.exit_code == 6
-    assert [(row["outcome"], row["text"][:16]) for row in json.loads(done.stdout)] == [
-        ("done", ""),
-        ("refused", "Device not found"),
-    ]
-    barred = cyborg("device-ready", "cmp1/0000:00:00.0", "cmp1/0000:01:00.0", "-f", "csv", role="manager")
-    assert barred.exit_code == 4 and ",Not tried: " in barred.stdout.splitlines()[2]
-    barred = cyborg("device-ready", "cmp1/0000:00:00.0", "cmp1/0000:01:00.0", "-f", "json", role="manager")
-    assert [row["reason"] for row in json.loads(barred.stdout)] == ["not_allowed", "not_allowed"]
+    assert_refused(cyborg("device-maintain", two[0], unknown), 1, f"There is no device {unknown}", "[invalid]")
+    assert Device.objects.get(address="0000:00:00.0").state == "ready"
+    assert_refused(cyborg("device-ready", *two, role="manager"), 4, "[not_allowed]")
 
 
 @uses_database

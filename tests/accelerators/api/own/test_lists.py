@@ -211,7 +211,8 @@ def test_devices_are_found_by_serial_number_and_by_health(ask: Ask) -> None:
     [
         (
             "hosts/?nmae=cmp1",
-            "nmae: unknown parameter; known are cursor, fields, limit, name, ordering, saved_view, stale, uuid_prefix.",
+            "nmae: unknown parameter; known are cursor, fields, limit, name, name_prefix, ordering, saved_view, stale,"
+            " uuid_prefix.",
         ),
         ("devices/?state=enabled", "state: Select a valid choice. enabled is not one of the available choices."),
         ("deployables/?device=nope", "device: Enter a valid UUID."),

@@ -1,0 +1,150 @@
+"""Test device actions on many devices: one job, with preview, confirmation, progress, results and retry."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from threading import Event
+
+import pytest
+from django.db import connection
+
+from accelerators import conductor
+from accelerators.models import Bulk, Device
+from accelerators.workflows import bulk_actions
+from cyborgweb.cli import following
+from cyborgweb.cli.connection import HttpApiClient
+from tests.cyborgweb.cli.conftest import Cyborg, assert_refused
+from tests.cyborgweb.cli.terminal import Terminal
+from tests.support.background import running_beside
+from tests.support.reports import create_heard_host
+
+pytestmark = pytest.mark.django_db(transaction=True)
+
+
+@pytest.fixture
+def sent(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Return the list of the methods and paths of all requests that `cyborg` sends."""
+    requests: list[str] = []
+    send_request = HttpApiClient.send_request
+
+    def send(self: HttpApiClient, method: str, path: str, **request_options: object) -> dict[str, object]:
+        requests.append(f"{method} {path}")
+        return send_request(self, method, path, **request_options)
+
+    monkeypatch.setattr(HttpApiClient, "send_request", send)
+    return requests
+
+
+@contextmanager
+def run_job() -> Iterator[None]:
+    """Run the job of bulk actions in a thread."""
+
+    def work(over: Event) -> None:
+        while not over.wait(0.05):
+            bulk_actions.process_next_slice()
+        connection.close()
+
+    with running_beside(work):
+        yield
+
+
+def test_150_devices_are_one_job_that_is_followed_to_its_end(cyborg: Cyborg, sent: list[str]) -> None:
+    create_heard_host("cmp1", 75)
+    create_heard_host("cmp2", 75)
+    with run_job():
+        done = cyborg("device-ready", "--filter", "state=inactive", "--yes", "--reason", "burnt in", "-f", "json")
+    assert done.exit_code == 0, done.output
+    rows = json.loads(done.stdout)
+    assert len(rows) == 150 and {(row["outcome"], row["state"]) for row in rows} == {("done", "ready")}
+    assert "of 150 devices" in done.stderr
+    assert Device.objects.filter(state="ready", state_reason="burnt in").count() == 150
+    assert [one for one in sent if one.startswith("POST")] == ["POST bulk_actions/"] * 2
+    assert not [one for one in sent if one.startswith("GET devices/")]
+
+
+def test_a_dry_run_prints_the_forecast_and_changes_nothing(cyborg: Cyborg) -> None:
+    create_heard_host("cmp1", 3)
+    shown = cyborg("device-ready", "--filter", "host=cmp1", "--filter", "state=inactive", "--dry-run", "-f", "csv")
+    assert shown.exit_code == 0, shown.output
+    assert shown.stdout.splitlines()[1].startswith("3,moved,no,")
+    assert "This applies enable to 3 devices on 1 host; 0 held devices would be changed." in shown.stderr
+    assert Device.objects.filter(state="inactive").count() == 3
+
+
+def test_devices_of_several_hosts_need_the_typed_number(cyborg: Cyborg, terminal: Terminal) -> None:
+    create_heard_host("cmp1", 1)
+    create_heard_host("cmp2", 1)
+    words = ("device-quarantine", "cmp1/0000:00:00.0", "cmp2/0000:00:00.0")
+    assert_refused(cyborg(*words), 2, "give --yes")
+    assert not Device.objects.filter(state="quarantined").exists()
+    with terminal(*words) as program:
+        program.expect("moved")
+        program.expect("This applies quarantine to 2 devices on 2 hosts")
+        program.expect("type the number 2: ")
+        program.type("2\n")
+        assert program.end() == 0, program.text
+    assert Device.objects.filter(state="quarantined").count() == 2
+
+
+def test_retry_failed_repeats_the_action_for_the_refused_devices(cyborg: Cyborg) -> None:
+    create_heard_host("cmp1", 2)
+    with conductor.writing():
+        Device.objects.filter(address="0000:00:00.0").update(state="ready")
+    assert cyborg("device-retire", "--filter", "host=cmp1", "--yes").exit_code == 6
+    bulk = Bulk.objects.get()
+    assert cyborg("device-maintain", "cmp1/0000:00:00.0").exit_code == 0
+    assert_refused(cyborg("device-ready", "--retry-failed", str(bulk.uuid)), 2, "has the action retire, not enable")
+    again = cyborg("device-retire", "--retry-failed", str(bulk.uuid), "--yes", "-f", "json")
+    assert again.exit_code == 0, again.output
+    assert [row["state"] for row in json.loads(again.stdout)] == ["retired"]
+    assert Device.objects.filter(state="retired").count() == 2
+
+
+def test_no_wait_names_the_command_that_follows_the_job_which_can_be_shown_and_cancelled(cyborg: Cyborg) -> None:
+    create_heard_host("cmp1", 120)
+    left = cyborg("device-quarantine", "--filter", "host=cmp1", "--no-wait")
+    bulk = Bulk.objects.get()
+    assert (left.exit_code, left.stdout) == (0, "")
+    assert left.stderr == f"To follow: cyborg bulk-show {bulk.uuid} --wait\n"
+    (row,) = json.loads(cyborg("bulk-show", "-f", "json").stdout)
+    assert (row["state"], row["counts"]["waiting"] > 0) == ("running", True)
+    assert json.loads(cyborg("bulk-cancel", str(bulk.uuid), "-f", "json").stdout)["state"] == "cancelled"
+    assert cyborg("bulk-show", str(bulk.uuid), "--wait").exit_code == 1
+
+
+def test_an_interruption_names_the_bulk_action_that_goes_on(cyborg: Cyborg, monkeypatch: pytest.MonkeyPatch) -> None:
+    create_heard_host("cmp1", 120)
+
+    def interrupt(seconds: float) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(following.time, "sleep", interrupt)
+    left = cyborg("device-quarantine", "--filter", "host=cmp1")
+    assert_refused(left, 130, "the ordered work goes on", f"cyborg bulk-show {Bulk.objects.get().uuid} --wait")
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ((), "Select devices in one way"),
+        (("3f1c", "--filter", "host=cmp1"), "Select devices in one way"),
+        (("--filter", "host"), "write NAME=VALUE"),
+    ],
+)
+def test_wrong_selections_are_wrong_usage(cyborg: Cyborg, words: tuple[str, ...], says: str) -> None:
+    assert_refused(cyborg("device-ready", *words), 2, says)
+
+
+def test_an_unknown_filter_is_refused(cyborg: Cyborg) -> None:
+    assert_refused(cyborg("device-ready", "--filter", "colour=red"), 1, "colour: unknown filter")
+
+
+def test_a_short_uuid_and_an_address_cost_one_request_of_few_rows(cyborg: Cyborg, sent: list[str]) -> None:
+    create_heard_host("cmp1", 30)
+    uuid = str(Device.objects.get(address="0000:01:00.0").uuid)
+    for name in (uuid[:13], "cmp1/0000:01:00.0"):
+        sent.clear()
+        assert json.loads(cyborg("device-show", name, "-f", "json").stdout)["uuid"] == uuid
+        assert sent == ["GET devices/", f"GET devices/{uuid}/"]
