@@ -11,9 +11,9 @@ from accelerators.models import Attribute, Host
 from accelerators.models.devices import build_offered_condition
 from accelerators.requests import candidates
 
-MAX_EXAMINED_HOSTS = 1000
+MAX_EXAMINED_HOSTS = 100
 """Maximum number of hosts whose free units are counted for one profile."""
-MAX_COUNT = 100
+MAX_COUNT = 10
 """The number of instances of one host is counted up to this."""
 MAX_OFFERED_NAMES = 200
 """Maximum number of resource classes, and of traits, that a form offers."""

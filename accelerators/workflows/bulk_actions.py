@@ -51,6 +51,8 @@ MAX_BULK_DEVICES = 100_000
 """Maximum number of devices of one bulk action."""
 BULK_SLICE_SIZE = 100
 """Devices worked on in one transaction. A cancel waits for the current slice; no further device is touched then."""
+MAX_DRAFTS = 5
+"""Maximum number of drafts of one caller; a further one replaces the oldest."""
 DRAFT_RETENTION = timedelta(days=1)
 BULK_RETENTION = timedelta(days=30)
 """Sets that nobody confirmed are deleted after a day, finished ones after 30 days; the devices' events stay."""
@@ -124,6 +126,7 @@ def create_draft(
         raise RefusedError(RefusalReason.INVALID, too_many_text if number else "No device is chosen.")
     chosen, params = devices.order_by().values("id").query.sql_with_params()
     with conductor.writing():
+        _delete_old_drafts(caller)
         bulk = Bulk.objects.create(
             action=action,
             then=drain_to,
@@ -140,6 +143,15 @@ def create_draft(
         held_ids = {device for device, _ in safety.query_requests_of_devices(chosen_ids, "id")}
         bulk.items.filter(device__in=held_ids).update(held=True)
     return bulk
+
+
+def _delete_old_drafts(caller: Caller) -> None:
+    """Delete the caller's oldest drafts, so that with a new one there are at most MAX_DRAFTS: each may have 100 000
+    rows, and a client that repeats a refused request makes one each time."""
+    drafts = Bulk.objects.filter(state=BulkState.DRAFT, caller_id=caller.user_id[:255], actor=caller.name[:255])
+    newest = drafts.order_by("-id").values_list("id", flat=True)[: MAX_DRAFTS - 1]
+    for draft in drafts.exclude(id__in=list(newest)).select_for_update(skip_locked=True):
+        draft.delete()  # one that is locked is being confirmed
 
 
 def may_confirm(bulk: Bulk, caller: Caller) -> bool:

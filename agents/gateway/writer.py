@@ -222,11 +222,13 @@ class SpoolAccount:
         with self._lock:
             self._use.update(used)
 
-    def forget_use(self, host_ids: Iterable[int]) -> None:
-        """Forget what these hosts use of the spool: it has no report of them."""
+    def forget_use(self, host_ids: Iterable[int], queued_before: Counter[int]) -> None:
+        """Forget what these hosts use of the spool: it had no report of them when it was read. A host of which several
+        reports were queued before that is left out, because the other thread may have stored one since."""
         with self._lock:
             for host_id in host_ids:
-                self._use.pop(host_id, None)
+                if queued_before[host_id] <= 1:
+                    self._use.pop(host_id, None)
 
     def find_above_share(self, host_ids: Iterable[int]) -> set[int]:
         """Return those of these hosts that use up their share, as far as is known here."""
@@ -546,7 +548,7 @@ class JobWriter(threading.Thread):
         with connection.cursor() as cursor:
             cursor.execute(SELECT_APPLIED_HASHES, [[job.host_id for job in jobs]])
             applied_hashes = dict(cursor.fetchall())
-            self._account.forget_use(applied_hashes)
+            self._account.forget_use(applied_hashes, queued_before)
             new = [
                 job
                 for job in jobs
@@ -758,7 +760,8 @@ class DatabaseWriter(JobWriter):
             cursor.execute(SELECT_SPOOL_RANGE, [self._oldest_spooled_id])
             oldest_id, newest_id = cursor.fetchone()
         self._oldest_spooled_id = oldest_id or newest_id or self._oldest_spooled_id
-        self._account.has_reports = self._account.has_reports or oldest_id is not None
+        if oldest_id is not None:
+            self._account.has_reports = True
         self._report_jitter.update_merge_time(oldest_id, newest_id)
 
     def _read_agent_changes(self) -> None:

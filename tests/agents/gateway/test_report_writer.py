@@ -131,8 +131,8 @@ def test_a_report_with_the_applied_content_is_stored_if_the_other_thread_stores_
     """Otherwise the other report, which is older, would be merged last."""
     reports, host, forget_use = writer.gateway._report_writer, Host.objects.get(), SpoolAccount.forget_use
 
-    def store_other(account: SpoolAccount, host_ids: Any) -> None:
-        forget_use(account, host_ids)
+    def store_other(account: SpoolAccount, host_ids: Any, queued_before: Any) -> None:
+        forget_use(account, host_ids, queued_before)
         monkeypatch.undo()
         reports._process_next_batch()
 

@@ -272,6 +272,13 @@ def test_too_large_or_empty_sets_are_refused_and_old_bulk_actions_are_deleted(
     )
     stranger = Caller("olga", "a user of Keystone with the same name", frozenset(), "")
     assert not bulk_actions.may_confirm(bulk, stranger)
+    few = every.filter(address__lte="0000:02:00.0")
+    of_stranger = bulk_actions.create_draft(Action.ENABLE, DrainTarget.MAINTENANCE, few, stranger)
+    later = [bulk_actions.create_draft(Action.ENABLE, DrainTarget.MAINTENANCE, few, stranger) for _ in range(5)]
+    assert set(Bulk.objects.all()) == {bulk, *later}, "a caller has at most five drafts; the oldest goes first"
+    assert not of_stranger.items.exists()
+    for draft in later:
+        draft.delete()
     assert [item.stood for item in bulk.items.all()] == [item.device.lifecycle_text for item in bulk.items.all()]
     assert "A reason is at most 500" in press_button(operator, bulk, "confirm", reason="x" * 501, typed="3")
     assert (
