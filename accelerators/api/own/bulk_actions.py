@@ -30,6 +30,8 @@ MAX_NAMED_DEVICES = 20_000
 MAX_PREVIEW_DEVICES = 20
 WAITING = "waiting"
 """The word for the outcome of a device that was not processed yet."""
+SELECTOR_FILTERS = {name: one for name, one in DeviceFilter.base_filters.items() if name != "saved_view"}
+"""The filters that a selector may have: those of the list of devices, except that by a saved view."""
 STATE_RULE, COMMAND_RULE = "cyborg:device:update", "cyborg:command:create"
 
 
@@ -54,8 +56,8 @@ class DeviceSelectorField(serializers.JSONField):
             return {"all": True}
         if not isinstance(data, dict) or not data:
             raise serializers.ValidationError('Say {"all": true}, or filters such as {"state": "inactive"}.')
-        if unknown := sorted(set(data) - set(DeviceFilter.base_filters)):
-            known = ", ".join(DeviceFilter.base_filters)
+        if unknown := sorted(set(data) - SELECTOR_FILTERS.keys()):
+            known = ", ".join(SELECTOR_FILTERS)
             raise serializers.ValidationError(f"{', '.join(unknown)[:200]}: unknown filter; known are {known}.")
         form = DeviceFilter(_build_query(data), DeviceView.queryset.all()).form
         if not form.is_valid():

@@ -220,6 +220,7 @@ def test_commands_and_states_have_rights_of_their_own(ask: Ask, fill: Fill) -> N
         ({"action": "disable", "selector": {}}, "selector: Say"),
         ({"action": "disable", "selector": {"all": True, "host": "cmp0"}}, "unknown filter"),
         ({"action": "disable", "selector": {"colour": "red"}}, "colour: unknown filter; known are"),
+        ({"action": "disable", "selector": {"saved_view": "mine"}}, "saved_view: unknown filter; known are"),
         ({"action": "disable", "selector": {"state": "red"}}, "state: "),
         ({"action": "disable", "selector": {"host": ""}}, "host: say a text"),
         ({"action": "disable", "selector": {"host": 1}}, "host: say a text"),
