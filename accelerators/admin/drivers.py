@@ -13,7 +13,7 @@ from typing import Any
 from django.contrib import admin, messages
 from django.core.exceptions import PermissionDenied
 from django.db.models import Case, Count, Q, QuerySet, When
-from django.http import HttpRequest, HttpResponse, HttpResponseRedirect
+from django.http import Http404, HttpRequest, HttpResponse, HttpResponseRedirect
 from django.template.response import TemplateResponse
 from django.urls import path, reverse
 from django.utils.html import format_html
@@ -25,7 +25,7 @@ from accelerators.admin import device_actions
 from accelerators.commands.command_queue import MAX_REASON
 from accelerators.domain.errors import RefusalReason, RefusedError
 from accelerators.domain.generations import ChangedMeanwhileError
-from accelerators.domain.setting_edits import SettingEdits
+from accelerators.domain.setting_edits import PATH_SEPARATOR, SettingEdits
 from accelerators.domain.states import (
     DeviceOutcome,
     DriverState,
@@ -184,8 +184,13 @@ class DriverAdmin(ReadOnlyModelAdmin):
         return TemplateResponse(request, "accelerators/admin/driver.html", context)
 
     def _show_conflict(self, request: HttpRequest, row: HostDriver, refused: ChangedMeanwhileError) -> HttpResponse:
-        """Return the page that compares the present wanted configuration with that of the refused request."""
-        wish = DriverWish.objects.get(host=row.host_id, driver=row.driver)
+        """Return the page that compares the present wanted configuration with that of the refused request.
+
+        Raises Http404 if nothing is wanted any more, because the host was removed.
+        """
+        wish = DriverWish.objects.filter(host=row.host_id, driver=row.driver).first()
+        if wish is None:
+            raise Http404(f"Nothing is wanted of {row} any more.")
         if request.POST["do"] in BACKEND_BUTTONS:
             subject, settings = (wish.uuid, str(row)), [_compare_backend(request, wish)]
             return render_conflict_page(request, self.admin_site, refused, subject, wish.generation, settings)
@@ -464,7 +469,7 @@ def _describe_wanted(is_installed: bool, is_enabled: bool) -> str:
 def _change_backend(request: HttpRequest, row: HostDriver) -> Rollout:
     """Start the rollout that a button of a backend asks for, and return it.
 
-    Raises RefusedError INVALID if the settings are not a JSON object, and as `backend_sections` does.
+    Raises RefusedError as `_read_section` and `backend_sections` do.
     """
     place = BackendPlace(row.host, row.driver, request.POST.get("backend", "").strip())
     context = ChangeContext(
@@ -473,13 +478,13 @@ def _change_backend(request: HttpRequest, row: HostDriver) -> Rollout:
         request.POST.get("reason", ""),
         read_generation(request),
     )
-    settings = _read_settings(request)
     match request.POST["do"]:
         case "backend-add":
-            return backend_sections.add_backend(place, settings or {}, context)
+            return backend_sections.add_backend(place, _read_section(request), context)
         case "backend-save":
+            settings = _read_section(request)
             present = backend_sections.list_sections(row.wish).get(place.name, {})
-            edits = SettingEdits(settings or {}, [name for name in present if name not in (settings or {})])
+            edits = SettingEdits(settings, [name for name in present if name not in settings])
             return backend_sections.change_backend(place, edits, context)
         case "backend-remove":
             return backend_sections.remove_backend(place, context)
@@ -499,6 +504,20 @@ def _compare_backend(request: HttpRequest, wish: DriverWish) -> ComparedSetting:
         mine = None
     texts = ("" if one is None else json.dumps(one, indent=2) for one in (present, mine))
     return ComparedSetting(f"Backend {name}", *texts)
+
+
+def _read_section(request: HttpRequest) -> dict[str, Any]:
+    """Return the settings of a backend that the form replaces.
+
+    Raises RefusedError INVALID if there are none, as `_read_settings` does, and for a name with a PATH_SEPARATOR.
+    """
+    settings = _read_settings(request)
+    if not settings:
+        raise RefusedError(RefusalReason.INVALID, "Enter the settings of the backend. Nothing was done.")
+    if any(PATH_SEPARATOR in name for name in settings):
+        text = f"The name of a setting must not contain {PATH_SEPARATOR}. Nothing was done."
+        raise RefusedError(RefusalReason.INVALID, text)
+    return settings
 
 
 def _read_settings(request: HttpRequest) -> dict[str, Any] | None:

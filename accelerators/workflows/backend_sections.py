@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from accelerators.domain.caller import Caller
 from accelerators.domain.errors import RefusalReason, RefusedError
 from accelerators.domain.generations import refuse_if_changed
-from accelerators.domain.setting_edits import PATH_SEPARATOR, SettingEdits
+from accelerators.domain.setting_edits import PATH_SEPARATOR, SettingEdits, apply_edits, check_edits
 from accelerators.domain.states import EventSource, RolloutOp
 from accelerators.models import DriverWish, Host, Rollout
 from accelerators.workflows import driver_rollouts
@@ -60,8 +60,6 @@ def add_backend(place: BackendPlace, section: Mapping[str, Any], context: Change
     if not BACKEND_NAME.fullmatch(place.name):
         text = "A backend is named with at most 64 letters, digits and the characters _ . -"
         raise RefusedError(RefusalReason.INVALID, text)
-    if not section.get("kind"):
-        raise RefusedError(RefusalReason.INVALID, "Say the kind of the backend, for example pci.")
     wish = _find_wish(place, context)
     if place.name in list_sections(wish):
         text = f"{_describe(place)} exists already: change it, or choose another name."
@@ -130,7 +128,15 @@ def _find_wish_with_section(place: BackendPlace, context: ChangeContext) -> Driv
 
 
 def _start(place: BackendPlace, edits: SettingEdits, wish: DriverWish | None, context: ChangeContext) -> Rollout:
-    """Start the rollout of these edits on the host, based on the generation that was read."""
+    """Start the rollout of these edits on the host, based on the generation that was read.
+
+    Raises RefusedError INVALID if the backend would then have no kind: the driver could not load its configuration.
+    """
+    check_edits(edits)
+    sections = apply_edits((wish and wish.settings) or {}, edits).get(SECTIONS_SETTING, {})
+    kind = sections[place.name].get("kind") if place.name in sections else None
+    if place.name in sections and not (isinstance(kind, str) and kind):
+        raise RefusedError(RefusalReason.INVALID, "Say the kind of the backend, for example pci.")
     return driver_rollouts.start_rollout(
         DriverChange(RolloutOp.UPDATE, place.driver, edits=edits),
         [place.host],

@@ -184,7 +184,7 @@ def _change_backend(
         elif method == "PATCH":
             rollout = cli_context.api.patch(path, changes | about)
         else:
-            rollout = cli_context.api.send_request("DELETE", path, params=about)
+            rollout = cli_context.api.send_change("DELETE", path, params=about)
     finish_rollout(cli_context, rollout, f"backend {backend}", wait)
 
 

@@ -58,6 +58,22 @@ def test_an_interruption_before_any_change_says_that_nothing_was_ordered(
     assert_refused(cyborg("device-list"), 130, "Interrupted. Nothing was ordered.")
 
 
+def test_an_interruption_of_the_removal_of_a_backend_says_that_it_may_have_been_made(
+    cyborg: Cyborg, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    create_heard_host("cmp1", 1)
+    send_request = HttpApiClient.send_request
+
+    def send(self: HttpApiClient, method: str, path: str, **request_options: object) -> dict[str, object]:
+        if method == "DELETE":
+            raise KeyboardInterrupt
+        return send_request(self, method, path, **request_options)
+
+    monkeypatch.setattr(connection.HttpApiClient, "send_request", send)
+    left = cyborg("backend-remove", "gpus", "--host", "cmp1", "--yes")
+    assert_refused(left, 130, "The request to /api/backends/", "was not answered yet")
+
+
 def test_more_than_three_accepted_changes_are_counted(cyborg: Cyborg, interrupt_post: list[int]) -> None:
     for number in range(6):
         create_heard_host(f"cmp{number}", 1)

@@ -12,6 +12,7 @@ from django.http import HttpResponse
 from django.test import Client
 from django.urls import reverse
 
+from accelerators import conductor
 from accelerators.devices import admission_rules
 from accelerators.domain.caller import Caller
 from accelerators.models import AdmissionRule, Command, DriverWish, HostDriver, Rollout
@@ -150,5 +151,16 @@ def test_backends_are_added_changed_disabled_and_removed_on_the_page_of_their_dr
     differing, _ = read_conflict(operator.post(address, {"do": "backend-remove", "backend": "nics", "generation": "2"}))
     assert differing == {"Backend nics": ('{\n  "kind": "mdev"\n}', "–")}
     assert press("backend-remove", "nics") == {"gpus": {"kind": "pci"}}
-    refused = operator.post(address, {"do": "backend-add", "backend": "gpus", "settings": '{"kind": "pci"}'})
-    assert "exists already" in refused.content.decode()
+    for button, settings, says in (
+        ("backend-add", '{"kind": "pci"}', "exists already"),
+        ("backend-save", "", "Enter the settings"),
+        ("backend-save", '{"labels": {}}', "Say the kind"),
+        ("backend-save", '{"kind": "pci", "a/b": 1}', "must not contain /"),
+    ):
+        refused = operator.post(address, {"do": button, "backend": "gpus", "settings": settings})
+        assert says in refused.content.decode()
+    assert DriverWish.objects.get().settings == {"backends": {"gpus": {"kind": "pci"}}}
+    with conductor.writing():
+        DriverWish.objects.all().delete()
+    gone = operator.post(address, {"do": "backend-disable", "backend": "gpus", "generation": "2"})
+    assert gone.status_code == 404

@@ -116,6 +116,8 @@ def test_wrong_changes_of_backends_are_refused(ask: Ask, installed: None) -> Non
     assert "looks like a secret" in get_error_message(add(ask, "nics", NICS | {"password": "x"}), 400)
     assert "There is no host cmp9" in get_error_message(add(ask, "nics", NICS, host="cmp9"), 400)
     assert "is not installed on cmp1" in get_error_message(add(ask, "nics", NICS, driver="pci_driver"), 409)
+    for broken in ({"unset": ["kind"]}, {"set": {"kind": None}}, {"set": {"kind": 3}}):
+        assert "Say the kind" in get_error_message(change(ask, "gpus", **broken), 400)
     assert "Say what to change" in get_error_message(change(ask, "gpus"), 400)
     for refused in (change(ask, "nics", enabled=True), remove(ask, "nics")):
         assert "is not in the settings that are set here" in get_error_message(refused, 404)
