@@ -150,8 +150,14 @@ def _delete_old_drafts(caller: Caller) -> None:
     rows, and a client that repeats a refused request makes one each time."""
     drafts = Bulk.objects.filter(state=BulkState.DRAFT, caller_id=caller.user_id[:255], actor=caller.name[:255])
     newest = drafts.order_by("-id").values_list("id", flat=True)[: MAX_DRAFTS - 1]
-    for draft in drafts.exclude(id__in=list(newest)).select_for_update(skip_locked=True):
-        draft.delete()  # one that is locked is being confirmed
+    # A draft that is locked is being confirmed.
+    surplus = list(drafts.exclude(id__in=list(newest)).select_for_update(skip_locked=True))
+    for draft in surplus:
+        draft.delete()
+    if surplus:
+        reason = f"{caller.name[:200]} has made {MAX_DRAFTS} newer drafts"
+        changes = {"number": [len(surplus), 0]}
+        conductor.record_event("bulk.forgotten", EventSource.SYSTEM, "drafts", changes=changes, reason=reason)
 
 
 def may_confirm(bulk: Bulk, caller: Caller) -> bool:
