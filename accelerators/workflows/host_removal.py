@@ -40,7 +40,8 @@ from accelerators.runtime.registry import Registry
 
 REMOVAL_INTENT = "removal"
 JOB = "removals"
-INTENT_BATCH = 8
+INTENT_BATCH = 1
+"""Removals of one step. Deleting the providers of one host may take most of the time that a job has."""
 ROW_BATCH = 200
 MAX_REQUESTS_NAMED = 5
 

@@ -311,6 +311,71 @@ def test_the_api_previews_and_removes_a_host(host: Host, client: Client) -> None
         post({}).status_code == 409 and "enter exactly this name" in post({"confirm": "x"}).json()["error"]["message"]
     )
     assert not Event.objects.filter(action="host.removing").exists()
+    for mistake in ({"dryrun": True}, {"dry_run": "yes"}):
+        assert post({"confirm": "cmp1", "reason": "sold"} | mistake).status_code == 400
+    assert not Host.objects.get().removing_since, "a mistake in the body removes nothing"
     assert post({"confirm": "cmp1", "reason": "sold"}).status_code == 202
     shown = client.get(f"/api/hosts/{host.uuid}/", headers={"X-Auth-Token": token})
     assert shown.json()["removing_since"]
+
+
+def _make_slow_host(placement: PlacementModelSession, monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """Add 38 providers to the host, and return a clock that each call to Placement advances by 2 s."""
+    host = Host.objects.get()
+    for number in range(38):
+        uuid = f"22222222-2222-2222-2222-{number:012}"
+        placement.model.providers[uuid] = ObservedProvider(uuid, f"cmp1_{number}", ROOT, 0)
+        WrittenProvider.objects.create(uuid=uuid, host=host)
+    clock, answer = SimpleNamespace(now=0.0, sleeps=[]), placement.request
+
+    def request(*args: Any, **options: Any) -> Any:
+        clock.now += 2.0
+        return answer(*args, **options)
+
+    monkeypatch.setattr(placement, "request", request)
+    fake_time = SimpleNamespace(monotonic=lambda: clock.now, sleep=clock.sleeps.append)
+    monkeypatch.setattr("placement_sync.jobs.host_removal.time", fake_time, raising=False)
+    return clock
+
+
+def test_a_slow_placement_is_given_up_in_time_and_each_call_leaves_less_to_do(
+    host: Host, placement: PlacementModelSession, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    order(host)
+    clock = _make_slow_host(placement, monkeypatch)
+    numbers = [len(placement.model.providers)]
+    while len(numbers) < 20:
+        clock.now = 0.0
+        obstacle = delete_providers(host)
+        assert clock.now <= 20.0, "it returns within its deadline"
+        numbers.append(len(placement.model.providers))
+        if not obstacle:
+            break
+        assert "Placement is slow" in obstacle and numbers[-1] < numbers[-2]
+        known = Deployable.objects.filter(rp_uuid__isnull=False).count()
+        assert WrittenProvider.objects.count() == numbers[-1] - 1 >= known, "what is deleted is remembered"
+    assert list(placement.model.providers) == [ROOT]
+    calls = [one for one in placement.seen_calls if one.startswith("DELETE")]
+    assert len(calls) == len(set(calls)) == 40, "no provider is deleted twice"
+    run_when_due()
+    assert not Host.objects.exists()
+
+
+def test_other_hosts_are_written_between_the_chunks_of_a_removal(
+    host: Host, placement: PlacementModelSession, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    order(host)
+    clock = _make_slow_host(placement, monkeypatch)
+    monkeypatch.setattr("placement_sync.jobs.host_removal.CALL_DEADLINE_S", 1000.0, raising=False)
+    assert delete_providers(host) == ""
+    assert len(clock.sleeps) == 4, "40 providers are deleted in five chunks"
+
+
+def test_providers_without_allocations_are_deleted_although_others_have_some(
+    host: Host, placement: PlacementModelSession
+) -> None:
+    order(host)
+    uuids = sorted(map(str, Deployable.objects.values_list("rp_uuid", flat=True)))
+    placement.model.allocated[uuids[0], "FPGA"] = {"vm-1": 1}
+    assert "allocated to vm-1" in delete_providers(host)
+    assert sorted(placement.model.providers) == sorted([ROOT, uuids[0]])

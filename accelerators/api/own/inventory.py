@@ -17,11 +17,13 @@ from rest_framework.response import Response
 from accelerators.api.own.accelerators import LayoutSerializer
 from accelerators.api.own.commands import CommandSerializer
 from accelerators.api.own.fields import (
+    ClosedSerializer,
     DeployableReference,
     DeviceReference,
     HostReference,
     ReasonSerializer,
     RowSerializer,
+    StrictBooleanField,
     StrictTextField,
     UrlField,
     parse_attach_info,
@@ -86,14 +88,14 @@ class HostSerializer(RowSerializer):
         )
 
 
-class RemovalSerializer(serializers.Serializer[Any]):
+class RemovalSerializer(ClosedSerializer):
     """Body of the removal of a host."""
 
     confirm = StrictTextField(
         max_length=255, required=False, allow_blank=True, help_text="The host's name; needed unless `dry_run` is true."
     )
     reason = StrictTextField(max_length=MAX_REASON, required=False, allow_blank=True)
-    dry_run = serializers.BooleanField(required=False, help_text="Only return what would be deleted.")
+    dry_run = StrictBooleanField(required=False, help_text="Only return what would be deleted.")
 
 
 class RemovalPreviewSerializer(serializers.Serializer[Any]):
