@@ -31,7 +31,6 @@ from accelerators.domain import offer
 from accelerators.domain.uuids import uuid_bounds
 from accelerators.models import AttachHandle, Deployable, Device, Event
 from accelerators.models.devices import HANDLE_USES, build_name_condition
-from accelerators.runtime.hardware_names import find_hardware
 from accelerators.ui import badges, icons, permissions, timeline
 from accelerators.ui.changelist import ReadOnlyModelAdmin
 from accelerators.ui.empty_lists import Source
@@ -43,7 +42,7 @@ MAX_HANDLES = 256
 
 
 MIN_UUID_TEXT = 8
-"""A shorter search term is not taken for a uuid, whatever its letters are: an A100 is hardware."""
+"""A shorter search term may be hardware, even if it is the beginning of a uuid."""
 DEVICE_PARAM = "deployable__device__id__exact"
 """URL parameter that limits the list of attach handles to one device."""
 
@@ -90,15 +89,18 @@ class DeviceAdmin(ReadOnlyModelAdmin):
     }
     sources = (Source("Hosts", "accelerators.host"), Source("Agents", "agents.agent"))
 
-    def get_search_results(
-        self, request: HttpRequest, queryset: QuerySet[Device], search_term: str
-    ) -> tuple[QuerySet[Device], bool]:
-        """Search as usual, and for hardware whose name contains all words of the term, unless it looks like a uuid."""
-        found, may_repeat = super().get_search_results(request, queryset, search_term)
-        looks_like_uuid = len(search_term) >= MIN_UUID_TEXT and uuid_bounds(search_term) is not None
-        if not looks_like_uuid and find_hardware(search_term):
-            found |= queryset.filter(build_name_condition(search_term))
-        return found, may_repeat
+    def search_indexes(self, request: HttpRequest, word: str) -> Q | None:
+        """Search as usual, and also for hardware if the word is a few hexadecimal digits: an A100 is hardware, even if
+        the uuid of some device begins with `a100`.
+        """
+        condition = super().search_indexes(request, word)
+        if condition is not None and len(word) < MIN_UUID_TEXT and uuid_bounds(word):
+            condition |= build_name_condition(word)
+        return condition
+
+    def search_other_words(self, request: HttpRequest, queryset: QuerySet[Device], words: str) -> QuerySet[Device]:
+        """Search as usual, and for hardware whose name contains all these words."""
+        return super().search_other_words(request, queryset, words) | queryset.filter(build_name_condition(words))
 
     def lookup_allowed(self, lookup: str, value: str, request: HttpRequest) -> bool:
         """Return whether the URL may filter by `lookup`: `host__name`, used by the page of a host, and Django's own."""

@@ -278,22 +278,34 @@ class ConsoleModelAdmin(ExplainedModelAdmin):
     ) -> tuple[QuerySet[Any], bool]:
         """Keep the rows that match every word of the term.
 
-        A word is first searched as the beginning of `indexed_search_fields`, and of the search fields that are uuids.
-        If it begins none of them in any row that this user may see, Django searches for it in `search_fields`, which
-        may read the whole table. Costs a statement for each word. The second value, whether rows may occur twice, is
-        False.
+        A word is first searched by indexes (`search_indexes`). Words that are found in no index are searched by
+        `search_other_words`, which may read the whole table. Costs a statement for each word. The second value,
+        whether rows may occur twice, is False.
         """
-        if not (paths := self._list_indexed_search_fields(request)):
+        if not self._list_indexed_search_fields(request):
             return super().get_search_results(request, queryset, search_term)
+        other_words = []
         for word in list(smart_split(search_term))[:MAX_SEARCH_WORDS]:
             literal = unescape_string_literal(word) if word[0] in "\"'" and word[-1:] == word[0] else word
-            conditions = [built for path in paths if (built := build_prefix_condition(path, literal))]
-            condition = self._build_search_condition(request, conditions) if conditions else None
-            if condition is not None:
-                queryset = queryset.filter(condition)
+            condition = self.search_indexes(request, literal)
+            if condition is None:
+                other_words.append(word)
             else:
-                queryset, _ = super().get_search_results(request, queryset, word)
-        return queryset, False
+                queryset = queryset.filter(condition)
+        return (self.search_other_words(request, queryset, " ".join(other_words)) if other_words else queryset), False
+
+    def search_indexes(self, request: HttpRequest, word: str) -> Q | None:
+        """Build the condition that one of `indexed_search_fields`, or of the search fields that are uuids, begins with
+        the word; return None if this holds for no row that this user may see. Costs one statement.
+        """
+        paths = self._list_indexed_search_fields(request)
+        conditions = [built for path in paths if (built := build_prefix_condition(path, word))]
+        return self._build_search_condition(request, conditions) if conditions else None
+
+    def search_other_words(self, request: HttpRequest, queryset: QuerySet[Any], words: str) -> QuerySet[Any]:
+        """Keep the rows that contain each of these words, which no index has, in one of `search_fields`."""
+        found: QuerySet[Any] = super().get_search_results(request, queryset, words)[0]
+        return found
 
     def _build_search_condition(self, request: HttpRequest, conditions: Sequence[Q]) -> Q | None:
         """Build the condition that any of `conditions` holds; return None if none holds for a row that this user may

@@ -14,7 +14,9 @@ from django.db import connection
 from django.test import Client
 from django.test.utils import CaptureQueriesContext
 
+from accelerators import conductor
 from accelerators.domain import pci_names
+from accelerators.domain.states import EventSource
 from accelerators.models import Device
 from accelerators.runtime import hardware_names
 from cyborgweb.settings.keys import get_keys
@@ -153,6 +155,37 @@ def test_devices_are_found_by_their_names(cards: Client) -> None:
         assert {one.vendor for one in page.context["cl"].result_list} == vendors, term
         found = cards.get("/api/devices/", {"name": term}).json()["results"]
         assert {one["vendor"] for one in found} == vendors, term
+
+
+def list_devices(client: Client, term: str) -> tuple[set[str], str]:
+    """Search the console's list of devices; return the vendors of those found, and the SQL that reads vendors."""
+    with CaptureQueriesContext(connection) as captured:
+        page = client.get("/admin/accelerators/device/", {"q": term})
+    return {device.vendor for device in page.context["cl"].result_list}, "\n".join(
+        one["sql"] for one in captured if '"accelerators_device"."vendor"' in one["sql"]
+    )
+
+
+def test_a_search_for_a_host_with_the_name_of_hardware_reads_only_that_host(cards: Client) -> None:
+    apply_report(get_or_create_host("mellanox"), make_driver_report(make_card(9, vendor="8086", model="4940")))
+    vendors, statements = list_devices(cards, "mellanox")
+    assert vendors == {"8086"}
+    assert "DISTINCT" not in statements and "UPPER(" not in statements
+    assert list_devices(cards, "mellanox 4xxx")[0] == {"8086"}
+
+
+def test_a_search_for_hardware_compares_columns_with_stored_values(cards: Client) -> None:
+    vendors, statements = list_devices(cards, "connectx mellanox")
+    assert vendors == {"15b3"}
+    assert "LOWER(" not in statements and "0x15b3" not in statements and statements.count("DISTINCT") == 1
+
+
+def test_a_few_hexadecimal_digits_are_hardware_also_if_a_uuid_begins_with_them(cards: Client) -> None:
+    with conductor.writing():
+        Device.objects.filter(vendor="Habana").update(uuid=(uuid := "a1001111-2222-4333-8444-555555555555"))
+        conductor.record_event("device.changed", EventSource.PERSON, "olga", subject=(uuid, ""))
+    assert list_devices(cards, "a100")[0] == {"10de", "Habana"}
+    assert list_devices(cards, "a1001111")[0] == {"Habana"}
 
 
 def test_the_api_has_names_and_v2_keeps_what_drivers_report(cards: Client) -> None:
