@@ -126,6 +126,7 @@ class HostView(CollectionView):
     member_actions = {"remove": RemovalSerializer}
     actions_to_confirm = ("remove",)
     response_serializers = {"remove": (202, RemovalPreviewSerializer)}
+    preview_serializers = {"remove": RemovalPreviewSerializer}
 
     @property
     def policy_rules(self) -> dict[str, str]:

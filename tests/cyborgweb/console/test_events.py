@@ -89,7 +89,7 @@ def test_search_terms_that_the_database_cannot_hold_cause_no_server_error(
 def test_a_search_for_events_uses_indexes_only(operator: Client, events: list[Event]) -> None:
     with connection.cursor() as cursor:
         cursor.execute("SET LOCAL enable_seqscan = off")
-        cursor.execute("SET LOCAL enable_indexscan = off")  # else the index of times, if that of words has pending rows
+        cursor.execute("SET LOCAL enable_indexscan = off")  # else the index of times, if the tables have statistics
     plan = Event.objects.filter(event_has_words("nova", "olga")).explain()
     assert plan.count("Bitmap Index Scan on") == plan.count("Bitmap Heap Scan on") > 1 and "Seq Scan" not in plan
     with CaptureQueriesContext(connection) as captured:
