@@ -146,8 +146,8 @@ API_EXEMPTIONS = (
     Exemption(
         "positive_data_acceptance",
         "POST /api/join_tokens/",
-        "names no port|There is no host",
-        "Whether agents' address is known depends on the installation: this one listens on a port of its own choice.",
+        "names no port|There is no host|the address must begin with http",
+        "A given address must be a URL; whether it may be left out depends on the installation.",
     ),
     Exemption(
         "positive_data_acceptance",
