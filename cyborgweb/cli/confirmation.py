@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping
 from typing import Any
 
 import click
 
 from cyborgweb.cli.exit_codes import to_printable_line
-from cyborgweb.cli.options import CliContext
+from cyborgweb.cli.options import CliContext, confirm_number
 from cyborgweb.cli.output import print_rows
 
 FORECAST_COLUMNS = ("number", "outcome", "held", "text")
@@ -31,31 +30,20 @@ def order_after_preview(
     """Send a request with POST and return its answer; with `dry_run` only print its preview, and return None.
 
     If the service asks for a confirmation, or with `always_ask`, its preview is printed on standard error, and the user
-    must type the number of objects, which `noun` names in the plural; with `yes` nobody is asked. Raises click.Abort if
-    the user types anything else, UsageError if standard input is not a terminal, and CliError.
+    must type the number of objects, which `noun` names in the plural; with `yes` nobody is asked. Raises UsageError if
+    standard input is not a terminal, and CliError, also if the user types anything else.
     """
-    preview = cli_context.api.post(path, {**body, "dry_run": True})
+    preview = cli_context.api.preview(path, body)
     if dry_run:
         print_rows(_build_forecast_rows(preview), FORECAST_COLUMNS, cli_context.output)
         return None
     if not yes and (preview["confirm"] or always_ask):
-        _confirm_number(preview, question, noun)
+        for row in _build_forecast_rows(preview):
+            held_text = " (held)" if row["held"] else ""
+            click.echo(to_printable_line(f"{row['number']} {row['outcome']}: {row['text']}{held_text}"), err=True)
+        confirm_number(question, preview["total"], is_confirmed=False, noun=noun)
     token = {"token": preview["token"]} if preview["confirm"] else {}  # without it, a refusal is answered at once
     return cli_context.api.post(path, {**body, **token})
-
-
-def _confirm_number(preview: Mapping[str, Any], question: str, noun: str) -> None:
-    """Print the preview, and let the user type its number of objects. Raises click.Abort, or UsageError without a
-    terminal."""
-    if not sys.stdin.isatty():
-        raise click.UsageError("There is no terminal on which to confirm this: give --yes, or --dry-run for a preview.")
-    for row in _build_forecast_rows(preview):
-        held_text = " (held)" if row["held"] else ""
-        click.echo(to_printable_line(f"{row['number']} {row['outcome']}: {row['text']}{held_text}"), err=True)
-    total = str(preview["total"])
-    typed = click.prompt(f"{question} To confirm, type {total}, the number of {noun}", default="", err=True)
-    if typed.strip() != total:
-        raise click.Abort
 
 
 def _build_forecast_rows(preview: Mapping[str, Any]) -> list[dict[str, Any]]:

@@ -275,17 +275,16 @@ def confirm(question: str, is_confirmed: bool) -> None:
         raise CliError(ExitCode.REFUSED, NOT_CONFIRMED_TEXT)
 
 
-def confirm_number(question: str, number: int, is_confirmed: bool) -> None:
+def confirm_number(question: str, number: int, is_confirmed: bool, noun: str = "") -> None:
     """Ask the user to type `number`, unless `is_confirmed` (the option --yes) is set. Anything else declines.
 
-    Raises the same errors as `confirm`.
+    `noun` says in the plural what is counted. Raises the same errors as `confirm`.
     """
     if is_confirmed:
         return
     _require_terminal()
-    if click.prompt(f"{question} To confirm, type the number {number}", default="", show_default=False, err=True) != (
-        str(number)
-    ):
+    wanted = f"type {number}, the number of {noun}" if noun else f"type the number {number}"
+    if click.prompt(f"{question} To confirm, {wanted}", default="", show_default=False, err=True) != str(number):
         raise CliError(ExitCode.REFUSED, NOT_CONFIRMED_TEXT)
 
 

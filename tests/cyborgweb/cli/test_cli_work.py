@@ -223,6 +223,7 @@ def test_a_change_of_a_driver_on_several_hosts_is_confirmed_by_typing_their_numb
         declined = cyborg(*disable, typed=f"{wrong}\n")
         assert declined.exit_code != 0 and "2 will be done: it is changed" in declined.stderr
         assert "To confirm, type 2, the number of hosts" in declined.stderr
+        assert_refused(declined, 1, "You did not confirm: nothing was changed.")
     assert not Command.objects.exists()
     done = cyborg(*disable, typed="2\n")
     assert done.exit_code == 0, done.output
