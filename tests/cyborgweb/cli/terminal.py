@@ -6,6 +6,7 @@ import fcntl
 import os
 import pty
 import select
+import signal
 import struct
 import sys
 import termios
@@ -83,6 +84,7 @@ def run_on_terminal(
     """Run `cyborg` with these arguments and variables on a terminal of this size; it is killed if it has not ended."""
     pid, handle = pty.fork()
     if pid == 0:  # pragma: no cover - the child becomes the program
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # a shell starts background jobs with SIGINT ignored
         os.chdir(ROOT)
         os.execve(sys.executable, [sys.executable, "-c", CODE, *arguments], environment)
     fcntl.ioctl(handle, termios.TIOCSWINSZ, struct.pack("HHHH", lines, columns, 0, 0))
