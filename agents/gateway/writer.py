@@ -284,6 +284,7 @@ class JobWriter(threading.Thread):
     def stop(self) -> None:
         """End the thread after its current batch, and close its database connection. Waits up to 15 s."""
         self._stopping = True
+        self._jobs.put(None)
         if self.is_alive():
             self.join(15)
 
