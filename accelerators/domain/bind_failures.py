@@ -78,7 +78,7 @@ ADVICE: Mapping[BindFailure, str] = {
     BindFailure.HOST_FAILED: "Read the host's answer and the log of its agent.",
     BindFailure.DEADLINE: "Look whether the host's agent is up and why it answers slowly.",
 }
-"""What an operator can do about each failure that makes a request BindFailed."""
+"""Advice for the operator, for each failure that makes a request BindFailed."""
 
 
 class BindRefusedError(RefusedError):

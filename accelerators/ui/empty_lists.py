@@ -36,8 +36,8 @@ CLOUD_IN_MANUAL = Source("The manual: with OpenStack", manual="install/#with-ope
 
 @dataclass(frozen=True)
 class EmptyListHint:
-    """What an empty list shows: a sentence, a command to copy, links as (text, address), and why the user may not make
-    rows, '' if the user may."""
+    """The content of an empty list: a sentence, a command to copy, links as (text, address), and why the user may not
+    make rows, '' if the user may."""
 
     sentence: str
     command: str

@@ -36,7 +36,8 @@ class BackendPlace(NamedTuple):
 
 @dataclass(frozen=True)
 class ChangeContext:
-    """Who changes a backend, why, through which interface, and based on which generation of the driver (None: any)."""
+    """The author, reason and interface of a change of a backend, and the driver generation that it is based on (None:
+    any)."""
 
     caller: Caller
     source: EventSource

@@ -171,7 +171,7 @@ FutureResults = list[tuple[asyncio.Future[Any], Any]]
 
 
 class SpoolAccount:
-    """What the writer threads of a gateway know together about reports and the spool. `share` is a host's share of it.
+    """The shared knowledge of a gateway's writer threads about reports and the spool. `share` is a host's share of it.
 
     A caller that compares what it reads from the database with `reports_by_host` copies the latter first: a report is
     counted there until it is committed, so it is then seen in one of the two.
@@ -184,7 +184,7 @@ class SpoolAccount:
         self._lock = threading.Lock()
         self._reports_by_host: Counter[int] = Counter()
         self._use: dict[int, SpoolUse] = {}
-        """What this gateway has stored per host since it last saw no report of the host in the spool."""
+        """The reports and bytes that this gateway has stored per host since the spool last had no report of it."""
         self._urgency_buckets = TokenBuckets(URGENT_PER_S, MAX_URGENT)
 
     @property
