@@ -20,7 +20,7 @@ from accelerators.devices.lifecycle import MAX_REASON
 from accelerators.domain import libvirt_xml
 from accelerators.domain.errors import RefusalReason, RefusedError
 from accelerators.domain.states import EventSource
-from accelerators.models import Attachment, DeviceProfile, Intent
+from accelerators.models import AcceleratorRequest, Attachment, DeviceProfile, Intent
 from accelerators.models.attachments import AttachmentState
 from accelerators.ui import badges, permissions
 from accelerators.ui.changelist import ReadOnlyModelAdmin
@@ -29,6 +29,11 @@ from accelerators.workflows import attachment_orders
 
 MAX_PROFILES = 200
 """Maximum number of device profiles that the form offers."""
+DETACH_TEXT = (
+    "The requests above hold units for the instance. They are deleted, and their claim is removed from Placement."
+    " Remove the devices from the guest first: a PCI function is free when its host confirms that no guest uses it."
+)
+UNDO_TEXT = "The attachment holds no unit yet. Its claim and its requests are taken back, and it ends as failed."
 
 
 @admin.register(Attachment)
@@ -91,9 +96,14 @@ class AttachmentAdmin(ReadOnlyModelAdmin):
         return super().changelist_view(request, context | (extra_context or {}))
 
     def get_urls(self) -> list[Any]:
-        """Add the URL of `attach_view`."""
+        """Add the URLs of `attach_view` and `detach_view`."""
         attach_view = self.admin_site.admin_view(self.attach_view)
-        return [path("attach/", attach_view, name="accelerators_attachment_attach"), *super().get_urls()]
+        detach_view = self.admin_site.admin_view(self.detach_view)
+        return [
+            path("attach/", attach_view, name="accelerators_attachment_attach"),
+            path("<path:object_id>/detach/", detach_view, name="accelerators_attachment_detach"),
+            *super().get_urls(),
+        ]
 
     def attach_view(self, request: HttpRequest) -> HttpResponse:
         """GET: show the form. POST: order the attachment and redirect to its page.
@@ -121,18 +131,16 @@ class AttachmentAdmin(ReadOnlyModelAdmin):
     def change_view(
         self, request: HttpRequest, object_id: str, form_url: str = "", extra_context: dict[str, Any] | None = None
     ) -> HttpResponse:
-        """GET: show the attachment's state, its steps so far, and what a person has to do. POST: order its detachment.
+        """Show the attachment's state, its steps so far, and what a person has to do.
 
-        Raises Http404 if there is no such attachment, and PermissionDenied for a user who may not view it or, on POST,
-        may not detach it.
+        Raises Http404 if there is no such attachment; PermissionDenied for a user who may not view it, and for methods
+        other than GET and HEAD.
         """
         row: Attachment | None = self.get_object(request, object_id)
         if row is None:
             return self._get_obj_does_not_exist_redirect(request, self.opts, object_id)
-        if not self.has_view_permission(request, row):
+        if request.method not in ("GET", "HEAD") or not self.has_view_permission(request, row):
             raise PermissionDenied
-        if request.method == "POST":
-            return self._handle_detach(request, row)
         handles = attachment_orders.get_handles(row)
         waiting_intent = (
             Intent.objects.filter(kind=attachment_orders.ATTACHMENT_INTENT, key=str(row.uuid))
@@ -154,24 +162,61 @@ class AttachmentAdmin(ReadOnlyModelAdmin):
             "hotplug": libvirt_xml.describe_plugging(handles, row.host),
             "libvirt": libvirt_xml.render_hostdev_elements(handles),
             "open": row.state not in attachment_orders.REVERTING_OR_ENDED,
-            "max_reason_length": MAX_REASON,
         }
         context |= permissions.build_permission_context(request, *permissions.DETACH)
         return TemplateResponse(request, "accelerators/admin/attachment.html", context)
 
-    def _handle_detach(self, request: HttpRequest, row: Attachment) -> HttpResponse:
-        """Order the detachment and redirect to the attachment's page; a refusal becomes a message there.
+    def detach_view(self, request: HttpRequest, object_id: str) -> HttpResponse:
+        """GET: show which instance and requests a detachment concerns. POST: order it, if it was confirmed.
 
-        Raises PermissionDenied for a user who may not detach.
+        It is confirmed with `sure` and, while requests hold units, with the start of the instance's uuid. Otherwise
+        the page is shown again. Raises Http404 if there is no such attachment, and PermissionDenied for a user who may
+        not detach it.
         """
         permissions.require_permission(request, *permissions.DETACH)
-        try:
-            attachment_orders.order_detachment(
-                row.uuid, device_actions.get_caller(request), request.POST.get("reason", ""), EventSource.PERSON
-            )
-        except RefusedError as refused:
-            messages.error(request, refused.text)
-        return HttpResponseRedirect(badges.page_url("attachment", row.pk))
+        row: Attachment | None = self.get_object(request, object_id)
+        if row is None:
+            return self._get_obj_does_not_exist_redirect(request, self.opts, object_id)
+        holds, confirmation_text, error = _list_holds(row), str(row.instance)[:8], ""
+        if request.method == "POST" and "sure" in request.POST:
+            reason = request.POST.get("reason", "")
+            if holds and request.POST.get("typed", "").strip() != confirmation_text:
+                error = "The text does not match. Nothing was done."
+            else:
+                caller = device_actions.get_caller(request)
+                try:
+                    attachment_orders.order_detachment(row.uuid, caller, reason, EventSource.PERSON)
+                except RefusedError as refused:
+                    messages.error(request, refused.text)
+                return HttpResponseRedirect(badges.page_url("attachment", row.pk))
+        context = self.admin_site.each_context(request) | {
+            "title": f"Detach {str(row.uuid)[:8]}",
+            "opts": self.opts,
+            "row": row,
+            "state": render_attachment_state(row),
+            "host": badges.render_page_link("host", row.host, row.host),
+            "holds": holds,
+            "consequence": DETACH_TEXT if holds else UNDO_TEXT,
+            "confirmation_text": confirmation_text,
+            "error": error,
+            "reason": request.POST.get("reason", ""),
+            "open": row.state not in attachment_orders.REVERTING_OR_ENDED,
+            "max_reason_length": MAX_REASON,
+        }
+        return TemplateResponse(request, "accelerators/admin/confirm_detach.html", context)
+
+
+def _list_holds(row: Attachment) -> list[tuple[UUID, SafeString, str]]:
+    """Return the uuid, the device as a link, and the unit of each request of the attachment that holds a unit."""
+    requests = AcceleratorRequest.objects.filter(uuid__in=row.requests, attach_handle__isnull=False)
+    holds = []
+    for one in requests.select_related("attach_handle__deployable__device").order_by("id"):
+        handle = one.attach_handle
+        assert handle is not None, "the query selects requests with a handle"
+        device = handle.deployable.device
+        link = badges.render_page_link("device", device.pk, device)
+        holds.append((one.uuid, link, badges.describe_handle(handle.attach_info)))
+    return holds
 
 
 def render_attachment_state(row: Attachment) -> SafeString:

@@ -90,6 +90,7 @@ PARTS_OF_PAGES = (
 """Addresses that show a part of a page to everybody who sees the page."""
 PAGES_WITHOUT_BUTTONS = (
     "accelerators_acceleratorrequest_change",
+    "accelerators_attachment_change",
     "accelerators_command_change",
     "accelerators_device_change",
     "accelerators_deviceprofile_change",
@@ -404,10 +405,10 @@ class World:
         options: dict[str, Any] = {"source": EventSource.PERSON, "is_draft": is_draft}
         return self.page("rollout", driver_rollouts.start_rollout(change, [self.host], caller, **options).pk)
 
-    def attachment(self) -> str:
+    def attachment_to_detach(self) -> str:
         with conductor.writing():
             row = Attachment.objects.create(instance=UUID, project_id="p1", host="cmp1", actor="root", state="attached")
-        return self.page("attachment", row.pk)
+        return self.page("attachment", row.pk, "detach")
 
     def subscription(self, verb: str) -> str:
         row = Subscription.objects.create(
@@ -487,7 +488,10 @@ def find_buttons() -> dict[str, tuple[str, Press]]:
             "accelerators_attachment_attach",
             lambda world: (reverse("admin:accelerators_attachment_attach"), {"instance": UUID}),
         ),
-        "attachment: detach": ("accelerators_attachment_change", lambda world: (world.attachment(), {})),
+        "attachment: detach": (
+            "accelerators_attachment_detach",
+            lambda world: (world.attachment_to_detach(), {"sure": "yes"}),
+        ),
         "admission rules: apply": (
             "accelerators_admissionrule_apply",
             lambda world: (reverse("admin:accelerators_admissionrule_apply"), {}),

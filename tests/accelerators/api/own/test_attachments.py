@@ -144,15 +144,40 @@ def test_attachments_are_requested_shown_and_detached_in_the_console(client: Cli
     page = client.get(made["Location"]).content.decode()
     assert "Left to do by hand" in page and "hostdev" in page and "Detach" in page
     assert str(row.uuid) in client.get("/admin/accelerators/attachment/").content.decode()
-    assert client.post(made["Location"], {"reason": "over"}).status_code == 302
+    confirm_path = f"/admin/accelerators/attachment/{row.pk}/detach/"
+    assert confirm_path in page
+    page = client.get(confirm_path).content.decode()
+    request, device = AcceleratorRequest.objects.get(), Device.objects.get()
+    assert INSTANCE in page and str(request.uuid) in page and f"/device/{device.pk}/change/" in page
+    for unconfirmed in ({}, {"typed": INSTANCE[:8]}, {"sure": "yes"}, {"sure": "yes", "typed": "bbbbbbbb"}):
+        assert client.post(confirm_path, unconfirmed | {"reason": "over"}).status_code == 200
+    assert client.post(made["Location"], {"reason": "over", "sure": "yes", "typed": INSTANCE[:8]}).status_code == 403
+    assert Attachment.objects.get().state == "attached"
+    confirmed = client.post(confirm_path, {"sure": "yes", "typed": INSTANCE[:8], "reason": "over"})
+    assert confirmed["Location"] == made["Location"]
+    assert "There is nothing to detach" in client.get(confirm_path).content.decode()
     run_steps()
     assert "detached" in client.get(made["Location"]).content.decode()
     assert Event.objects.get(action="attachment.detaching").actor == "rita"
     assert client.get("/admin/accelerators/event/?q=" + str(row.uuid)).status_code == 200
     plain = Client()
     plain.force_login(User.objects.create_user("vera", is_staff=True))
-    assert plain.post(made["Location"]).status_code == 403
+    assert plain.post(confirm_path, {"sure": "yes"}).status_code == plain.get(confirm_path).status_code == 403
     assert plain.get("/admin/accelerators/attachment/attach/").status_code == 403
+
+
+def test_an_attachment_that_holds_nothing_is_undone_after_a_second_step_without_a_typed_text(
+    client: Client, ask: Ask
+) -> None:
+    client.force_login(User.objects.create_superuser("nina"))
+    request_attachment(ask)
+    row = Attachment.objects.get()
+    path = f"/admin/accelerators/attachment/{row.pk}/detach/"
+    page = client.get(path).content.decode()
+    assert "holds no unit yet" in page and 'name="typed"' not in page
+    assert client.post(path, {"sure": "yes"}).status_code == 302
+    row.refresh_from_db()
+    assert row.state == "undoing"
 
 
 def test_the_attachment_command_attaches_shows_lists_and_detaches(monkeypatch: pytest.MonkeyPatch) -> None:
