@@ -95,6 +95,46 @@ def test_placement_and_nova_follow_the_hardware_through_binds_outages_and_kills(
     until(lambda: not list_intents(cloud), SOON_S)
 
 
+def test_L2_a_decommissioned_host_is_removed_with_its_providers_although_the_workers_are_killed(
+    keystone: Keystone, placement: Placement, nova: FakeNova, folder: Path
+) -> None:
+    """Refused while an allocation exists; then the workers are killed again and again while the host is removed."""
+    host = f"cmp-{uuid.uuid4().hex[:8]}"
+    settings = keystone.environment("service") | {"CYBORG_AUTH": "keystone", "CYBORG_NOVA_ENDPOINT": nova.url}
+    settings |= {"CYBORG_HOST_NAME": host, "CYBORG_HOST_NODE": host, "CYBORG_ENABLED_DRIVERS": "fake_driver"}
+    root = placement.create_compute_provider(host)
+    with running(Product(folder / "state", settings)) as product:
+        cloud = KeystoneCloud(product, keystone).enable_card()
+        until(lambda: fake_provider(placement, root), SOON_S)
+        ((host_uuid,),) = product.rows("SELECT uuid FROM accelerators_host")
+
+        def order_removal() -> requests.Response:
+            return requests.post(
+                f"{cloud.url}/api/hosts/{host_uuid}/remove/",
+                json={"confirm": host, "reason": "its lease is over"},
+                headers={"X-Auth-Token": cloud.token("admin")},
+                timeout=30,
+            )
+
+        consumer = placement.allocate(cloud.provider, 1)
+        refused = order_removal()
+        assert (refused.status_code, consumer in refused.text) == (409, True), refused.text
+        assert fake_provider(placement, root) and product.rows("SELECT 1 FROM accelerators_device")
+        placement.release(consumer)
+
+        assert order_removal().status_code == 202
+        for _ in range(3):
+            for worker in until(lambda: product.workers("work", 2), SOON_S):
+                os.kill(worker.pid, signal.SIGKILL)
+        until(lambda: not product.rows("SELECT 1 FROM accelerators_host"), 60.0)
+        assert placement.tree(root) == {}
+        for table in ("accelerators_device", "accelerators_intent", "agents_agent"):
+            assert not product.rows(f"SELECT 1 FROM {table}"), table
+        assert product.rows("SELECT reason FROM accelerators_event WHERE action = 'host.removed'") == [
+            ("its lease is over",)
+        ]
+
+
 def get_status(cloud: KeystoneCloud, token: str) -> int:
     """Return the status of a GET of the devices with this token."""
     return requests.get(f"{cloud.url}/v2/devices", headers={"X-Auth-Token": token}, timeout=30).status_code
