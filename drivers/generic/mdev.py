@@ -30,6 +30,11 @@ from drivers.pci.guest_usage import refuse_if_guest_uses
 from drivers.plan import MDEV_DEFINITIONS, Act, Ask, Check, Plan, Step, Write
 
 NOTES_FOLDER = "/state/mdev"
+UNITS_FOLDER = "/state/mdev_units"
+"""Holds a file for each function and type whose number of handles an operator has chosen, with that number."""
+UNITS_KEY = "mdevs"
+"""The layout key whose value is the number of handles of a function."""
+MAX_UNITS = 1024
 UUID = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 CREATE_S = 30.0
 
@@ -41,13 +46,18 @@ class DesiredMdev(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class MdevBackend(PciFunctionBackend, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="mdev"):
-    """Offers a handle for each mediated device of the wanted type that can be created or that this agent created."""
+    """Offers a handle for each mediated device of the wanted type that can be created or that this agent created.
+
+    A layout limits the number of handles of a function. The mediated devices themselves are created at attach, because
+    each has the uuid of the handle that a request holds.
+    """
 
     kind: ClassVar[BackendKind] = "mdev"
     writes: ClassVar[tuple[str, ...]] = (
         f"{PCI_DEVICES}/*:*:*.*/mdev_supported_types/*/create",
         f"{PCI_DEVICES}/*:*:*.*/*-*-*-*-*/remove",
         f"{NOTES_FOLDER}/*",
+        f"{UNITS_FOLDER}/*",
         f"{MDEV_DEFINITIONS}/*:*:*.*/*-*-*-*-*",
     )
 
@@ -78,12 +88,16 @@ class MdevBackend(PciFunctionBackend, frozen=True, kw_only=True, forbid_unknown_
         return make_service("mdev", limits=limits), *make_reading_services(machine, devices)
 
     def plan(self, act: Act, machine: Machine, ask: Ask) -> Plan:
-        """Plan to create the mediated device at attach and to remove it at detach; install has no steps.
+        """Plan to create the mediated device at attach and to remove it at detach.
 
-        Raises Invalid without a valid uuid or, for attach, a valid consumer; Gone if the function or the handle is
-        absent; Busy if another consumer has the mediated device, no more can be created, or a guest uses the one to be
-        removed; Unsupported for any other act.
+        Partition sets the number of handles; install has no steps.
+
+        Raises Invalid without a valid uuid or, for attach, a valid consumer, and for an unusable layout; Gone if the
+        function or the handle is absent; Busy if another consumer has the mediated device, no more can be created, a
+        guest uses the one to be removed, or more exist than shall be offered; Unsupported for any other act.
         """
+        if act == "partition":
+            return Plan(tuple(self._plan_units(machine, functions.find_address(machine, ask.key, ask.address), ask)))
         if act not in ("attach", "detach"):
             return super().plan(act, machine, ask)
         if not UUID.fullmatch(ask.uuid) or (act == "attach" and not UUID.fullmatch(ask.consumer)):
@@ -99,20 +113,34 @@ class MdevBackend(PciFunctionBackend, frozen=True, kw_only=True, forbid_unknown_
         return max(0, machine.read_int(f"{path}/available_instances", 0))
 
     def _list_handles(self, machine: Machine, address: str) -> tuple[AttachHandle, ...]:
-        """Return the handles of a function, at most 1024: as many as can be created plus those that this agent created.
-
-        Mediated devices that others created, for example with mdevctl, are not counted: they are not ours to offer.
-        """
+        """Return the handles of a function: as many as it has room for, or as a layout has set if that is less."""
         name = self.desired.mdev_type
-        own_uuids = {*machine.names(f"{_types_folder(address)}/{name}/devices")} & {*machine.names(NOTES_FOLDER)}
-        count = min(1024, self._read_available_count(machine, address) + len(own_uuids))
+        room = self._count_room(machine, address)
+        count = min(room, int(machine.text(self._units_path(address)) or room))
         domain, bus, device, function = re.split("[:.]", address)
         place = {"asked_type": name, "bus": bus, "device": device, "domain": domain, "function": function}
         marks = (json.dumps({**place, "vgpu_mark": f"{name}_{number}"}) for number in range(count))
         return tuple(AttachHandle("MDEV", mark) for mark in marks)
 
+    def _count_room(self, machine: Machine, address: str) -> int:
+        """Return how many handles a function can have, at most MAX_UNITS: the mediated devices that can be created and
+        those that this agent created.
+
+        Mediated devices that others created, for example with mdevctl, are not counted: they are not ours to offer.
+        """
+        return min(MAX_UNITS, self._read_available_count(machine, address) + self._count_created(machine, address))
+
+    def _count_created(self, machine: Machine, address: str) -> int:
+        """Return how many mediated devices of the wanted type this agent has created on the function."""
+        created = machine.names(f"{_types_folder(address)}/{self.desired.mdev_type}/devices")
+        return len({*created} & {*machine.names(NOTES_FOLDER)})
+
+    def _units_path(self, address: str) -> str:
+        """Return the file with the number of handles that a layout has set for the function and the wanted type."""
+        return f"{UNITS_FOLDER}/{address}-{self.desired.mdev_type}"
+
     def _make_offered_device(self, machine: Machine, device: Device, address: str) -> Device:
-        """Return the device with its MDEV handles and a trait for the wanted type; it has no layout.
+        """Return the device with its MDEV handles and a trait for the wanted type; its layout is their number.
 
         Its resource class is VGPU for a GPU and CUSTOM_MDEV for any other type.
         """
@@ -128,8 +156,40 @@ class MdevBackend(PciFunctionBackend, frozen=True, kw_only=True, forbid_unknown_
             handles,
             part.driver_name,
         )
-        acts = "attach detach health"
-        return msgspec.structs.replace(device, deployables=(part,), acts=acts, changeable="", sized_by="")
+        return msgspec.structs.replace(
+            device,
+            deployables=(part,),
+            acts="attach detach health partition",
+            changeable=UNITS_KEY,
+            sized_by=UNITS_KEY,
+        )
+
+    def _plan_units(self, machine: Machine, address: str, ask: Ask) -> list[Step]:
+        """Return the step that stores the number of handles of a function; none if that number is stored.
+
+        Raises Invalid for another layout, or for more handles than the function has room for; Busy if more mediated
+        devices are in use than would be offered.
+        """
+        name, text = self.desired.mdev_type, ask.layout.get(UNITS_KEY, "")
+        if {*ask.layout} != {UNITS_KEY} or not re.fullmatch("[0-9]{1,4}", text):
+            raise Invalid(f"the layout of a function with mediated devices has one key: {UNITS_KEY}, a number")
+        wanted, room, created = int(text), self._count_room(machine, address), self._count_created(machine, address)
+        if wanted > room:
+            raise Invalid(f"{address} has room for {room} mediated devices of type {name}, not for {wanted}")
+        if wanted < created:
+            raise Busy(f"{created} mediated devices of type {name} on {address} are attached: detach them first")
+        path = self._units_path(address)
+        stored = machine.text(path)
+        if stored == str(wanted):
+            return []
+        return [
+            Step(
+                does=f"offer {wanted} mediated devices of type {name} on {address}",
+                write=Write(path, str(wanted)),
+                seen=(Check(path, str(wanted)),),
+                undo=(Write(path, stored),),
+            )
+        ]
 
     def _plan_attach(self, machine: Machine, address: str, ask: Ask) -> list[Step]:
         """Return the steps that create the mediated device; none if it exists for this consumer.

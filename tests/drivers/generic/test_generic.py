@@ -196,6 +196,43 @@ def test_a_mediated_device_is_created_by_attach_and_removed_by_detach_of_its_con
     assert not host.machine.names("/sys/bus/mdev/devices") and not host.machine.names("/state/mdev")
 
 
+def test_a_layout_sets_how_many_mediated_devices_a_card_offers(host: ModelMachine) -> None:
+    work = make_runner(host, vgpus=MDEV)
+    device = only_device(work)
+    assert (device.changeable, device.sized_by) == ("mdevs", "mdevs") and "partition" in device.acts.split()
+    for wanted in ("1", "0", "2"):
+        assert [work.run_act("partition", Ask(device.key, layout={"mdevs": wanted})) for _ in range(2)] == [1, 0]
+        for runner in (work, make_runner(host, vgpus=MDEV)):  # the second one is started later
+            assert len(handle_infos(only_device(runner))) == only_device(runner).deployables[0].num_accelerators
+            assert len(handle_infos(only_device(runner))) == int(wanted)
+    other_type = make_runner(host, vgpus=MDEV | {"desired": {"mdev_type": "nvidia-222"}})
+    assert len(handle_infos(only_device(other_type))) == 4
+
+
+@pytest.mark.parametrize(
+    ("layout", "says"),
+    [
+        ({"mdevs": "3"}, "has room for 2 mediated devices of type nvidia-223, not for 3"),
+        ({"mdevs": "-1"}, "one key: mdevs"),
+        ({"mdevs": "1", "bind": "vfio-pci"}, "one key: mdevs"),
+        ({}, "one key: mdevs"),
+    ],
+)
+def test_an_unusable_layout_of_a_card_with_mediated_devices_is_refused(
+    host: ModelMachine, layout: dict[str, str], says: str
+) -> None:
+    work = make_runner(host, vgpus=MDEV)
+    with pytest.raises(Invalid, match=says):
+        work.plan("partition", Ask(only_device(work).key, layout=layout))
+
+
+def test_S1_a_layout_keeps_the_mediated_devices_that_are_attached(host: ModelMachine) -> None:
+    work = make_runner(host, vgpus=MDEV)
+    work.run_act("attach", attach_ask(work, 0))
+    with pytest.raises(Busy, match="are attached: detach them first"):
+        work.plan("partition", Ask(only_device(work).key, layout={"mdevs": "0"}))
+
+
 def test_nova_finds_the_device_by_the_address_in_the_attach_info_and_creates_its_asked_type(host: ModelMachine) -> None:
     (info, _) = handle_infos(only_device(make_runner(host, vgpus=MDEV)))
     node_device = "_".join(["mdev", UUIDS[0], *(info[name] for name in ("domain", "bus", "device", "function"))])
