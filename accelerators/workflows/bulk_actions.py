@@ -310,6 +310,23 @@ def predict_outcome(
     )
 
 
+def forecast_device(action: Action, drain_to: DrainTarget, device: Device) -> BulkForecast:
+    """Predict what an action would do to one device now. Makes no holder checks. Costs one statement."""
+    is_held = bool(safety.find_requests_of_device(device))
+    return predict_outcome(
+        Bulk(action=action, then=drain_to),
+        lifecycle.build_lifecycle_state(device).as_text,
+        device.state,
+        device.returns_to,
+        device.drain_to,
+        bool(device.to_install),
+        device.busy_with is not None,
+        is_held,
+        True,
+        is_held,
+    )
+
+
 def confirm_draft(bulk: Bulk, reason: str, held_too: bool, dry_run: bool = False) -> bool:
     """Start a bulk action that is a draft, with `dry_run` as a dry run that changes no device.
 

@@ -1,7 +1,8 @@
 """Tokens of previews: whoever confirms an action on many objects proves with one which preview they have seen.
 
-A preview is stored as a draft, with its set of objects. The token is signed, names the draft, and is bound to the
-caller and to the request that was previewed.
+A preview of many objects is stored as a draft, with its set of objects. The token is signed, names the draft, and is
+bound to the caller and to the request that was previewed. A preview of one device is not stored: its token names the
+device, and is bound to its state as well.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ class PreviewToken:
 
 
 def issue_token(draft: UUID, caller: Caller, request: Mapping[str, Any]) -> PreviewToken:
-    """Return the token with which this caller may confirm this draft.
+    """Return the token with which this caller may confirm this draft, or an action on the device with this uuid.
 
     `request` is the request that was previewed, as values that JSON can represent: the kind of the action, its options
     and the chosen objects. The reason is not part of it.
@@ -46,7 +47,7 @@ def issue_token(draft: UUID, caller: Caller, request: Mapping[str, Any]) -> Prev
 
 
 def read_token(text: str, caller: Caller, request: Mapping[str, Any]) -> UUID:
-    """Return the uuid of the draft that a token confirms.
+    """Return the uuid of the draft, or of the device, that a token confirms.
 
     Raises RefusedError STALE_PREVIEW if the token is not valid, has expired, or was issued to another caller or for
     another request.

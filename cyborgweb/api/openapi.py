@@ -150,6 +150,9 @@ class ViewSchema(AutoSchema):
         """
         status, body = self.collection.response_serializers.get(self.collection.action, (0, None))
         preview = self.collection.preview_serializers.get(self.collection.action)
+        if preview and not body:  # Both the row and the preview are answered with 200.
+            row = cast("type[Serializer[Any]]", self.collection.get_serializer_class())
+            return {200: {"anyOf": [self.resolve_serializer(one, "response").ref for one in (row, preview)]}}
         previews = {200: preview} if preview else {}
         return previews | {status: body} if body else super().get_response_serializers()
 

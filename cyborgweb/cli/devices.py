@@ -9,6 +9,7 @@ from uuid import UUID
 import click
 
 from cyborgweb.cli import bulk, completion, names, options
+from cyborgweb.cli.confirmation import order_after_preview
 from cyborgweb.cli.exit_codes import CliError, ExitCode
 from cyborgweb.cli.following import WorkProgress, follow_until_ended
 from cyborgweb.cli.many_targets import show_and_exit
@@ -88,7 +89,7 @@ def device_show(cli_context: CliContext, device: str, history: bool) -> None:
 
 DASH_HELP = """Name devices, or write - to read their names from standard input. Several devices are changed by one job
 of the service; you are asked to type their number first if they are on several hosts, or if held devices would be
-changed."""
+changed, also if it is a single one."""
 
 
 @verb_command(
@@ -298,8 +299,9 @@ def _apply_action(
     """Apply an action to the selected devices, show a row for each, and exit with the rows' common code if it is not
     DONE. `body` is sent with the action.
 
-    A single device that is named is changed at once, and a refusal raises CliError; several are one bulk action
-    (`bulk.apply_action_to_many`). With a `question`, which has a place for the name, the user is asked in any case.
+    A single device that is named is changed at once, after a confirmation if requests hold it, and a refusal raises
+    CliError; several are one bulk action (`bulk.apply_action_to_many`). With a `question`, which has a place for the
+    name, the user is asked in any case.
     """
     selection = bulk.Selection((*devices,), (*filters,), retried)
     body = options.drop_empty(body | {"reason": reason})
@@ -307,7 +309,11 @@ def _apply_action(
         if question:
             options.confirm(question.format(devices[0]), yes)
         uuid = names.resolve_device(cli_context.api, devices[0])
-        shown = cli_context.api.post(f"devices/{uuid}/{action}/", body)
+        held_question = f"Requests hold {devices[0]}: apply {action} to it?"
+        shown = order_after_preview(
+            cli_context, f"devices/{uuid}/{action}/", body, held_question, "devices", yes=yes, dry_run=False
+        )
+        assert shown is not None, "only a dry run has no answer"
         rows, columns = [{"outcome": "done"} | _build_device_row(shown)], ACTION_COLUMNS
     else:
         how = bulk.BulkOptions(yes, dry_run, wait, always_ask=bool(question))

@@ -232,7 +232,9 @@ def disconnect_node(story: DeploymentStory, work: BackgroundWork, victim: str, s
 def check_page_follows_decision(story: DeploymentStory, work: BackgroundWork) -> None:
     """Check that an open page shows an operator's decision, whichever gateway serves it now."""
     device, before = work.stream.device, dict(work.page.cells[work.key])
-    assert story.person.call("POST", f"/api/devices/{device}/disable/", {"reason": "a test"})[0] == 200
+    preview = story.person.call("POST", f"/api/devices/{device}/disable/", {"dry_run": True})[1]
+    body = {"reason": "a test", "token": preview["token"]}
+    assert story.person.call("POST", f"/api/devices/{device}/disable/", body)[0] == 200
     story.until(lambda: work.page.cells[work.key] != before and work.page.live, "the page shows it")
     assert story.person.call("POST", f"/api/devices/{device}/enable/", {"reason": "a test"})[0] == 200
 

@@ -53,7 +53,9 @@ class ProductWithCard:
         return str(self.call("GET", f"/api/devices/{self.device}/").json()["state"])
 
     def post_action(self, verb: str) -> None:
-        answer = self.call("POST", f"/api/devices/{self.device}/{verb}/", {"reason": "a test"})
+        path = f"/api/devices/{self.device}/{verb}/"
+        preview = self.call("POST", path, {"dry_run": True}).json()
+        answer = self.call("POST", path, {"reason": "a test", "token": preview["token"]})
         assert answer.status_code == 200, answer.text
 
     def handle_types(self) -> set[str]:

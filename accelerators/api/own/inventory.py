@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol, cast
-from uuid import UUID
 
 import django_filters as filters
 from django.contrib.postgres.expressions import ArraySubquery
@@ -14,6 +13,7 @@ from rest_framework import serializers
 from rest_framework.request import Request
 from rest_framework.response import Response
 
+from accelerators import safety
 from accelerators.api.own.accelerators import LayoutSerializer
 from accelerators.api.own.commands import CommandSerializer
 from accelerators.api.own.fields import (
@@ -29,16 +29,25 @@ from accelerators.api.own.fields import (
     parse_attach_info,
 )
 from accelerators.api.own.filters import ListFilter, choice_filter, host_filter, presence_filter
+from accelerators.api.own.previews import ConfirmationSerializer, PreviewSerializer, respond_with_preview
 from accelerators.api.own.views import CollectionView
 from accelerators.devices import lifecycle, partitioning
-from accelerators.devices.lifecycle import MAX_REASON
+from accelerators.devices.lifecycle import MAX_REASON, SeenStates
 from accelerators.domain import device_actions
 from accelerators.domain.device_actions import Action
 from accelerators.domain.identity import SERIAL_PREFIX
-from accelerators.domain.states import DeviceState, DeviceType, DrainTarget, EventSource, HandleType, Health
+from accelerators.domain.states import (
+    DeviceOutcome,
+    DeviceState,
+    DeviceType,
+    DrainTarget,
+    EventSource,
+    HandleType,
+    Health,
+)
 from accelerators.models import AcceleratorRequest, AttachHandle, Attribute, Deployable, Device, Host
 from accelerators.models.devices import build_driver_error_expression, build_name_condition
-from accelerators.workflows import host_removal
+from accelerators.workflows import bulk_actions, confirmations, host_removal
 
 
 def count_related_rows(rows: QuerySet[Any], column: str, outer_column: str = "pk") -> Coalesce:
@@ -291,8 +300,26 @@ class DeviceSerializer(RowSerializer):
         return device.host.stale_reason(device.driver, device.backend)
 
 
-class DrainSerializer(ReasonSerializer):
-    """The body of a drain: an optional reason, and the state after it."""
+class DeviceActionSerializer(ConfirmationSerializer, ReasonSerializer):
+    """The body of an action on a device: an optional reason, and the confirmation."""
+
+    field_conditions = {"not": {"properties": {"dry_run": {"enum": [True]}}, "required": ["dry_run", "token"]}}
+
+
+class DeviceActionPreviewSerializer(PreviewSerializer):
+    """What an action on one device would do now. It has to be confirmed if it would change a held device."""
+
+    action = serializers.ChoiceField([(one.value, one.value) for one in Action], read_only=True)
+    then = serializers.ChoiceField(DrainTarget.choices(), read_only=True)
+    device = serializers.UUIDField(read_only=True)
+    state = serializers.CharField(read_only=True)
+    holders = serializers.ListField(
+        child=serializers.CharField(), read_only=True, help_text="The requests that hold it, with their instances."
+    )
+
+
+class DrainSerializer(DeviceActionSerializer):
+    """The body of a drain: an optional reason, the confirmation, and the state after it."""
 
     then = serializers.ChoiceField(
         DrainTarget.choices(),
@@ -304,24 +331,52 @@ class DrainSerializer(ReasonSerializer):
 def _make_action_handler(action: Action) -> Callable[..., Response]:
     """Return a handler for POST that performs `action` on one device and answers with the device.
 
-    The handler's docstring is the action's description. It raises RefusedError if the action is refused.
+    The handler's docstring is the action's description. If the action would change a held device, it raises
+    NotConfirmedError unless the body has the token of its preview. It raises RefusedError if the action is refused, and
+    if the token is not valid any more.
     """
 
     def perform_action(view: CollectionView, request: Request, **kwargs: str) -> Response:
-        values = view.validate_body()
+        values, device = view.validate_body(), view.get_object()
         final_state = DrainTarget(values.get("then", DrainTarget.MAINTENANCE))
-        lifecycle.apply_action_to_device(
-            action,
-            UUID(kwargs["uuid"]),
-            view.caller,
-            values.get("reason", ""),
-            final_state,
-            view.caller.event_source,
-        )
+        forecast = bulk_actions.forecast_device(action, final_state, device)
+        state = lifecycle.build_lifecycle_state(device).as_text
+        described = {"kind": "device action", "action": action, "then": final_state, "state": state}
+        needs_token = forecast.held and forecast.outcome == DeviceOutcome.MOVED
+        seen = SeenStates({}, held_too=False) if forecast.outcome == DeviceOutcome.MOVED else None
+        if token := values.get("token"):
+            if confirmations.read_token(token, view.caller, described) != device.uuid:
+                raise confirmations.stale_preview_error()
+            seen = SeenStates({device.uuid: state}, held_too=True)
+        elif values.get("dry_run") or needs_token:
+            issued = confirmations.issue_token(device.uuid, view.caller, described)
+            preview = _describe_preview(action, final_state, device, forecast)
+            return respond_with_preview(preview | {"confirm": needs_token}, issued, values.get("dry_run", False))
+        reason, source = values.get("reason", ""), view.caller.event_source
+        lifecycle.apply_action_to_device(action, device.uuid, view.caller, reason, final_state, source, seen)
         return Response(view.get_serializer(view.get_object()).data)
 
     perform_action.__doc__ = device_actions.ACTION_DESCRIPTIONS[action]
     return perform_action
+
+
+def _describe_preview(
+    action: Action, final_state: DrainTarget, device: Device, forecast: bulk_actions.BulkForecast
+) -> dict[str, Any]:
+    """Return a preview as `DeviceActionPreviewSerializer` shows it, without `confirm` and the token."""
+    is_changed = forecast.outcome == DeviceOutcome.MOVED
+    shown = {"outcome": forecast.outcome.value, "number": 1, "held": forecast.held, "text": forecast.text}
+    return {
+        "action": action.value,
+        "then": final_state.value,
+        "device": device.uuid,
+        "state": lifecycle.build_lifecycle_state(device).as_text,
+        "holders": safety.find_requests_of_device(device),
+        "total": 1,
+        "hosts": 1,
+        "held": int(forecast.held and is_changed),
+        "forecast": [shown],
+    }
 
 
 class DeviceView(CollectionView):
@@ -329,10 +384,11 @@ class DeviceView(CollectionView):
 
     policy = "inventory"
     sort_fields = {"created": "id", "state": "state", "type": "type"}
-    member_actions = dict.fromkeys([action.value for action in Action], ReasonSerializer) | {"drain": DrainSerializer}
+    member_actions = dict.fromkeys(map(str, Action), DeviceActionSerializer) | {"drain": DrainSerializer}
     actions_to_confirm = (Action.RETIRE.value,)
     body_serializers = {"partial_update": LayoutSerializer}
     response_serializers = {"partial_update": (202, CommandSerializer)}
+    preview_serializers = dict.fromkeys([action.value for action in Action], DeviceActionPreviewSerializer)
     enable, disable, drain = (
         _make_action_handler(Action.ENABLE),
         _make_action_handler(Action.DISABLE),

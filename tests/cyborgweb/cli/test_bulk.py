@@ -11,7 +11,7 @@ import pytest
 from django.db import connection
 
 from accelerators import conductor
-from accelerators.models import Bulk, Device
+from accelerators.models import AcceleratorRequest, AttachHandle, Bulk, Device, DeviceProfile
 from accelerators.workflows import bulk_actions
 from cyborgweb.cli import following
 from cyborgweb.cli.connection import HttpApiClient
@@ -86,6 +86,29 @@ def test_devices_of_several_hosts_need_the_typed_number(cyborg: Cyborg, terminal
         program.type("2\n")
         assert program.end() == 0, program.text
     assert Device.objects.filter(state="quarantined").count() == 2
+
+
+def test_a_single_held_device_is_changed_only_after_a_confirmation(cyborg: Cyborg, terminal: Terminal) -> None:
+    create_heard_host("cmp1", 1)
+    handle, instance = AttachHandle.objects.all()[0], "aaaaaaaa-0000-4000-8000-000000000000"
+    with conductor.writing():
+        profile = DeviceProfile.objects.create(name="one", groups=[])
+        binding = {"deployable": handle.deployable, "attach_handle": handle, "instance_uuid": instance}
+        AcceleratorRequest.objects.create(project_id="p1", profile=profile, group={}, state="Bound", **binding)
+        Device.objects.update(state="ready")
+    words = ("device-quarantine", "cmp1/0000:00:00.0")
+    shown = cyborg(*words, "--dry-run", "-f", "csv")
+    assert shown.stdout.splitlines()[1].startswith("1,moved,yes,")
+    assert_refused(cyborg(*words), 2, "give --yes")
+    with terminal(*words) as program:
+        program.expect("will be done: becomes quarantined (held)")
+        program.expect("Requests hold cmp1/0000:00:00.0: apply quarantine to it?")
+        program.expect("type 1, the number of devices: ")
+        program.type("no\n")
+        assert program.end() == 1, program.text
+    assert Device.objects.get().state == "ready"
+    assert cyborg(*words, "--yes").exit_code == 0
+    assert Device.objects.get().state == "quarantined"
 
 
 def test_retry_failed_repeats_the_action_for_the_refused_devices(cyborg: Cyborg) -> None:

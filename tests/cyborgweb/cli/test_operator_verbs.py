@@ -97,13 +97,13 @@ def agent(monkeypatch: pytest.MonkeyPatch) -> Agent:
 SAME_OUTPUT = {
     "device-list": ("--host", "cmp0", "--state", "inactive"),
     "device-show": ("cmp0/0000:00:00.0",),
-    "device-ready": ("DEVICE", "--no-wait"),
+    "device-ready": ("DEVICE", "--no-wait", "--yes"),
     "device-maintain": ("DEVICE", UNKNOWN_UUID),
-    "device-drain": ("DEVICE", "--then", "retired"),
-    "device-quarantine": ("DEVICE",),
-    "device-release": ("DEVICE",),
+    "device-drain": ("DEVICE", "--then", "retired", "--yes"),
+    "device-quarantine": ("DEVICE", "--yes"),
+    "device-release": ("DEVICE", "--yes"),
     "device-retire": ("DEVICE", "--yes"),
-    "device-reinstate": ("DEVICE",),
+    "device-reinstate": ("DEVICE", "--yes"),
     "driver-list": ("--host", "cmp0"),
     "install-driver": ("pci_driver", "--host", "nowhere"),
     "update-driver": ("pci_driver", "--all", "--enable"),
@@ -245,7 +245,7 @@ def test_an_action_moves_every_named_device_and_a_refusal_exits_with_1(
     status, out, _ = run_verb("device", "retire", first, second, "--json")
     assert status == 1
     assert {row["target"]: row["outcome"] for row in json.loads(out)} == {first: "done", second: "refused"}
-    assert run_verb("device", "drain", third, "--then", "retired")[0] == 0
+    assert run_verb("device", "drain", third, "--then", "retired", "--yes")[0] == 0
     assert [*Device.objects.order_by("id").values_list("state", flat=True)] == ["retired", "ready", "retired"]
     assert run_verb("device", "reinstate", third)[0] == 0
     assert Device.objects.get(uuid=third).state == "inactive"

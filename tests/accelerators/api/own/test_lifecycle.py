@@ -8,6 +8,7 @@ from uuid import uuid4
 
 import pytest
 from django.db import connection
+from django.http import HttpResponse
 from django.test.utils import CaptureQueriesContext
 
 from accelerators import conductor
@@ -33,10 +34,17 @@ def device_path(address: str) -> str:
 
 
 def perform_action(ask: Ask, address: str, verb: str, **body: str) -> dict[str, Any]:
-    """Perform an action on the device and return the device as the API answered."""
-    response = ask(f"{device_path(address)}{verb}/", method="POST", data=body or None)
+    """Perform an action on the device, with the token of its preview if it needs one, and return the device."""
+    response = send_confirmed(ask, f"{device_path(address)}{verb}/", body)
     assert response.status_code == 200, response.content
     return json.loads(response.content)
+
+
+def send_confirmed(ask: Ask, path: str, body: dict[str, str] | None = None) -> HttpResponse:
+    """Send an action, and send it again with the token of its preview if it has to be confirmed; return the answer."""
+    response = ask(path, method="POST", data=body or None)
+    preview = json.loads(response.content).get("preview")
+    return ask(path, method="POST", data=(body or {}) | {"token": preview["token"]}) if preview else response
 
 
 def test_an_action_returns_the_device_and_records_an_event(ask: Ask, fill: Fill) -> None:
@@ -58,7 +66,7 @@ def test_next_actions_are_exactly_those_that_do_something(ask: Ask, fill: Fill, 
     for verb in (*VERBS, ""):
         with conductor.writing():
             Device.objects.update(state=state, returns_to=None, drain_to=None)
-        answered = ask(address + verb, method="POST" if verb else "GET")
+        answered = send_confirmed(ask, f"{address}{verb}/") if verb else ask(address)
         assert answered.status_code in (200, 409), answered.content
         shown[verb] = json.loads(answered.content)
     before = shown.pop("")
@@ -88,12 +96,49 @@ def test_retiring_a_held_device_is_refused_and_not_offered(ask: Ask, fill: Fill)
     assert "is held by request" in get_error_message(ask(f"{device_path(HELD_ADDRESS)}retire/", method="POST"), 409)
 
 
+@pytest.mark.parametrize("verb", ["disable", "drain", "quarantine"])
+def test_an_action_on_a_held_device_is_done_only_with_the_token_of_its_preview(ask: Ask, fill: Fill, verb: str) -> None:
+    fill(3)
+    with conductor.writing():
+        Device.objects.update(state="ready")
+    path, free_path = f"{device_path(HELD_ADDRESS)}{verb}/", f"{device_path(FREE_ADDRESS)}{verb}/"
+    answer = ask(path, method="POST", data={"reason": "x"})
+    assert "1 held device" in get_error_message(answer, 409)
+    preview = json.loads(answer.content)["preview"]
+    request = AcceleratorRequest.objects.get(deployable__device__address=HELD_ADDRESS)
+    assert (preview["held"], preview["confirm"], preview["state"]) == (1, True, "ready")
+    assert str(request.uuid) in preview["holders"][0]
+    shown = ask(path, method="POST", data={"dry_run": True})
+    assert shown.status_code == 200 and json.loads(shown.content)["confirm"]
+    free = json.loads(ask(free_path, method="POST", data={"dry_run": True}).content)
+    assert (free["held"], free["confirm"], free["holders"]) == (0, False, [])
+    assert {*Device.objects.values_list("state", flat=True)} == {"ready"} and not Event.objects.filter(source="api")
+    token = {"token": preview["token"]}
+    for other in (free_path, f"{device_path(HELD_ADDRESS)}retire/"):
+        assert "Nothing was done" in get_error_message(ask(other, method="POST", data=token), 409)
+    assert "Nothing was done" in get_error_message(ask(path, project="p2", method="POST", data=token), 409)
+    assert ask(path, method="POST", data=token | {"reason": "x"}).status_code == 200
+    assert ask(free_path, method="POST").status_code == 200
+    assert not Device.objects.filter(state="ready", address__in=[HELD_ADDRESS, FREE_ADDRESS]).exists()
+    assert "Nothing was done" in get_error_message(ask(path, method="POST", data=token), 409)
+
+
+def test_the_token_of_a_device_is_stale_when_the_state_has_changed(ask: Ask, fill: Fill) -> None:
+    fill(3)
+    path = f"{device_path(HELD_ADDRESS)}quarantine/"
+    token = json.loads(ask(path, method="POST", data={"dry_run": True}).content)["token"]
+    with conductor.writing():
+        Device.objects.update(state="maintenance")
+    assert "Nothing was done" in get_error_message(ask(path, method="POST", data={"token": token}), 409)
+    assert not Device.objects.filter(state="quarantined").exists()
+
+
 @pytest.mark.parametrize(
     ("verb", "body", "status", "says"),
     [
         ("enable", {"reason": "x" * 501}, 400, "reason: Ensure this field has no more than 500 characters."),
         ("enable", {"reason": 7}, 400, "reason: Not a valid string."),
-        ("enable", {"state": "ready"}, 400, "state: cannot be written; writable fields: reason."),
+        ("enable", {"state": "ready"}, 400, "state: cannot be written; writable fields: dry_run, token, reason."),
         ("enable", ["x"], 400, "Invalid data"),
         ("enable", [], 400, "Invalid data"),
         ("enable", b"null", 400, "No data provided"),
