@@ -84,9 +84,14 @@ def preview_removal(host: Host) -> RemovalPreview:
         refused = ""
     except RefusedError as error:
         refused = error.text
+    return count_removed_rows(host, refused)
+
+
+def count_removed_rows(host: Host, refused: str = "") -> RemovalPreview:
+    """Return what would be deleted with a host, without asking whether that would be refused."""
     return RemovalPreview(
         host.name,
-        len(devices),
+        Device.objects.filter(host=host).count(),
         AttachHandle.objects.filter(deployable__device__host=host).count(),
         Deployable.objects.filter(device__host=host, rp_uuid__isnull=False).count(),
         DriverWish.objects.filter(host=host).count(),

@@ -149,11 +149,12 @@ class HostView(CollectionView):
         changed (200). Events are kept, and the name may join again.
         """
         values, host = self.validate_body(), self.get_object()
-        preview = host_removal.preview_removal(host)
-        if not values.get("dry_run"):
-            confirmed, reason = values.get("confirm", ""), values.get("reason", "")
-            host_removal.order_removal(host.uuid, confirmed, self.caller, reason, EventSource.API)
-        return Response(RemovalPreviewSerializer(preview).data, 200 if values.get("dry_run") else 202)
+        if values.get("dry_run"):
+            return Response(RemovalPreviewSerializer(host_removal.preview_removal(host)).data)
+        removed = host_removal.count_removed_rows(host)
+        confirmed, reason = values.get("confirm", ""), values.get("reason", "")
+        host_removal.order_removal(host.uuid, confirmed, self.caller, reason, EventSource.API)
+        return Response(RemovalPreviewSerializer(removed).data, 202)
 
 
 class DeviceFilter(ListFilter):
