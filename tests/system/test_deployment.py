@@ -233,17 +233,17 @@ def check_page_follows_decision(story: DeploymentStory, work: BackgroundWork) ->
     """Check that an open page shows an operator's decision, whichever gateway serves it now."""
     device, before = work.stream.device, dict(work.page.cells[work.key])
 
-    def disable() -> bool:
-        """Disable the device, with the token of the preview while a request holds it."""
-        path, body = f"/api/devices/{device}/disable/", {"reason": "a test"}
+    def decide(verb: str) -> bool:
+        """Perform an action on the device, with the token of its preview while a request holds the device."""
+        path, body = f"/api/devices/{device}/{verb}/", {"reason": "a test"}
         status, answer = story.person.call("POST", path, body)
         if status == 409 and "preview" in answer:
             status, answer = story.person.call("POST", path, body | {"token": answer["preview"]["token"]})
         return status == 200
 
-    story.until(disable, "the device is disabled")
+    story.until(lambda: decide("disable"), "the device is disabled")
     story.until(lambda: work.page.cells[work.key] != before and work.page.live, "the page shows it")
-    assert story.person.call("POST", f"/api/devices/{device}/enable/", {"reason": "a test"})[0] == 200
+    story.until(lambda: decide("enable"), "the device is enabled")
 
 
 def reconnect_node(story: DeploymentStory, work: BackgroundWork, victim: str) -> None:
