@@ -97,7 +97,7 @@ def add_target_options(function: Callable[..., Any]) -> Callable[..., Any]:
                 help="On all devices of this backend of --host; can be repeated.",
             ),
             options.layout_option(
-                help="Settings of the driver in addition to the number, such as type=nvidia-63; can be repeated."
+                help="Settings of the driver in addition to the number, such as bind=vfio-pci; can be repeated."
             ),
             generation_option,
             options.reason_option,

@@ -153,7 +153,7 @@ class GenericDriver(Driver):
     def partition(self, machine: Machine, settings: Settings, ask: Ask) -> Plan:
         """Plan how to divide the device as the layout describes.
 
-        Raises Unsupported for all kinds but `pci`, and the errors of `_plan_act`.
+        Raises Unsupported for all kinds but `pci` and `mdev`, and the errors of `_plan_act`.
         """
         return self._plan_act("partition", machine, settings, ask)
 
