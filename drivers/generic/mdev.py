@@ -32,6 +32,7 @@ from drivers.plan import MDEV_DEFINITIONS, Act, Ask, Check, Plan, Step, Write
 NOTES_FOLDER = "/state/mdev"
 UNITS_FOLDER = "/state/mdev_units"
 """Holds a file for each function and type whose number of handles an operator has chosen, with that number."""
+UNITS = re.compile(r"[0-9]{1,4}")
 UNITS_KEY = "mdevs"
 """The layout key whose value is the number of handles of a function."""
 MAX_UNITS = 1024
@@ -113,10 +114,18 @@ class MdevBackend(PciFunctionBackend, frozen=True, kw_only=True, forbid_unknown_
         return max(0, machine.read_int(f"{path}/available_instances", 0))
 
     def _list_handles(self, machine: Machine, address: str) -> tuple[AttachHandle, ...]:
-        """Return the handles of a function: as many as it has room for, or as a layout has set if that is less."""
-        name = self.desired.mdev_type
+        """Return the handles of a function: as many as it has room for, or as a layout has set if that is less.
+
+        Raises Invalid if the file with the number is damaged.
+        """
+        name, path = self.desired.mdev_type, self._units_path(address)
+        stored = machine.text(path)
+        if stored and not UNITS.fullmatch(stored):
+            raise Invalid(
+                f"{path} must hold a number of units, not {stored[:40]!r}: delete the file, so that all units are offered"
+            )
         room = self._count_room(machine, address)
-        count = min(room, int(machine.text(self._units_path(address)) or room))
+        count = min(room, int(stored or room))
         domain, bus, device, function = re.split("[:.]", address)
         place = {"asked_type": name, "bus": bus, "device": device, "domain": domain, "function": function}
         marks = (json.dumps({**place, "vgpu_mark": f"{name}_{number}"}) for number in range(count))
@@ -167,16 +176,16 @@ class MdevBackend(PciFunctionBackend, frozen=True, kw_only=True, forbid_unknown_
     def _plan_units(self, machine: Machine, address: str, ask: Ask) -> list[Step]:
         """Return the step that stores the number of handles of a function; none if that number is stored.
 
-        Raises Invalid for another layout, or for more handles than the function has room for; Busy if more mediated
-        devices are in use than would be offered.
+        Raises Invalid for another layout, or for more handles than the function has room for; Busy if there would be
+        fewer handles while a mediated device is attached, because nobody knows which handle it has.
         """
         name, text = self.desired.mdev_type, ask.layout.get(UNITS_KEY, "")
-        if {*ask.layout} != {UNITS_KEY} or not re.fullmatch("[0-9]{1,4}", text):
+        if {*ask.layout} != {UNITS_KEY} or not UNITS.fullmatch(text):
             raise Invalid(f"the layout of a function with mediated devices has one key: {UNITS_KEY}, a number")
         wanted, room, created = int(text), self._count_room(machine, address), self._count_created(machine, address)
         if wanted > room:
             raise Invalid(f"{address} has room for {room} mediated devices of type {name}, not for {wanted}")
-        if wanted < created:
+        if created and wanted < len(self._list_handles(machine, address)):
             raise Busy(f"{created} mediated devices of type {name} on {address} are attached: detach them first")
         path = self._units_path(address)
         stored = machine.text(path)

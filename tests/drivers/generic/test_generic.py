@@ -229,8 +229,15 @@ def test_an_unusable_layout_of_a_card_with_mediated_devices_is_refused(
 def test_S1_a_layout_keeps_the_mediated_devices_that_are_attached(host: ModelMachine) -> None:
     work = make_runner(host, vgpus=MDEV)
     work.run_act("attach", attach_ask(work, 0))
-    with pytest.raises(Busy, match="are attached: detach them first"):
-        work.plan("partition", Ask(only_device(work).key, layout={"mdevs": "0"}))
+    for fewer in ("0", "1"):
+        with pytest.raises(Busy, match="are attached: detach them first"):
+            work.plan("partition", Ask(only_device(work).key, layout={"mdevs": fewer}))
+
+
+def test_a_damaged_number_of_units_is_named_as_the_error_of_its_backend(host: ModelMachine) -> None:
+    host.write(f"/state/mdev_units/{GPU}-nvidia-223", "x")
+    (backend,) = discover_findings(make_runner(host, vgpus=MDEV)).backends
+    assert "must hold a number of units, not 'x'" in backend.error
 
 
 def test_nova_finds_the_device_by_the_address_in_the_attach_info_and_creates_its_asked_type(host: ModelMachine) -> None:
