@@ -122,7 +122,7 @@ class MdevBackend(PciFunctionBackend, frozen=True, kw_only=True, forbid_unknown_
         stored = machine.text(path)
         if stored and not UNITS.fullmatch(stored):
             raise Invalid(
-                f"{path} must hold a number of units, not {stored[:40]!r}: delete the file, so that all units are offered"
+                f"{path} must hold a number of units, not {stored[:40]!r}: delete it, and all units are offered"
             )
         room = self._count_room(machine, address)
         count = min(room, int(stored or room))
