@@ -23,6 +23,7 @@ from drivers.generic.pci_backend import PciFunctionBackend, make_reading_service
 from drivers.inventory import AttachHandle, Attribute, BackendKind, Deployable, Device, Fault, Sample, Service
 from drivers.machine import PCI_ADDRESS, PCI_DEVICES, SYS_KEY, Machine
 from drivers.pci import functions
+from drivers.pci.rules import PciMatch
 from drivers.plan import Act, Ask, Plan, Vitals
 
 ACCEL_CLASS_FOLDER = "/sys/class/accel"
@@ -47,7 +48,7 @@ class AccelBackend(PciFunctionBackend, frozen=True, kw_only=True, forbid_unknown
 
     kind: ClassVar[BackendKind] = "accel-class"
 
-    match: Annotated[list[functions.PciMatch], Meta(max_length=64)] = []
+    match: Annotated[list[PciMatch], Meta(max_length=64)] = []
     off_pci: Annotated[list[OffPciMatch], Meta(max_length=64)] = []
     desired: DesiredNode = DesiredNode()
 

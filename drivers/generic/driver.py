@@ -46,7 +46,6 @@ class GenericDriver(Driver):
     )
     acts: ClassVar[tuple[Act, ...]] = ("install", "uninstall", "attach", "detach", "program", "partition", "reset")
     settings_type: ClassVar[type[Struct] | None] = generic_settings.GenericSettings
-    resource_classes: ClassVar[tuple[str, ...]] = ("CUSTOM_PCI", "VGPU", "CUSTOM_MDEV")
     handle_types: ClassVar[tuple[HandleType, ...]] = ("PCI", "MDEV", "DEV")
     min_kernel: ClassVar[str] = "3.16"  # the first one with driver_override; the kinds look for what they need besides
 

@@ -22,11 +22,12 @@ from msgspec import Meta, Struct
 from drivers.base import Findings
 from drivers.errors import Busy, DriverError, Gone, Invalid
 from drivers.generic.backend import make_service
-from drivers.generic.pci_backend import PciFunctionBackend, make_reading_services
+from drivers.generic.pci_backend import OfferedFunctionBackend, make_reading_services
 from drivers.inventory import AttachHandle, Attribute, BackendKind, Deployable, Device, Fault, Service
 from drivers.machine import PCI_DEVICES, Machine
 from drivers.pci import functions
 from drivers.pci.guest_usage import refuse_if_guest_uses
+from drivers.pci.offer import merge_offers
 from drivers.plan import MDEV_DEFINITIONS, Act, Ask, Check, Plan, Step, Write
 
 NOTES_FOLDER = "/state/mdev"
@@ -46,7 +47,7 @@ class DesiredMdev(Struct, frozen=True, forbid_unknown_fields=True):
     mdev_type: Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$", max_length=64)]
 
 
-class MdevBackend(PciFunctionBackend, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="mdev"):
+class MdevBackend(OfferedFunctionBackend, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="mdev"):
     """Offers a handle for each mediated device of the wanted type that can be created or that this agent created.
 
     A layout limits the number of handles of a function. The mediated devices themselves are created at attach, because
@@ -151,12 +152,12 @@ class MdevBackend(PciFunctionBackend, frozen=True, kw_only=True, forbid_unknown_
     def _make_offered_device(self, machine: Machine, device: Device, address: str) -> Device:
         """Return the device with its MDEV handles and a trait for the wanted type; its layout is their number.
 
-        Its resource class is VGPU for a GPU and CUSTOM_MDEV for any other type.
+        Its resource class is the one that the operator chose, else VGPU for a GPU and CUSTOM_MDEV for any other type.
         """
         (part,) = device.deployables
         trait = "CUSTOM_MDEV_" + re.sub("[^A-Z0-9_]", "_", self.desired.mdev_type.upper())
         other_attributes = [attribute for attribute in part.attributes if attribute.key != "rc"]
-        rc = Attribute("rc", "VGPU" if device.type == "GPU" else "CUSTOM_MDEV")
+        rc = Attribute("rc", self._choose_resource_class(device))
         handles = self._list_handles(machine, address)
         part = Deployable(
             part.name,
@@ -172,6 +173,12 @@ class MdevBackend(PciFunctionBackend, frozen=True, kw_only=True, forbid_unknown_
             changeable=UNITS_KEY,
             sized_by=UNITS_KEY,
         )
+
+    def _choose_resource_class(self, device: Device) -> str:
+        """Return the resource class that the operator chose for the device, else the usual one of its type."""
+        serial = functions.get_serial_number(device.key)
+        offer = merge_offers(self.offer, self.devices, device.address or "", serial)
+        return offer.resource_class or ("VGPU" if device.type == "GPU" else "CUSTOM_MDEV")
 
     def _plan_units(self, machine: Machine, address: str, ask: Ask) -> list[Step]:
         """Return the step that stores the number of handles of a function; none if that number is stored.

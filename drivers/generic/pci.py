@@ -11,25 +11,25 @@ from drivers.base import Findings, Settings
 from drivers.errors import Invalid
 from drivers.generic import firmware
 from drivers.generic.backend import make_service
-from drivers.generic.pci_backend import PciFunctionBackend, make_reading_services
+from drivers.generic.pci_backend import OfferedFunctionBackend, make_reading_services
 from drivers.inventory import BackendKind, Device, Service
 from drivers.machine import PCI_DEVICES, Machine
-from drivers.pci import functions, iommu
+from drivers.pci import functions, iommu, rules
 from drivers.plan import Act, Ask, Plan
 
 
 class DesiredFunction(Struct, frozen=True, forbid_unknown_fields=True):
     """The wanted state of each function: number of virtual functions and kernel driver; None leaves it unchanged.
 
-    `vfs_beside_host` is described at `drivers.pci.functions.PciRule`.
+    `vfs_beside_host` is described at `drivers.pci.rules.PciRule`.
     """
 
-    vfs: functions.VfCount | None = None
-    bind: functions.KernelDriverName | None = None
-    vfs_beside_host: Annotated[list[functions.FunctionName], Meta(max_length=64)] = []
+    vfs: rules.VfCount | None = None
+    bind: rules.KernelDriverName | None = None
+    vfs_beside_host: Annotated[list[rules.FunctionName], Meta(max_length=64)] = []
 
 
-class PciBackend(PciFunctionBackend, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="pci"):
+class PciBackend(OfferedFunctionBackend, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="pci"):
     """Offers functions for passthrough and SR-IOV; those with a firmware upload directory can also be programmed."""
 
     kind: ClassVar[BackendKind] = "pci"
@@ -91,7 +91,7 @@ class PciBackend(PciFunctionBackend, frozen=True, kw_only=True, forbid_unknown_f
         """Return the settings of a PciDriver, with one rule for each entry of `match`."""
         return {"rules": [msgspec.to_builtins(self._make_rule(match)) for match in self.match]}
 
-    def _make_rule(self, match: functions.PciMatch) -> functions.PciRule:
+    def _make_rule(self, match: rules.PciMatch) -> rules.PciRule:
         """Return the rule of one entry of `match`, with the wanted state of `desired`."""
         rule = super()._make_rule(match)
         desired = self.desired

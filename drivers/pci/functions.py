@@ -4,7 +4,7 @@ Settings: `rules`, a list of tables. `vendor`, `product`, `class` and `address` 
 lower-case hex without 0x, and all that are given must match. `type` is the device type. `vfs` (the number of virtual
 functions) and `bind` (the kernel driver of what is handed out, such as `vfio-pci`; '' for none) describe the wanted
 state; what a rule does not set is left unchanged. `vfs_beside_host` names the functions that may have virtual functions
-although the host itself uses them.
+although the host itself uses them. `offer` and `devices` say how they are offered in Placement (`drivers.pci.offer`).
 The formats are upstream's (contract section 6.3), its mistakes are not: the type comes from a rule or the PCI class,
 and functions that the host itself uses, or that no IOMMU isolates, are never offered. `drivers.pci.sriov` and
 `drivers.pci.binding` plan the steps; `drivers.pci.iommu` tells which functions belong together.
@@ -16,32 +16,24 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from fnmatch import fnmatchcase
-from typing import Annotated, ClassVar, TypeVar
+from typing import ClassVar
 
-import msgspec
-from msgspec import Meta, Struct
+from msgspec import Struct
 
 from drivers.base import Driver, Findings, at_most
 from drivers.errors import Busy, DriverError, Failed, Gone, Invalid, Unsupported
-from drivers.inventory import AttachHandle, Attribute, Deployable, Device, DeviceType, Fault, HandleType, Sample
+from drivers.inventory import AttachHandle, Deployable, Device, DeviceType, Fault, HandleType, Sample
 from drivers.machine import MAX_TABLE, PCI_DEVICES, Machine
 from drivers.pci import binding, guest_usage, iommu, pci_health, sriov
 from drivers.pci.addresses import normalize_address, read_handle_address
+from drivers.pci.cards import AnyCard, Selection
 from drivers.pci.config_space import read_config_space
 from drivers.pci.host_usage import find_functions_used_by_host, list_interfaces
+from drivers.pci.identity import SERIAL_PREFIX
+from drivers.pci.offer import make_attributes, merge_offers
+from drivers.pci.rules import PciFunction, PciRule, PciSettings, apply_layout, read_rules
 from drivers.plan import Act, Ask, Plan, Step, Vitals, Write
 
-VENDORS = {"10de": "NVIDIA", "102b": "MATROX", "10ee": "XILINX", "1bd4": "INSPUR", "8086": "INTEL", "19e5": "HUAWEI"}
-"""Vendors that upstream shows by name; other vendors are shown by their number."""
-CLASS_TYPES: tuple[tuple[str, str, DeviceType], ...] = (
-    ("03", "*", "GPU"),
-    ("0b40", "8086", "QAT"),
-    ("0108", "*", "SSD"),
-    ("02", "*", "NIC"),
-)
-"""(PCI class prefix, vendor, type). Class 1200, processing accelerator, does not tell the type, so the rule must."""
-BRIDGE = "06"
 DSN_CAPABILITY = 0x0003
 
 RESET_S = 100.0
@@ -54,52 +46,6 @@ BLOCKED_PREFIX = "cannot be done: "
 _last_serial_numbers: dict[str, str] = {}
 """The last serial number that was read of each function in this process: directory in sysfs → number, '' if it has
 none."""
-
-MatchT = TypeVar("MatchT", bound="PciMatch")
-VfCount = Annotated[int, Meta(ge=0, le=1024)]
-KernelDriverName = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_-]*$", max_length=64)]
-FunctionName = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_.:-]+$", max_length=32)]
-"""The PCI address of a function or the name of its network interface; not a glob."""
-HexGlob = Annotated[str, Meta(pattern=r"^[0-9a-f*?\[\]!:.-]+$", max_length=64)]
-
-
-class PciMatch(Struct, frozen=True, forbid_unknown_fields=True, rename={"pci_class": "class"}):
-    """Selects PCI functions by globs. `class` is compared with four digits (`0302`) and with six (`030200`)."""
-
-    vendor: HexGlob = "*"
-    product: HexGlob = "*"
-    pci_class: HexGlob = "*"
-    address: HexGlob = "*"
-
-
-class PciRule(PciMatch, frozen=True, forbid_unknown_fields=True):
-    """One rule of the settings: it selects functions to offer, and sets their type and wanted state.
-
-    `type` is the device type; None takes it from the PCI class. The wanted state is `vfs`, the number of virtual
-    functions, and `bind`, the kernel driver ('' for no driver of the host); None leaves either as it is.
-    `vfs_beside_host` are names of functions whose number of virtual functions may be changed although the host itself
-    uses them, such as the card of its default route; the function itself stays the host's.
-    """
-
-    type: DeviceType | None = None
-    vfs: VfCount | None = None
-    bind: KernelDriverName | None = None
-    vfs_beside_host: Annotated[list[FunctionName], Meta(max_length=64)] = []
-
-
-class PciSettings(Struct, frozen=True):
-    """The settings of pci_driver. Other keys are ignored."""
-
-    rules: list[PciRule] = []
-
-
-class PciFunction(Struct, frozen=True):
-    """A PCI function as sysfs describes it; ids are lower-case hex without 0x, and `pci_class` has six digits."""
-
-    address: str
-    vendor: str
-    product: str
-    pci_class: str
 
 
 class PciDriver(Driver):
@@ -127,25 +73,33 @@ class PciDriver(Driver):
     )
     acts: ClassVar[tuple[Act, ...]] = ("install", "uninstall", "detach", "partition", "reset")
     settings_type: ClassVar[type[Struct] | None] = PciSettings
-    resource_classes: ClassVar[tuple[str, ...]] = ("CUSTOM_PCI",)
     handle_types: ClassVar[tuple[HandleType, ...]] = ("PCI",)
     min_kernel: ClassVar[str] = "3.16"  # the first one with driver_override
+    cards: ClassVar[AnyCard] = AnyCard()
+    """The kind of cards that the driver offers."""
+    finds_own_cards: ClassVar[bool] = False
+    """Whether the driver offers all cards of its kind if there are no rules. A vendor's driver does."""
 
     def probe(self, machine: Machine, settings: dict[str, object]) -> tuple[str, ...]:
         """Return what is missing: privileges, a writable /sys, an IOMMU, kernel drivers that the rules name.
 
         Raises Invalid for unusable rules.
         """
-        return tuple(_list_missing_requirements(machine, read_rules(settings)))
+        return tuple(_list_missing_requirements(machine, self.read_selection(settings).rules))
+
+    def read_selection(self, settings: dict[str, object]) -> Selection:
+        """Return the functions that the settings select. Raises Invalid for unusable rules."""
+        rules = read_rules(settings, self.name, finds_own_cards=self.finds_own_cards)
+        return Selection(rules or [PciRule()] * self.finds_own_cards, self.cards)
 
     def discover(self, machine: Machine, settings: dict[str, object]) -> Findings:
         """Return a device for each selected function, or only a fault if no function of the machine matches a rule.
 
         Raises Invalid for unusable rules, and DriverError if it cannot be determined which functions the host uses.
         """
-        rules = read_rules(settings)
-        findings = discover_devices(machine, rules) if rules else Findings()
-        if findings == Findings():
+        selection = self.read_selection(settings)
+        findings = discover_devices(machine, selection) if selection.rules else Findings()
+        if findings == Findings() and not self.finds_own_cards:
             no_match = Fault("rules", "no PCI function of this machine matches: say in `rules` which ones to offer")
             return Findings(faults=(no_match,))
         return findings
@@ -156,14 +110,14 @@ class PciDriver(Driver):
         Raises Gone if the function is absent, and another DriverError if its health cannot be read.
         """
         address = find_address(machine, ask.key, ask.address)
-        return Vitals(*pci_health.read_status(machine, address), pci_health.read_signals(machine, address))
+        return Vitals(*self.cards.read_status(machine, address), self.cards.read_signals(machine, address))
 
     def stats(self, machine: Machine, settings: dict[str, object], ask: Ask) -> tuple[Sample, ...]:
         """Return the load that sysfs shows: utilization, memory, temperatures, power, errors.
 
         Raises Gone if the function is absent.
         """
-        return pci_health.read_samples(machine, ask.key, find_address(machine, ask.key, ask.address))
+        return self.cards.read_samples(machine, ask.key, find_address(machine, ask.key, ask.address))
 
     def install(self, machine: Machine, settings: dict[str, object], ask: Ask) -> Plan:
         """Plan how to bring the function to the state of its rule; `vfs` and `bind` of `ask.layout` override the rule.
@@ -174,9 +128,7 @@ class PciDriver(Driver):
         would be changed, and Invalid or Unsupported with a text that says what to do.
         """
         address = find_address(machine, ask.key, ask.address)
-        rule = _apply_layout(
-            find_matching_rule(_read_function(machine, address), read_rules(settings)) or PciRule(), ask.layout
-        )
+        rule = apply_layout(self._find_rule(machine, settings, address), ask.layout)
         view = inspect_usage_for_act(machine, address)
         return Plan(tuple(_plan_rule_steps(view, address, rule)[:MAX_STEPS]), _describe_rule(rule))
 
@@ -191,7 +143,7 @@ class PciDriver(Driver):
         Unsupported if the card's kernel driver cannot change the number of virtual functions.
         """
         address = find_address(machine, ask.key, ask.address)
-        rule = find_matching_rule(_read_function(machine, address), read_rules(settings)) or PciRule()
+        rule = self._find_rule(machine, settings, address)
         view = inspect_usage_for_act(machine, address)
         steps = sriov.plan_virtual_functions_restore(_permit_beside_host(view, address, rule), address, ask.first)
         virtual_functions = [] if steps else iommu.list_virtual_functions(machine, address)
@@ -215,6 +167,13 @@ class PciDriver(Driver):
         step = Step(does=f"reset {address}", write=Write(f"{path}/reset", "1"), timeout_s=RESET_S)
         return Plan((step,), "reset")
 
+    def _find_rule(self, machine: Machine, settings: dict[str, object], address: str) -> PciRule:
+        """Return the rule that selects a function; a rule that leaves everything as it is if none does.
+
+        Raises Invalid for unusable rules, and DriverError if the function cannot be read.
+        """
+        return self.read_selection(settings).find_rule(_read_function(machine, address)) or PciRule()
+
 
 def inspect_usage_for_act(machine: Machine, address: str) -> binding.HostUsage:
     """Return what the host uses of a function, its companion functions and its virtual functions, for planning an act.
@@ -226,9 +185,9 @@ def inspect_usage_for_act(machine: Machine, address: str) -> binding.HostUsage:
 
 
 def discover_devices(
-    machine: Machine, rules: list[PciRule], *, passthrough: bool = True, shared: bool = False
+    machine: Machine, selection: Selection, *, passthrough: bool = True, shared: bool = False
 ) -> Findings:
-    """Return the devices that the rules select, and faults for functions that cannot be offered.
+    """Return the devices that are selected, and faults for functions that cannot be offered.
 
     With `passthrough`, guests get the functions themselves, so a function without an IOMMU is a fault. Without it,
     guests get something else that the caller makes of them, such as mediated devices. `shared` is for functions that
@@ -239,10 +198,10 @@ def discover_devices(
     devices: list[Device] = []
     faults: list[Fault] = []
     addresses = machine.pci_functions()
-    in_use = find_functions_used_by_host(machine, _list_candidates(machine, addresses, rules), shared=shared)
+    in_use = find_functions_used_by_host(machine, _list_candidates(machine, addresses, selection), shared=shared)
     for address in addresses:
         try:
-            for finding in _discover_function(machine, address, rules, in_use, passthrough):
+            for finding in _discover_function(machine, address, selection, in_use, passthrough):
                 if isinstance(finding, Fault):
                     faults.append(finding)
                 else:
@@ -254,48 +213,22 @@ def discover_devices(
     return Findings(tuple(devices), at_most(faults))
 
 
-def _list_candidates(machine: Machine, addresses: list[str], rules: list[PciRule]) -> set[str]:
-    """Return the functions that a rule selects, with their companion and virtual functions.
+def _list_candidates(machine: Machine, addresses: list[str], selection: Selection) -> set[str]:
+    """Return the functions that are selected, with their companion and virtual functions.
 
     Functions that cannot be read are left out.
     """
     candidates: set[str] = set()
     for address in addresses:
         try:
-            if find_matching_rule(_read_function(machine, address), rules):
+            if selection.find_rule(_read_function(machine, address)):
                 candidates.update(iommu.list_card_functions(machine, address))
         except DriverError:
             continue  # `_discover_function` reports it
     return candidates
 
 
-def read_rules(settings: dict[str, object]) -> list[PciRule]:
-    """Return the validated rules of the settings. Raises Invalid if one is unusable or selects every function."""
-    try:
-        rules = msgspec.convert(settings, PciSettings).rules
-    except msgspec.ValidationError as error:
-        hint = " (hex digits in lower case without 0x, and * ? [] as wildcards)" if "regex" in str(error) else ""
-        raise Invalid(f"the rules of pci_driver are not usable: {error}{hint}") from None
-    for number, rule in enumerate(rules, 1):
-        if rule == PciRule(type=rule.type, vfs=rule.vfs, bind=rule.bind, vfs_beside_host=rule.vfs_beside_host):
-            raise Invalid(
-                f"rule {number} of pci_driver selects every function: state vendor, product, class or address"
-            )
-    return rules
-
-
-def _apply_layout(rule: PciRule, layout: dict[str, str]) -> PciRule:
-    """Return the rule with the values of a layout in place of its own. Raises Invalid for an unusable layout."""
-    try:
-        if unknown := set(layout) - {"vfs", "bind"}:
-            raise Invalid(f"the layout of a PCI function has no key {min(unknown)!r}: its keys are vfs and bind")
-        changed = {**msgspec.to_builtins(rule), **layout}
-        return msgspec.convert(changed, PciRule, strict=False)
-    except msgspec.ValidationError as error:
-        raise Invalid(f"the layout is not usable: {error}") from None
-
-
-def _list_missing_requirements(machine: Machine, rules: list[PciRule]) -> Iterator[str]:
+def _list_missing_requirements(machine: Machine, rules: Sequence[PciRule]) -> Iterator[str]:
     """Yield a sentence for each thing that the driver needs and this host or process lacks."""
     status = dict(line.split(":", 1) for line in machine.text("/proc/self/status").splitlines() if ":" in line)
     user, capabilities = status.get("Uid", "0").split()[:1], int(status.get("CapEff", "2").strip(), 16)
@@ -359,7 +292,7 @@ def _read_id(machine: Machine, address: str, name: str) -> str:
 
 
 def _discover_function(
-    machine: Machine, address: str, rules: list[PciRule], in_use: dict[str, str], passthrough: bool
+    machine: Machine, address: str, selection: Selection, in_use: dict[str, str], passthrough: bool
 ) -> Iterator[Device | Fault]:
     """Yield the device of a function if a rule selects it, and a fault for each part that cannot be handed out.
 
@@ -371,8 +304,8 @@ def _discover_function(
     any other card is a fault. Raises DriverError, which is Gone if the function was unplugged.
     """
     function = _read_function(machine, address)
-    rule = find_matching_rule(function, rules)
-    if rule is None or _is_part_of_selected_card(machine, address, rules):
+    rule = selection.find_rule(function)
+    if rule is None or _is_part_of_selected_card(machine, address, selection):
         return
     if main_function := iommu.find_main_function(machine, address):
         yield Fault(address, f"it is part of the card {main_function} and given away with it: select {main_function}")
@@ -387,15 +320,19 @@ def _discover_function(
         yield Fault(part, reason + (sriov.explain_permission(part, reason) if can_be_permitted else ""))
     if address in unusable:
         return
-    device_type = rule.type or get_class_type(function)
+    device_type = rule.type or selection.cards.get_type(function)
     if device_type is None:
         yield Fault(
             address, f"its PCI class {function.pci_class} does not determine the device type: set `type` in the rule"
         )
         return
     handed_out = [part for part in parts if part not in unusable and (virtual_functions or not rule.vfs)]
+    if passthrough and (reason := selection.cards.explain_withheld(machine, function, divided=bool(virtual_functions))):
+        yield Fault(address, reason)
+        handed_out = []
     to_install = _describe_install_steps(view, address, rule) if passthrough else ""
-    yield _build_device(machine, function, device_type, handed_out, to_install)
+    is_divided = bool(virtual_functions or rule.vfs)
+    yield _build_device(machine, function, device_type, selection.cards, rule, handed_out, to_install, is_divided)
 
 
 def _explain_unusable_parts(
@@ -432,13 +369,13 @@ def _permit_beside_host(view: binding.HostUsage, address: str, rule: PciRule) ->
     return replace(view, in_use={used: reason for used, reason in view.in_use.items() if used != address})
 
 
-def _is_part_of_selected_card(machine: Machine, address: str, rules: list[PciRule]) -> bool:
+def _is_part_of_selected_card(machine: Machine, address: str, selection: Selection) -> bool:
     """Return whether the function is a virtual or companion function of a card that a rule selects.
 
     Raises DriverError if the card cannot be read.
     """
     card = machine.link(f"{PCI_DEVICES}/{address}/physfn") or iommu.find_main_function(machine, address)
-    return bool(card) and find_matching_rule(_read_function(machine, card), rules) is not None
+    return bool(card) and selection.find_rule(_read_function(machine, card)) is not None
 
 
 def _plan_rule_steps(view: binding.HostUsage, address: str, rule: PciRule) -> list[Step]:
@@ -489,52 +426,36 @@ def _describe_rule(rule: PciRule) -> str:
     return ", ".join(filter(None, ("" if rule.vfs is None else f"{rule.vfs} virtual functions", bound)))
 
 
-def find_matching_rule(function: PciFunction, rules: Sequence[MatchT]) -> MatchT | None:
-    """Return the first rule whose globs all match the function, or None. A bridge matches no rule."""
-    for rule in rules if not function.pci_class.startswith(BRIDGE) else ():
-        pairs = (
-            (function.vendor, rule.vendor),
-            (function.product, rule.product),
-            (function.address, rule.address),
-        )
-        classes = (function.pci_class, function.pci_class[:4])
-        if all(fnmatchcase(*pair) for pair in pairs) and any(fnmatchcase(c, rule.pci_class) for c in classes):
-            return rule
-    return None
-
-
-def get_class_type(function: PciFunction) -> DeviceType | None:
-    """Return the device type that the PCI class of the function stands for; None if the class stands for no type."""
-    for prefix, vendor, kind in CLASS_TYPES:
-        if function.pci_class.startswith(prefix) and fnmatchcase(function.vendor, vendor):
-            return kind
-    return None
-
-
 def _build_device(
-    machine: Machine, function: PciFunction, device_type: DeviceType, handed_out: list[str], to_install: str
+    machine: Machine,
+    function: PciFunction,
+    device_type: DeviceType,
+    cards: AnyCard,
+    rule: PciRule,
+    handed_out: list[str],
+    to_install: str,
+    is_divided: bool,
 ) -> Device:
     """Return the device of a function, with one deployable that has a `PCI` handle for each address in `handed_out`.
 
-    Its health, kernel driver, bridges and possible acts are read here. Raises DriverError if the health cannot be read.
+    `is_divided` means that virtual functions are handed out. Health, kernel driver, bridges and possible acts are read
+    here. Raises DriverError if the health cannot be read.
     """
     address, path = function.address, f"{PCI_DEVICES}/{function.address}"
-    status, reason = pci_health.read_status(machine, address)
-    traits = ["OWNER_CYBORG"]
-    if vendor := VENDORS.get(function.vendor):
-        traits.append(f"CUSTOM_PCI_{vendor}")
-    traits.append(f"CUSTOM_PCI_PRODUCT_ID_{function.product.upper()}")
-    attributes = (Attribute("rc", "CUSTOM_PCI"), *(Attribute(f"trait{n}", trait) for n, trait in enumerate(traits)))
-    handles = tuple(_make_handle(machine, part) for part in handed_out)
-    owner = vendor or function.vendor.upper()
+    status, reason = cards.read_status(machine, address)
+    key = _make_device_key(machine, function)
+    card = cards.describe(function, divided=is_divided)
+    offer = merge_offers(rule.offer, rule.devices, address, get_serial_number(key))
+    attributes = make_attributes(offer.resource_class or card.resource_class, [*card.traits, *offer.traits])
+    handles = tuple(_make_handle(machine, part, offer.physical_network) for part in handed_out)
     supported_acts = {"partition": sriov.supports_sriov(machine, address), "reset": machine.exists(f"{path}/reset")}
     return Device(
-        key=_make_device_key(machine, function),
+        key=key,
         type=device_type,
         vendor=function.vendor,
         model=function.product,
         address=address,
-        std_board_info=json.dumps({"product_id": function.product, "controller": None}),
+        std_board_info=card.std_board_info,
         vendor_board_info="miss_vb_info",
         status=status,
         status_reason=reason,
@@ -542,7 +463,7 @@ def _build_device(
         kernel_driver=machine.link(f"{path}/driver"),
         bridges=pci_health.list_bridges(machine, address),
         physical_function=machine.link(f"{path}/physfn") or None,
-        deployables=(Deployable(f"{machine.node}_{address}", len(handles), attributes, handles, owner),),
+        deployables=(Deployable(f"{machine.node}_{address}", len(handles), attributes, handles, card.owner),),
         to_install=to_install,
         acts=" ".join(
             ["detach", "health", "install", *(word for word, can in supported_acts.items() if can), "uninstall"]
@@ -552,13 +473,15 @@ def _build_device(
     )
 
 
-def _make_handle(machine: Machine, address: str) -> AttachHandle:
-    """Return the `PCI` handle of a function. If a guest may have the function open, the handle's use is `unknown`.
+def _make_handle(machine: Machine, address: str, physical_network: str | None) -> AttachHandle:
+    """Return the `PCI` handle of a function, with its physical network if one is known.
 
-    No VFIO node is opened to find out the use, because a guest that starts at that moment would find the node busy.
+    If a guest may have the function open, the handle's use is `unknown`. No VFIO node is opened to find out the use,
+    because a guest that starts at that moment would find the node busy.
     """
     domain, bus, slot, number = re.split("[:.]", address)
-    info = json.dumps({"bus": bus, "device": slot, "domain": domain, "function": number})
+    place = {"bus": bus, "device": slot, "domain": domain, "function": number}
+    info = json.dumps({**place, "physical_network": physical_network} if physical_network else place)
     may_be_open = guest_usage.is_registered_with_vfio(machine, f"{PCI_DEVICES}/{address}")
     return AttachHandle("PCI", info, "unknown" if may_be_open else "")
 
@@ -602,6 +525,11 @@ def _make_device_key(machine: Machine, function: PciFunction) -> str:
     serial = "" if machine.exists(f"{path}/physfn") else _read_serial_number(machine, path)
     number = function.address.rpartition(".")[2]
     return f"serial:{function.vendor}:{serial}:{number}" if serial else f"pci:{function.address}"
+
+
+def get_serial_number(key: str) -> str:
+    """Return the serial number in a device key; '' if it has none."""
+    return key.split(":")[2] if key.startswith(SERIAL_PREFIX) else ""
 
 
 def _read_serial_number(machine: Machine, path: str) -> str:

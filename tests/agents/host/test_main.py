@@ -164,7 +164,7 @@ def test_an_unknown_command_and_two_at_once_are_wrong_usage(tmp_path: Path, word
     [
         ({}, "this host has not joined yet: set CYBORG_JOIN_TOKEN"),
         ({"CYBORG_JOIN_TOKEN": "rubbish"}, "the join token is not readable"),
-        ({"CYBORG_ENABLED_DRIVERS": "no_driver"}, "there is no driver 'no_driver'; known: fake_driver"),
+        ({"CYBORG_ENABLED_DRIVERS": "no_driver"}, "there is no driver 'no_driver'; known: amd_gpu_driver, fake_driver"),
         ({"CYBORG_RESCAN_S": "x"}, "CYBORG_RESCAN_S='x' is not usable"),
         ({"CYBORG_DRIVER_SETTINGS": "/nowhere.toml"}, "CYBORG_DRIVER_SETTINGS=/nowhere.toml cannot be read"),
         ({"CYBORG_AGENT_STATE_DIR": "/proc/nowhere"}, "CYBORG_AGENT_STATE_DIR=/proc/nowhere cannot be used"),

@@ -10,7 +10,8 @@ from drivers.base import Findings
 from drivers.errors import Busy, Unsupported
 from drivers.generic import GenericDriver
 from drivers.generic.pci import PciBackend
-from drivers.pci.functions import PciDriver, PciMatch
+from drivers.pci.functions import PciDriver
+from drivers.pci.rules import PciMatch
 from drivers.plan import Ask
 from tests.drivers.plan_execution import PlanRunner
 from tests.support import modelkinds

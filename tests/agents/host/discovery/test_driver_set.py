@@ -98,7 +98,7 @@ def test_a_driver_is_reconfigured_disabled_and_uninstalled_and_each_change_survi
         )
         assert "already has the wanted state of generation 3" in (await told.configure_driver(3)).text
         missing = await told.configure_driver(1, "far_driver")
-        assert "far_driver is not installed on this host (installed: fake_driver, generic_driver" in missing.text
+        assert "far_driver is not installed on this host (installed: amd_gpu_driver, fake_driver" in missing.text
         assert "pip install PACKAGE" in missing.text
 
     async def story() -> None:
