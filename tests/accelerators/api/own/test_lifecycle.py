@@ -146,7 +146,7 @@ def test_a_device_that_is_taken_after_the_forecast_is_answered_with_a_new_previe
     def take_device_first(*arguments: Any) -> Any:
         """Let a request take the device, as a bind of another process may do, and apply the action."""
         monkeypatch.undo()
-        create_bound_request(AttachHandle.objects.get(deployable__device__address=FREE_ADDRESS))
+        create_bound_request(AttachHandle.objects.filter(deployable__device__address=FREE_ADDRESS)[0])
         return apply_action(*arguments)
 
     monkeypatch.setattr(lifecycle, "apply_action_to_device", take_device_first)
