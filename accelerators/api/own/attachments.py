@@ -135,7 +135,7 @@ class DetachPreviewSerializer(PreviewSerializer):
 
     attachment = serializers.UUIDField(read_only=True)
     instance = serializers.UUIDField(read_only=True)
-    state = serializers.ChoiceField(AttachmentState.choices(), read_only=True)
+    state = serializers.CharField(read_only=True)
     requests = serializers.ListField(
         child=serializers.UUIDField(), read_only=True, help_text="The requests that hold units for it."
     )

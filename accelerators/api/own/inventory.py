@@ -111,7 +111,7 @@ class RemovalSerializer(ClosedSerializer):
 
 
 class RemovalPreviewSerializer(serializers.Serializer[Any]):
-    """What is deleted with a host: numbers of rows, and why the removal would be refused now ('' if it would not)."""
+    """The numbers of rows that are deleted with a host, and why the removal is refused now ('' if it is not)."""
 
     host = serializers.CharField(read_only=True)
     devices = serializers.IntegerField(read_only=True)
@@ -311,7 +311,7 @@ class DeviceActionSerializer(ConfirmationSerializer, ReasonSerializer):
 
 
 class DeviceActionPreviewSerializer(PreviewSerializer):
-    """What an action on one device would do now. It has to be confirmed if it would change a held device."""
+    """The forecast of an action on one device. It has to be confirmed if it would change a held device."""
 
     action = serializers.ChoiceField([(one.value, one.value) for one in Action], read_only=True)
     then = serializers.ChoiceField(DrainTarget.choices(), read_only=True)
