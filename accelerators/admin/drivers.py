@@ -545,8 +545,8 @@ def _start_rollout(request: HttpRequest, row: HostDriver) -> Rollout:
     It is for the driver's host or, if the form says so, for the hosts whose names match its pattern, or for all hosts.
     If the driver is not to be installed, only hosts where it runs or is wanted are meant. A `max_parallel` that is no
     number of at most three digits becomes DEFAULT_PARALLEL. Raises RefusedError INVALID if the settings are not a JSON
-    object, and whatever `driver_rollouts` refuses; raises PermissionDenied for users who may not start rollouts, and for
-    unknown buttons.
+    object, and whatever `driver_rollouts` refuses; raises PermissionDenied for users who may not start rollouts, and
+    for unknown buttons.
     """
     permissions.require_permission(request, permissions.START_ROLLOUT)
     if request.POST.get("do") in BACKEND_BUTTONS:
