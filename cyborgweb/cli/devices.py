@@ -37,6 +37,7 @@ AGENT_STATES = ("up", "late", "down", "revoked", "clone")
 @click.option("--type", "kind", help="Only of this type: GPU, FPGA, NIC, …")
 @click.option("--vendor", help="Only of this vendor, as its driver reports it: 10de.")
 @click.option("--name", help='Only with these words in the name of the hardware: --name "nvidia a100".')
+@click.option("--serial", help="Only with exactly this serial number.")
 @click.option("--driver", shell_complete=completion.complete_drivers, help="Only of this driver.")
 @click.option(
     "--draining/--not-draining",

@@ -185,6 +185,7 @@ def test_discover_services_without_hosts_succeeds(cyborg: Cyborg) -> None:
 
 
 @uses_database
+@pytest.mark.slow
 def test_an_action_on_several_devices_reports_each_outcome_and_exits_with_6(cyborg: Cyborg) -> None:
     create_heard_host("cmp1", 2)
     two = ("cmp1/0000:00:00.0", "cmp1/0000:01:00.0")

@@ -107,6 +107,7 @@ def test_device_ready_waits_until_the_installation_is_done(cyborg: Cyborg, host:
     assert done.stderr.startswith("install: ") and Command.objects.get().reason == "burnt in"
 
 
+@pytest.mark.slow
 def test_device_ready_prints_why_an_installation_failed(cyborg: Cyborg, host: Host) -> None:
     with run_agents("failed", "no memory for them"):
         done = cyborg("device-ready", "cmp1/0000:01:00.0")
@@ -115,6 +116,7 @@ def test_device_ready_prints_why_an_installation_failed(cyborg: Cyborg, host: Ho
         assert cyborg("device-ready", "cmp1/0000:01:00.0", "cmp1/0000:02:00.0").exit_code == 6
 
 
+@pytest.mark.slow
 def test_accelerator_create_reports_each_device_and_its_refusal(cyborg: Cyborg, host: Host) -> None:
     with run_agents():
         done = cyborg("accelerator-create", "--host", "cmp1", "--backend", "nics", "--count", "3", "-f", "json")
@@ -138,6 +140,7 @@ def test_accelerator_create_reports_each_device_and_its_refusal(cyborg: Cyborg, 
     assert_refused(cyborg("accelerator-create", "--device", "cmp1/0000:01:00.0", "--layout", "vfs"), 2, "KEY=VALUE")
 
 
+@pytest.mark.slow
 def test_accelerator_update_with_an_outdated_generation_is_refused(cyborg: Cyborg, host: Host) -> None:
     seen = json.loads(cyborg("device-show", "cmp1/0000:02:00.0", "-f", "json").stdout)["generation"]
     words = ("accelerator-update", "cmp1/0000:02:00.0", "--layout", "mtu=9000", "--layout", "vfs=2")
@@ -151,6 +154,7 @@ def test_accelerator_update_with_an_outdated_generation_is_refused(cyborg: Cybor
     assert failed.exit_code == 1 and "the firmware says no" in failed.stdout
 
 
+@pytest.mark.slow
 def test_discover_services_orders_a_rescan_on_the_named_hosts(cyborg: Cyborg, host: Host) -> None:
     get_or_create_host("cmp2")
     with run_agents():
@@ -188,6 +192,7 @@ def test_accelerator_list_shows_held_and_free_units(cyborg: Cyborg, host: Host) 
     assert len(table) == 2 and table[1].split()[:5] == ["free", "0000:02:00.0", "PCI", "cmp1", "test_driver"]
 
 
+@pytest.mark.slow
 def test_a_driver_is_installed_updated_and_uninstalled_on_hosts(cyborg: Cyborg, host: Host, tmp_path: Path) -> None:
     settings = tmp_path / "nic.toml"
     settings.write_text('[backends.nics]\nkind = "pci"\n')
@@ -208,6 +213,7 @@ def test_a_driver_is_installed_updated_and_uninstalled_on_hosts(cyborg: Cyborg, 
         assert cyborg("uninstall-driver", "nic_driver", "--hosts-with", "nic_driver", "--yes").exit_code == 0
 
 
+@pytest.mark.slow
 def test_a_change_of_a_driver_on_several_hosts_is_confirmed_by_typing_their_number(
     cyborg: Cyborg, host: Host, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -238,6 +244,7 @@ def test_a_change_of_a_driver_on_several_hosts_is_confirmed_by_typing_their_numb
     assert [row["state"] for row in json.loads(again.stdout)] == ["done", "done"], again.output
 
 
+@pytest.mark.slow
 def test_set_and_unset_change_single_settings_and_a_conflict_shows_the_difference(
     cyborg: Cyborg, host: Host, tmp_path: Path
 ) -> None:
@@ -264,6 +271,7 @@ def test_set_and_unset_change_single_settings_and_a_conflict_shows_the_differenc
     assert_refused(cyborg("update-driver", *on_host, "--settings", str(file), "--unset", "a"), 2, "leave --unset out")
 
 
+@pytest.mark.slow
 def test_backends_are_added_changed_disabled_and_removed_one_at_a_time(
     cyborg: Cyborg, host: Host, tmp_path: Path
 ) -> None:
@@ -357,6 +365,7 @@ def nova_instance() -> Iterator[None]:
         yield
 
 
+@pytest.mark.slow
 def test_attach_instance_and_detach_instance_wait_for_the_outcome(
     cyborg: Cyborg, host: Host, nova_instance: None
 ) -> None:
