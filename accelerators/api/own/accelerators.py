@@ -6,7 +6,9 @@ see all units, and on request also the free ones.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
+from uuid import UUID
 
 import django_filters as filters
 from django.core.validators import MinLengthValidator
@@ -17,6 +19,7 @@ from rest_framework.response import Response
 
 from accelerators import conductor
 from accelerators.api.own import instances
+from accelerators.api.own.bulk_previews import BulkPreviewSerializer, preview_or_start
 from accelerators.api.own.fields import (
     ClosedSerializer,
     DeviceReference,
@@ -32,12 +35,15 @@ from accelerators.api.own.fields import (
     UrlField,
 )
 from accelerators.api.own.filters import UuidPrefixFilter, choice_filter, host_filter
+from accelerators.api.own.previews import ConfirmationSerializer
 from accelerators.api.own.views import CollectionView
 from accelerators.devices import partitioning
-from accelerators.domain.errors import RefusedError
-from accelerators.domain.states import RequestState
-from accelerators.models import AcceleratorRequest, AttachHandle
+from accelerators.devices.partitioning import PartitionChange, PartitionTarget
+from accelerators.domain.errors import RefusalReason, RefusedError
+from accelerators.domain.states import DeviceOutcome, DrainTarget, RequestState
+from accelerators.models import AcceleratorRequest, AttachHandle, Bulk, Command, Device
 from accelerators.models.devices import HANDLE_USES
+from accelerators.workflows import bulk_actions, bulk_commands
 
 FREE, RELEASED = "free", "released"
 """States of units without a request. A `released` unit is not free yet: a guest may still use it."""
@@ -187,7 +193,7 @@ class LayoutSerializer(ClosedSerializer):
     field_conditions = {"required": ["layout"]}
 
 
-class AddUnitsSerializer(LayoutSerializer):
+class AddUnitsSerializer(ConfirmationSerializer, LayoutSerializer):
     """An order to add units to each of the named devices."""
 
     targets = serializers.ListField(
@@ -206,6 +212,8 @@ class AddUnitsSerializer(LayoutSerializer):
         help_text="Other layout keys that its driver accepts, besides the number of units.",
     )
 
+    field_conditions = {"not": {"properties": {"dry_run": {"enum": [True]}}, "required": ["dry_run", "token"]}}
+
 
 class RemoveUnitsSerializer(AddUnitsSerializer):
     """An order to remove units from each of the named devices."""
@@ -219,13 +227,13 @@ class RemoveUnitsSerializer(AddUnitsSerializer):
 
 
 class ResultSerializer(serializers.Serializer[Any]):
-    """The outcome for one device: its command, or why it was refused. A refusal does not stop the commands of other
-    devices."""
+    """The outcome for one device: its command, or why it was refused; neither while its turn has not come. A refusal
+    does not stop the commands of other devices."""
 
     target = TargetSerializer(read_only=True)
     device = serializers.UUIDField(read_only=True, allow_null=True)
     command = serializers.UUIDField(
-        read_only=True, allow_null=True, help_text="The command, see /api/commands/; null if it was refused."
+        read_only=True, allow_null=True, help_text="The command, see /api/commands/; null if there is none yet."
     )
     refused = serializers.CharField(read_only=True, help_text="Why it was refused; empty if there is a command.")
     reason = serializers.CharField(
@@ -237,6 +245,11 @@ class ResultsSerializer(serializers.Serializer[Any]):
     """The results, one per device."""
 
     results = ResultSerializer(many=True, read_only=True)
+    bulk_action = serializers.UUIDField(
+        read_only=True,
+        allow_null=True,
+        help_text="The bulk action of several devices, see /api/bulk_actions/; null for a single device.",
+    )
 
 
 class AcceleratorView(CollectionView):
@@ -256,6 +269,7 @@ class AcceleratorView(CollectionView):
         "remove_units": RemoveUnitsSerializer,
     }
     response_serializers = dict.fromkeys(body_serializers, (202, ResultsSerializer))
+    preview_serializers = dict.fromkeys(body_serializers, BulkPreviewSerializer)
     collection_actions = {"delete": "remove_units"}
     queryset = AttachHandle.objects.select_related("request__profile", "release", "deployable__device__host")
 
@@ -319,44 +333,107 @@ class AcceleratorView(CollectionView):
 
     def create(self, request: Request) -> Response:
         """Add units to each of the named devices. The answer has one result per device. A device is refused while
-        anybody holds one of its units."""
+        anybody holds one of its units.
+
+        With `dry_run` the answer is the preview: 200. Without a token the answer is 409, with the preview, if the
+        devices are on several hosts. Several devices are one bulk action: `/api/bulk_actions/` shows its progress,
+        cancels it, and retries the devices that failed.
+        """
         return self._change_unit_count(1)
 
     def remove_units(self, request: Request) -> Response:
         """Remove units from each of the named devices: `count` of them, or all. A device is refused while anybody holds
-        one of its units."""
+        one of its units. `dry_run`, `token` and the answers are those of adding units."""
         return self._change_unit_count(-1)
 
     def _change_unit_count(self, sign: int) -> Response:
         """Place the commands that add units (`sign` 1) or remove them (-1), as the body says; 202 with one result per
         device.
 
-        If the body names a generation, it must name a single device, and a refusal of that device is raised as
-        RefusedError.
+        A single device gets its command at once, several are a bulk action. If the body names a generation, it must
+        name a single device, and a refusal of that device is raised as RefusedError. Raises NotConfirmedError without
+        a token if the devices are on several hosts.
         """
         values = self.validate_body()
-        targets = [
-            partitioning.PartitionTarget(one.get("device"), one.get("host", ""), one.get("backend", ""))
-            for one in values["targets"]
+        named = [
+            PartitionTarget(one.get("device"), one.get("host", ""), one.get("backend", "")) for one in values["targets"]
         ]
         difference = sign * values["count"] if "count" in values else None
-        change = partitioning.PartitionChange(difference, values.get("layout", {}), values.get("generation"))
-        results = partitioning.partition_devices(
-            targets, change, self.caller, values.get("reason", ""), self.caller.event_source
+        change = PartitionChange(difference, values.get("layout", {}), values.get("generation"))
+        targets = partitioning.resolve_targets(named, change)
+        reason, source = values.get("reason", ""), self.caller.event_source
+        devices = Device.objects.filter(uuid__in=[uuid for uuid, _ in targets if uuid])
+        if not (values.get("dry_run") or values.get("token")) and devices.count() <= 1:
+            results = [self._change_device(uuid, target, change, reason) for uuid, target in targets]
+            return Response({"results": results, "bulk_action": None}, 202)
+        partitioning.check_change(change, reason)
+        described = {"kind": "units", "targets": values["targets"], "change": change.to_arguments()}
+        started = preview_or_start(
+            self.caller,
+            values,
+            described,
+            lambda: bulk_actions.create_draft(
+                bulk_commands.PARTITION,
+                DrainTarget.MAINTENANCE,
+                devices,
+                self.caller,
+                source=source,
+                arguments=change.to_arguments(),
+            ),
         )
-        if change.generation is not None and (reason := results[0].reason) is not None:
-            raise RefusedError(reason, results[0].refused)
-        return Response({"results": [_describe_result(result) for result in results]}, 202)
+        if isinstance(started, Response):
+            return started
+        return Response({"results": _describe_bulk_results(started, targets), "bulk_action": started.uuid}, 202)
+
+    def _change_device(
+        self, uuid: UUID | None, target: PartitionTarget, change: PartitionChange, reason: str
+    ) -> dict[str, Any]:
+        """Place the command for one device, None if the target matches no device; return its result.
+
+        Raises RefusedError if the change is refused and has a generation.
+        """
+        try:
+            if uuid is None:
+                raise _no_match_error(target)
+            command = partitioning.partition_device(uuid, change, self.caller, reason, self.caller.event_source)
+        except RefusedError as refused:
+            if change.generation is not None:
+                raise
+            return _describe_result(target, uuid, None, refused.reason.value, refused.text)
+        return _describe_result(target, uuid, command.uuid)
 
 
-def _describe_result(result: partitioning.PartitionResult) -> dict[str, Any]:
-    """Return the result for one device as `ResultSerializer` shows it."""
-    target = result.target
-    target_fields = {"device": target.device} if target.device else {"host": target.host, "backend": target.backend}
-    return {
-        "target": target_fields,
-        "device": result.device,
-        "command": result.command and result.command.uuid,
-        "refused": result.refused,
-        "reason": result.reason.value if result.reason else "",
+def _describe_bulk_results(bulk: Bulk, targets: Sequence[tuple[UUID | None, PartitionTarget]]) -> list[dict[str, Any]]:
+    """Return the results of a change of units so far, in the order of the targets."""
+    items = {item.device_uuid: item for item in bulk.items.all()}
+    command_by_text = {
+        f"command {number}": uuid
+        for number, uuid in Command.objects.filter(device__in=[item.device_id for item in items.values()])
+        .filter(op=bulk_commands.PARTITION, created_at__gte=bulk.created_at)
+        .values_list("pk", "uuid")
     }
+    results = []
+    for uuid, target in targets:
+        item = items.get(uuid) if uuid else None
+        if item is None:
+            error = partitioning.device_not_found_error(uuid) if uuid else _no_match_error(target)
+            results.append(_describe_result(target, uuid, None, error.reason.value, error.text))
+        elif item.outcome == DeviceOutcome.MOVED:
+            results.append(_describe_result(target, uuid, command_by_text.get(item.text)))
+        else:
+            results.append(_describe_result(target, uuid, None, item.why, item.text))
+    return results
+
+
+def _describe_result(
+    target: PartitionTarget, device: UUID | None, command: UUID | None, reason: str = "", refused: str = ""
+) -> dict[str, Any]:
+    """Return the result for one device as `ResultSerializer` shows it."""
+    target_fields = {"device": target.device} if target.device else {"host": target.host, "backend": target.backend}
+    return {"target": target_fields, "device": device, "command": command, "refused": refused, "reason": reason}
+
+
+def _no_match_error(target: PartitionTarget) -> RefusedError:
+    """Return the error for a target that matches no device."""
+    text = f"Host {target.host} has no device of backend {target.backend} whose number of units can be chosen."
+    return RefusedError(RefusalReason.NOT_FOUND, text)
