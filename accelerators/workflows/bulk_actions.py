@@ -19,7 +19,7 @@ from typing import Any
 
 import msgspec
 from django.db import connection, transaction
-from django.db.models import Count, Exists, F, OuterRef, Q, QuerySet
+from django.db.models import Case, Count, Exists, F, OuterRef, Q, QuerySet, Subquery, When
 from django.db.models.functions import Now
 
 from accelerators import conductor, outbox, safety
@@ -212,6 +212,15 @@ def query_failed_items(bulk: Bulk) -> QuerySet[BulkItem]:
     elif bulk.action == Action.ENABLE:
         has_failed |= Q(outcome=DeviceOutcome.MOVED, device__state=DeviceState.FAILED)
     return bulk.items.filter(has_failed)
+
+
+def annotate_with_commands(items: QuerySet[BulkItem]) -> QuerySet[BulkItem]:
+    """Add to items of bulk actions the uuid of the command that was ordered for the device (`command`)."""
+    of_item = Command.objects.filter(
+        device=OuterRef("device"), op=OuterRef("bulk__action"), request_id=OuterRef("bulk__request_id")
+    )
+    newest = Subquery(of_item.order_by("-id").values("uuid")[:1])
+    return items.annotate(command=Case(When(outcome=DeviceOutcome.MOVED, then=newest)))
 
 
 def forecast_bulk(bulk: Bulk) -> list[BulkForecast]:

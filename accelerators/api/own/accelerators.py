@@ -41,7 +41,7 @@ from accelerators.devices import partitioning
 from accelerators.devices.partitioning import PartitionChange, PartitionTarget
 from accelerators.domain.errors import RefusalReason, RefusedError
 from accelerators.domain.states import DeviceOutcome, DrainTarget, RequestState
-from accelerators.models import AcceleratorRequest, AttachHandle, Bulk, Command, Device
+from accelerators.models import AcceleratorRequest, AttachHandle, Bulk, Device
 from accelerators.models.devices import HANDLE_USES
 from accelerators.workflows import bulk_actions, bulk_commands
 
@@ -363,10 +363,14 @@ class AcceleratorView(CollectionView):
         targets = partitioning.resolve_targets(named, change)
         reason, source = values.get("reason", ""), self.caller.event_source
         devices = Device.objects.filter(uuid__in=[uuid for uuid, _ in targets if uuid])
-        if not (values.get("dry_run") or values.get("token")) and devices.count() <= 1:
+        known_uuids = set(devices.values_list("uuid", flat=True))
+        if not (values.get("dry_run") or values.get("token")) and len(known_uuids) <= 1:
             results = [self._change_device(uuid, target, change, reason) for uuid, target in targets]
             return Response({"results": results, "bulk_action": None}, 202)
         partitioning.check_change(change, reason)
+        missing = [_not_found_error(uuid, target) for uuid, target in targets if uuid not in known_uuids]
+        if not known_uuids:
+            raise missing[0]
         described = {"kind": "units", "targets": values["targets"], "change": change.to_arguments()}
         started = preview_or_start(
             self.caller,
@@ -380,6 +384,7 @@ class AcceleratorView(CollectionView):
                 source=source,
                 arguments=change.to_arguments(),
             ),
+            [error.text for error in missing],
         )
         if isinstance(started, Response):
             return started
@@ -394,7 +399,7 @@ class AcceleratorView(CollectionView):
         """
         try:
             if uuid is None:
-                raise _no_match_error(target)
+                raise _not_found_error(None, target)
             command = partitioning.partition_device(uuid, change, self.caller, reason, self.caller.event_source)
         except RefusedError as refused:
             if change.generation is not None:
@@ -405,21 +410,15 @@ class AcceleratorView(CollectionView):
 
 def _describe_bulk_results(bulk: Bulk, targets: Sequence[tuple[UUID | None, PartitionTarget]]) -> list[dict[str, Any]]:
     """Return the results of a change of units so far, in the order of the targets."""
-    items = {item.device_uuid: item for item in bulk.items.all()}
-    command_by_text = {
-        f"command {number}": uuid
-        for number, uuid in Command.objects.filter(device__in=[item.device_id for item in items.values()])
-        .filter(op=bulk_commands.PARTITION, created_at__gte=bulk.created_at)
-        .values_list("pk", "uuid")
-    }
+    items = {item.device_uuid: item for item in bulk_actions.annotate_with_commands(bulk.items.all())}
     results = []
     for uuid, target in targets:
         item = items.get(uuid) if uuid else None
         if item is None:
-            error = partitioning.device_not_found_error(uuid) if uuid else _no_match_error(target)
+            error = _not_found_error(uuid, target)
             results.append(_describe_result(target, uuid, None, error.reason.value, error.text))
         elif item.outcome == DeviceOutcome.MOVED:
-            results.append(_describe_result(target, uuid, command_by_text.get(item.text)))
+            results.append(_describe_result(target, uuid, item.command))  # type: ignore[attr-defined]  # annotated
         else:
             results.append(_describe_result(target, uuid, None, item.why, item.text))
     return results
@@ -433,7 +432,9 @@ def _describe_result(
     return {"target": target_fields, "device": device, "command": command, "refused": refused, "reason": reason}
 
 
-def _no_match_error(target: PartitionTarget) -> RefusedError:
-    """Return the error for a target that matches no device."""
+def _not_found_error(uuid: UUID | None, target: PartitionTarget) -> RefusedError:
+    """Return the error for a uuid that no device has, or for a target that matches no device."""
+    if uuid:
+        return partitioning.device_not_found_error(uuid)
     text = f"Host {target.host} has no device of backend {target.backend} whose number of units can be chosen."
     return RefusedError(RefusalReason.NOT_FOUND, text)

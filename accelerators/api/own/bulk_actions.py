@@ -312,10 +312,26 @@ class BulkResultSerializer(RowSerializer):
     reason = serializers.CharField(
         source="why", read_only=True, help_text="The stable code of the refusal; empty if it was not refused."
     )
+    command = serializers.UUIDField(
+        read_only=True, allow_null=True, help_text="The command that was ordered, see /api/commands/; null if none was."
+    )
 
     class Meta:
         model = BulkItem
-        fields = ("id", "url", "bulk_action", "device", "name", "host", "was", "outcome", "reason", "state", "text")
+        fields = (
+            "id",
+            "url",
+            "bulk_action",
+            "device",
+            "name",
+            "host",
+            "was",
+            "outcome",
+            "reason",
+            "state",
+            "text",
+            "command",
+        )
 
 
 class BulkResultView(CollectionView):
@@ -326,4 +342,4 @@ class BulkResultView(CollectionView):
     lookup_value_regex = "[0-9]{1,18}"
     serializer_class = BulkResultSerializer
     filterset_class = BulkResultFilter
-    queryset = BulkItem.objects.select_related("bulk")
+    queryset = bulk_actions.annotate_with_commands(BulkItem.objects.select_related("bulk"))

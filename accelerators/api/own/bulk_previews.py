@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from rest_framework import serializers
@@ -45,12 +45,17 @@ class BulkPreviewSerializer(PreviewSerializer):
 
 
 def preview_or_start(
-    caller: Caller, values: Mapping[str, Any], described: Mapping[str, Any], make_draft: Callable[[], Bulk]
+    caller: Caller,
+    values: Mapping[str, Any],
+    described: Mapping[str, Any],
+    make_draft: Callable[[], Bulk],
+    refusals: Sequence[str] = (),
 ) -> Bulk | Response:
     """Start the draft that `make_draft` stores and return it, or return the answer with its preview.
 
     With a token, the draft of that preview is started. `values` are those of the body, and `described` is what the
-    token is bound to. Raises NotConfirmedError, and RefusedError STALE_PREVIEW.
+    token is bound to. `refusals` are the reasons of further refusals, which the preview shows. Raises
+    NotConfirmedError, and RefusedError STALE_PREVIEW.
     """
     reason = command_queue.check_reason(values.get("reason", ""))
     if token := values.get("token"):
@@ -62,7 +67,11 @@ def preview_or_start(
     preview = bulk_actions.preview_bulk(draft)
     if values.get("dry_run") or preview.needs_confirmation:
         issued = confirmations.issue_token(draft.uuid, caller, described)
-        return respond_with_preview(_describe_preview(draft, preview), issued, values.get("dry_run", False))
+        shown = _describe_preview(draft, preview)
+        shown["forecast"] += [
+            {"outcome": DeviceOutcome.REFUSED.value, "number": 1, "held": False, "text": text} for text in refusals
+        ]
+        return respond_with_preview(shown, issued, values.get("dry_run", False))
     bulk_actions.confirm_draft(draft, reason, held_too=False)
     return draft
 

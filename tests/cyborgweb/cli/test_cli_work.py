@@ -18,7 +18,7 @@ from accelerators import conductor
 from accelerators.commands import command_queue
 from accelerators.commands.command_queue import CommandAnswer, CommandProgress
 from accelerators.images import store
-from accelerators.models import Attachment, Command, Deployable, Device, DriverWish, Host, Image, Rollout
+from accelerators.models import Attachment, Bulk, Command, Deployable, Device, DriverWish, Host, Image, Rollout
 from accelerators.models.attachments import AttachmentState
 from accelerators.workflows import attachment_orders, command_endings, driver_rollouts
 from agents.models import Agent
@@ -138,6 +138,32 @@ def test_accelerator_create_reports_each_device_and_its_refusal(cyborg: Cyborg, 
     assert_refused(cyborg("accelerator-delete", "--device", "cmp1/0000:01:00.0"), 2, "give --yes")
     assert_refused(cyborg("accelerator-create", "--host", "cmp1"), 2, "--device, or --host and --backend")
     assert_refused(cyborg("accelerator-create", "--device", "cmp1/0000:01:00.0", "--layout", "vfs"), 2, "KEY=VALUE")
+
+
+def test_units_of_several_hosts_are_changed_after_a_preview_and_failed_ones_are_retried(
+    cyborg: Cyborg, host: Host
+) -> None:
+    twin = get_or_create_host("cmp2")
+    apply_report(twin, make_driver_report(make_card(1, **CARD_VALUES)))
+    Agent.objects.create(host=twin, public_key="other key", ops="partition")
+    words = ("accelerator-create", "cmp1/nics", "cmp2/nics", "--count", "2")
+    shown = cyborg(*words, "--dry-run", "-f", "csv", "-c", "number,outcome,text")
+    assert shown.exit_code == 0, shown.output
+    assert shown.stdout.splitlines()[1:] == ["3,will be done,is divided again with vfs=2; it has 0 units now"]
+    assert_refused(cyborg(*words, "--no-wait"), 2, "give --yes")
+    assert not Command.objects.exists()
+    done = cyborg(*words, "--yes", "--no-wait", "-f", "json")
+    assert done.exit_code == 0, done.output
+    assert [row["target"] for row in json.loads(done.stdout)] == ["cmp1 nics", "cmp1 nics", "cmp2 nics"]
+    assert {command.arguments["layout"]["vfs"] for command in Command.objects.all()} == {"2"}
+    first, bulk = Command.objects.earliest("id"), Bulk.objects.get(state="done")
+    command_queue.store_answers([CommandAnswer(first.host_id, first.pk, "failed", "no room")])
+    while command_endings.end_answered_commands():
+        pass
+    again = cyborg("accelerator-create", "--retry-failed", str(bulk.uuid), "--no-wait", "-f", "json")
+    assert again.exit_code == 0, again.output
+    assert [row["device"] for row in json.loads(again.stdout)] == [str(first.device and first.device.uuid)]
+    assert Command.objects.filter(device=first.device).count() == 2
 
 
 @pytest.mark.slow
