@@ -268,7 +268,8 @@ def _follow_bulk_action(
     for device, one in stored.items():
         target = targets[device]["target"] if device in targets else {"device": device}
         result = {"target": target, "device": device, "command": one["command"]}
-        results.append(result | {"refused": one["text"], "reason": one["reason"]})
+        text = one["text"] if one["outcome"] else "It was not changed: the bulk action was cancelled."
+        results.append(result | {"refused": text, "reason": one["reason"]})
     _wait_and_finish(cli_context, action, [_build_result_row(one, name_by_uuid) for one in results], wait)
 
 
