@@ -171,7 +171,7 @@ def attach_a_device(page: Page, site: LargeSite, shot: Shot) -> None:
     page.get_by_label("Reason").fill("more throughput")
     with within(JOB_S, "the attachment"):
         page.get_by_role("button", name="Attach").click()
-        expect(page.locator("main")).to_contain_text("attached", timeout=1000 * JOB_S)
+        expect(page.get_by_role("region", name="Now")).to_contain_text("attached", timeout=1000 * JOB_S)
     shot(page, "attach")
 
 
