@@ -23,6 +23,7 @@ JSON_FIELD_TYPES = (
     serializers.DictField,
     serializers.JSONField,
     serializers.IntegerField,
+    serializers.BooleanField,
 )
 """Fields whose input is sent as JSON, and not as a string."""
 LABEL_BY_METHOD = {"POST": "Create", "PATCH": "Change", "DELETE": "Delete"}

@@ -79,6 +79,15 @@ class ApiClient(ABC):
         """Return the preview of a POST: the service answers what it would do, and changes nothing."""
         return self.send_request("POST", path, json={**body, "dry_run": True})
 
+    def preview_if_known(self, path: str, body: Mapping[str, Any]) -> dict[str, Any] | None:
+        """Return the preview of a POST; None if the service is of an older release, which has no preview of it."""
+        try:
+            return self.preview(path, body)
+        except CliError as problem:
+            if problem.reason == "invalid" and problem.message.startswith("dry_run: cannot be written"):
+                return None
+            raise
+
     def patch(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
         """Send `body` as JSON with PATCH and return the decoded answer."""
         return self.send_change("PATCH", path, json=body)

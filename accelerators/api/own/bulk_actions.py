@@ -168,7 +168,7 @@ class PreviewedDeviceSerializer(serializers.Serializer[Any]):
 
 
 class BulkPreviewSerializer(PreviewSerializer):
-    """What a bulk action would do now, and the first devices of its set."""
+    """The forecast of a bulk action, and the first devices of its set."""
 
     action = serializers.ChoiceField([(word, word) for word in ACTIONS], read_only=True)
     then = serializers.ChoiceField(DrainTarget.choices(), read_only=True)

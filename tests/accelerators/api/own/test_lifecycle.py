@@ -12,12 +12,14 @@ from django.http import HttpResponse
 from django.test.utils import CaptureQueriesContext
 
 from accelerators import conductor
+from accelerators.devices import lifecycle
 from accelerators.domain.caller import Caller
 from accelerators.domain.states import DeviceState
-from accelerators.models import AcceleratorRequest, AdmissionRule, Device, Event
+from accelerators.models import AcceleratorRequest, AdmissionRule, AttachHandle, Device, Event
 from accelerators.requests import binding, profiles
 from tests.accelerators.api.own.conftest import Ask, Fill, get_error_message, get_results
 from tests.accelerators.api.own.test_pages import get_page, list_forms
+from tests.accelerators.api.own.test_units import create_bound_request
 from tests.support.reports import apply_report, get_or_create_host, make_card, make_driver_report
 
 pytestmark = pytest.mark.django_db
@@ -131,6 +133,29 @@ def test_the_token_of_a_device_is_stale_when_the_state_has_changed(ask: Ask, fil
         Device.objects.update(state="maintenance")
     assert "Nothing was done" in get_error_message(ask(path, method="POST", data={"token": token}), 409)
     assert not Device.objects.filter(state="quarantined").exists()
+
+
+def test_a_device_that_is_taken_after_the_forecast_is_answered_with_a_new_preview(
+    ask: Ask, fill: Fill, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fill(3)
+    with conductor.writing():
+        Device.objects.update(state="ready")
+    apply_action = lifecycle.apply_action_to_device
+
+    def take_device_first(*arguments: Any) -> Any:
+        """Let a request take the device, as a bind of another process may do, and apply the action."""
+        monkeypatch.undo()
+        create_bound_request(AttachHandle.objects.filter(deployable__device__address=FREE_ADDRESS)[0])
+        return apply_action(*arguments)
+
+    monkeypatch.setattr(lifecycle, "apply_action_to_device", take_device_first)
+    path = f"{device_path(FREE_ADDRESS)}disable/"
+    answer = ask(path, method="POST")
+    assert "1 held device" in get_error_message(answer, 409, "not_confirmed")
+    assert Device.objects.get(address=FREE_ADDRESS).state == "ready"
+    token = json.loads(answer.content)["preview"]["token"]
+    assert json.loads(ask(path, method="POST", data={"token": token}).content)["state"] == "maintenance"
 
 
 @pytest.mark.parametrize(
