@@ -168,6 +168,7 @@ def accelerator_delete(cli_context: CliContext, count: int | None, **target_opti
 @generation_option
 @options.reason_option
 @options.wait_option
+@options.request_dry_run_option
 @pass_cli_context
 def accelerator_update(cli_context: CliContext, device: str, wait: bool, **changes: Any) -> None:
     """Change the layout of a device. The driver defines the layout's keys. Refused while one of its units is held."""
