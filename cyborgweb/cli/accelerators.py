@@ -64,9 +64,10 @@ def accelerator_list(cli_context: CliContext, limit: int, which: str, device: st
     filters["device"] = names.resolve_device(cli_context.api, device) if device else None
     if which != "attached":
         filters |= {"attached": False} | ({"state": "free"} if which == "free" else {})
-    cli_context.print_list(
-        lambda: cli_context.fetch_rows("accelerators/", limit, **filters), LIST_COLUMNS, "No accelerators."
-    )
+    empty_text = "No accelerators."
+    if which == "attached":
+        empty_text = "No accelerators are held. --all lists those that are free, too."
+    cli_context.print_list(lambda: cli_context.fetch_rows("accelerators/", limit, **filters), LIST_COLUMNS, empty_text)
 
 
 generation_option = click.option(

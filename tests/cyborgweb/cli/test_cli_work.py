@@ -243,7 +243,8 @@ def test_accelerators_are_labelled_by_filter_and_by_name(cyborg: Cyborg, host: H
 
 
 def test_accelerator_list_shows_held_and_free_units(cyborg: Cyborg, host: Host) -> None:
-    assert cyborg("accelerator-list").stderr == "No accelerators.\n"
+    assert cyborg("accelerator-list").stderr == "No accelerators are held. --all lists those that are free, too.\n"
+    assert cyborg("accelerator-list", "--all", "--host", "nowhere").stderr == "No accelerators.\n"
     rows: list[dict[str, Any]] = json.loads(cyborg("accelerator-list", "--free", "-f", "json").stdout)
     assert [(row["state"], row["host"]["name"], row["backend"]) for row in rows] == [("free", "cmp1", "nics")] * 2
     table = cyborg("accelerator-list", "--all", "--device", "cmp1/0000:02:00.0").stdout.splitlines()
