@@ -128,6 +128,7 @@ class RuleView(CollectionView):
     serializer_class = RuleSerializer
     filterset_class = RuleFilter
     body_serializers = {"create": NewRuleSerializer, "partial_update": RuleChangeSerializer}
+    response_serializers = {"create": (201, RuleSerializer)}
     preview_serializers = dict.fromkeys(body_serializers, RulePreviewSerializer)
     delete_parameters = ("generation",)
     queryset = AdmissionRule.objects.all()
