@@ -18,18 +18,20 @@ from accelerators.requests import labels
 from accelerators.ui import permissions
 
 MAX_LABEL = 255
+MAX_CHOSEN = 500
+"""Maximum number of requests on the page. Each is a field of the form, and Django accepts 1000 fields."""
 
 
 def label_accelerators(admin: Any, request: HttpRequest, queryset: QuerySet[AcceleratorRequest]) -> HttpResponse | None:
     """Admin action: show the page for those selected requests that hold an accelerator.
 
-    If there are none, or more than `labels.MAX_LABELLED`, returns None and adds a message: the list is shown again.
+    If there are none, or more than `MAX_CHOSEN`, returns None and adds a message: the list is shown again.
     Nothing is changed here.
     """
-    held = list(queryset.filter(attach_handle__isnull=False).order_by("id")[: labels.MAX_LABELLED + 1])
-    if 0 < len(held) <= labels.MAX_LABELLED:
+    held = list(queryset.filter(attach_handle__isnull=False).order_by("id")[: MAX_CHOSEN + 1])
+    if 0 < len(held) <= MAX_CHOSEN:
         return _render_page(admin, request, held)
-    too_many = f"More than {labels.MAX_LABELLED} requests are selected. Narrow the list by filters first."
+    too_many = f"More than {MAX_CHOSEN} requests are selected. Narrow the list by filters first."
     messages.error(request, too_many if held else "None of the selected requests holds an accelerator.")
     return None
 
@@ -73,7 +75,7 @@ def handle_label_page(admin: Any, request: HttpRequest) -> HttpResponse:
 
 def _parse_seen(request: HttpRequest) -> dict[UUID, str]:
     """Return the label that the user has seen of each request that the form names; {} if one of them is not a uuid."""
-    pairs = [text.partition(" ")[::2] for text in request.POST.getlist("seen")[: labels.MAX_LABELLED]]
+    pairs = [text.partition(" ")[::2] for text in request.POST.getlist("seen")[:MAX_CHOSEN]]
     try:
         return {UUID(uuid): label for uuid, label in pairs}
     except ValueError:

@@ -10,6 +10,7 @@ from django.contrib.auth.models import User
 from django.test import Client
 
 from accelerators import conductor
+from accelerators.admin import labels
 from accelerators.models import AcceleratorRequest, AttachHandle, Event
 from tests.accelerators.api.own.test_units import build_divisible_card, create_bound_request, report_cards
 
@@ -54,6 +55,15 @@ def test_accelerators_on_several_hosts_are_labelled_only_after_their_number_was_
     assert list_labels() == ["", ""]
     operator.post(f"{LIST_URL}label/", said | {"typed": "2"})
     assert list_labels() == ["training", "training"]
+
+
+def test_more_accelerators_than_a_form_can_name_are_refused(operator: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(labels, "MAX_CHOSEN", 1)
+    report_cards(build_divisible_card(1, 2))
+    for handle in AttachHandle.objects.all():
+        create_bound_request(handle)
+    chosen = {"action": "label_accelerators", "_selected_action": [one.pk for one in AcceleratorRequest.objects.all()]}
+    assert "More than 1 requests are selected." in operator.post(LIST_URL, chosen, follow=True).content.decode()
 
 
 def test_people_without_the_right_cannot_label(client: Client) -> None:
