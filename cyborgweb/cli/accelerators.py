@@ -11,7 +11,7 @@ import click
 from cyborgweb.cli import bulk, completion, names, options
 from cyborgweb.cli.backends import describe_ended_command
 from cyborgweb.cli.confirmation import order_after_preview
-from cyborgweb.cli.exit_codes import ExitCode
+from cyborgweb.cli.exit_codes import CliError, ExitCode
 from cyborgweb.cli.following import wait_for_commands
 from cyborgweb.cli.many_targets import show_and_exit
 from cyborgweb.cli.options import CliContext, pass_cli_context, verb_command
@@ -27,8 +27,14 @@ LIST_COLUMNS = (
     "instance=instance.uuid",
     "label",
 )
+LABEL_COLUMNS = ("accelerator", "outcome", "host", "text")
+MAX_LABELLED = 1000
 CHANGE_COLUMNS = ("device", "outcome", "state", "target", "text")
-EXIT_CODE_BY_REASON = {"not_found": ExitCode.NOT_FOUND, "unavailable": ExitCode.AWAY}
+EXIT_CODE_BY_REASON = {
+    "not_found": ExitCode.NOT_FOUND,
+    "not_allowed": ExitCode.NOT_ALLOWED,
+    "unavailable": ExitCode.AWAY,
+}
 MAX_UNITS = 65_535
 
 
@@ -182,6 +188,63 @@ def accelerator_update(cli_context: CliContext, device: str, wait: bool, **chang
         "state": command["state"],
     }
     _wait_and_finish(cli_context, "update", [row], wait)
+
+
+@verb_command(
+    "accelerator-label",
+    "accelerator-label 6a0c1d0e-0a53-4a0c-8f0e-1c2d3e4f5a6b --label training\n"
+    "accelerator-label --filter instance=6a0c1d0e-0a53-4a0c-8f0e-1c2d3e4f5a6b --label ''",
+)
+@click.argument("accelerators", nargs=-1, callback=options.read_dash)
+@click.option(
+    "--filter",
+    "filters",
+    multiple=True,
+    metavar="NAME=VALUE",
+    help="The accelerators that a filter of /api/accelerators/ selects, such as host=cmp1; can be repeated.",
+)
+@click.option("--label", required=True, help="The label; an empty one removes the labels.")
+@options.dry_run_option
+@options.yes_option
+@pass_cli_context
+def accelerator_label(
+    cli_context: CliContext,
+    accelerators: Sequence[str],
+    filters: Sequence[str],
+    label: str,
+    dry_run: bool,
+    yes: bool,
+) -> None:
+    """Set the label of accelerators that are held. Name them by uuid, or write - to read names from standard input.
+
+    You are asked to type their number first if they are on several hosts.
+    """
+    if bool(accelerators) == bool(filters):
+        raise click.UsageError("Select accelerators in one way: name them, or give --filter.")
+    uuids = list(accelerators)
+    if filters:
+        rows = cli_context.fetch_rows("accelerators/", MAX_LABELLED, **bulk.parse_filters(filters))
+        uuids = [row["uuid"] for row in rows if row["uuid"]]
+        if not uuids:
+            raise CliError(ExitCode.NOT_FOUND, "No accelerator that is held matches these filters.")
+    answer = order_after_preview(
+        cli_context,
+        "accelerators/label/",
+        {"accelerators": uuids, "label": label},
+        f"Set the label {label!r}?",
+        "accelerators",
+        yes=yes,
+        dry_run=dry_run,
+    )
+    if answer is not None:
+        rows = [{**one, "target": one["accelerator"], "code": _find_exit_code(one)} for one in answer["results"]]
+        show_and_exit(rows, LABEL_COLUMNS, cli_context.output)
+
+
+def _find_exit_code(result: dict[str, Any]) -> ExitCode:
+    """Return the exit code for the result of one accelerator."""
+    refused = EXIT_CODE_BY_REASON.get(result["reason"], ExitCode.REFUSED)
+    return refused if result["outcome"] == "refused" else ExitCode.DONE
 
 
 def _change_units(

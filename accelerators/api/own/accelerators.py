@@ -6,6 +6,7 @@ see all units, and on request also the free ones.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 from uuid import UUID
@@ -17,9 +18,8 @@ from rest_framework import serializers
 from rest_framework.request import Request
 from rest_framework.response import Response
 
-from accelerators import conductor
 from accelerators.api.own import instances
-from accelerators.api.own.bulk_previews import BulkPreviewSerializer, preview_or_start
+from accelerators.api.own.bulk_previews import MAX_PREVIEW_DEVICES, BulkPreviewSerializer, preview_or_start
 from accelerators.api.own.fields import (
     ClosedSerializer,
     DeviceReference,
@@ -35,7 +35,7 @@ from accelerators.api.own.fields import (
     UrlField,
 )
 from accelerators.api.own.filters import UuidPrefixFilter, choice_filter, host_filter
-from accelerators.api.own.previews import ConfirmationSerializer
+from accelerators.api.own.previews import ConfirmationSerializer, PreviewSerializer, respond_with_preview
 from accelerators.api.own.views import CollectionView
 from accelerators.devices import partitioning
 from accelerators.devices.partitioning import PartitionChange, PartitionTarget
@@ -43,7 +43,8 @@ from accelerators.domain.errors import RefusalReason, RefusedError
 from accelerators.domain.states import DeviceOutcome, DrainTarget, RequestState
 from accelerators.models import AcceleratorRequest, AttachHandle, Bulk, Device
 from accelerators.models.devices import HANDLE_USES
-from accelerators.workflows import bulk_actions, bulk_commands
+from accelerators.requests import labels
+from accelerators.workflows import bulk_actions, bulk_commands, confirmations
 
 FREE, RELEASED = "free", "released"
 """States of units without a request. A `released` unit is not free yet: a guest may still use it."""
@@ -252,6 +253,47 @@ class ResultsSerializer(serializers.Serializer[Any]):
     )
 
 
+class LabelsSerializer(ConfirmationSerializer):
+    """The body that labels several accelerators: their uuids, and the label; an empty label removes theirs."""
+
+    accelerators = serializers.ListField(
+        child=StrictUuidField(),
+        allow_empty=False,
+        min_length=1,
+        max_length=labels.MAX_LABELLED,
+        help_text="The uuids of the accelerators.",
+    )
+    # Any, because `Field.label` is a text: the metaclass takes declared fields off the class, so nothing is hidden.
+    label: Any = StrictTextField(max_length=255, allow_blank=True, help_text="The label; up to 255 characters.")
+
+    field_conditions = {"not": {"properties": {"dry_run": {"enum": [True]}}, "required": ["dry_run", "token"]}}
+
+
+class LabelResultSerializer(serializers.Serializer[Any]):
+    """The outcome for one accelerator, or its forecast."""
+
+    accelerator = serializers.UUIDField(source="request", read_only=True)
+    host = serializers.CharField(read_only=True)
+    outcome = serializers.ChoiceField(DeviceOutcome.choices(), read_only=True)
+    before = serializers.CharField(source="label", read_only=True, help_text="The label before.")
+    reason = serializers.CharField(
+        read_only=True, help_text="The stable code of the refusal; empty if it was not refused."
+    )
+    text = serializers.CharField(read_only=True)
+
+
+class LabelResultsSerializer(serializers.Serializer[Any]):
+    """The results, one per accelerator."""
+
+    results = LabelResultSerializer(many=True, read_only=True)
+
+
+class LabelsPreviewSerializer(PreviewSerializer):
+    """The forecast of a label. It has to be confirmed if it reaches several hosts."""
+
+    accelerators = LabelResultSerializer(many=True, read_only=True)
+
+
 class AcceleratorView(CollectionView):
     """Attached accelerators, by driver and instance, with the state of their instance in Nova; `attached=false` lists
     free units as well. A project may label its own units. Units are added and removed by partitioning devices that
@@ -267,11 +309,24 @@ class AcceleratorView(CollectionView):
     body_serializers = {
         "create": AddUnitsSerializer,
         "remove_units": RemoveUnitsSerializer,
+        "set_labels": LabelsSerializer,
     }
-    response_serializers = dict.fromkeys(body_serializers, (202, ResultsSerializer))
-    preview_serializers = dict.fromkeys(body_serializers, BulkPreviewSerializer)
-    collection_actions = {"delete": "remove_units"}
+    response_serializers = {
+        "create": (202, ResultsSerializer),
+        "remove_units": (202, ResultsSerializer),
+        "set_labels": (200, LabelResultsSerializer),
+    }
+    preview_serializers = {
+        "create": BulkPreviewSerializer,
+        "remove_units": BulkPreviewSerializer,
+        "set_labels": LabelsPreviewSerializer,
+    }
+    collection_actions = {"delete": "remove_units", "label": "set_labels"}
     queryset = AttachHandle.objects.select_related("request__profile", "release", "deployable__device__host")
+
+    def get_collection_rule(self, name: str) -> str:
+        """Return the rule of an action on several units; labelling needs that of labelling one."""
+        return super().get_collection_rule("update" if name == "label" else name)
 
     def get_queryset(self) -> QuerySet[AttachHandle]:
         """Return the units that the caller may see.
@@ -315,21 +370,44 @@ class AcceleratorView(CollectionView):
         self.require_project(unit.request.project_id)
         values = self.validate_body(unit)
         holding_request = unit.request
-        old_label, label = (
-            holding_request.label,
-            values.get("request", {}).get("label", holding_request.label),
+        label = values.get("request", {}).get("label", holding_request.label)
+        same_project = AcceleratorRequest.objects.filter(project_id=holding_request.project_id)
+        labels.set_labels(
+            same_project, [holding_request.uuid], label, lambda project: True, self.caller, self.caller.event_source
         )
-        with conductor.writing():
-            same_request = AcceleratorRequest.objects.filter(
-                pk=holding_request.pk, project_id=holding_request.project_id
-            )
-            if same_request.exclude(label=label).update(label=label):
-                subject, changes = (holding_request.uuid, str(holding_request.uuid)), {"label": [old_label, label]}
-                conductor.record_event(
-                    "request.labelled", self.caller.event_source, self.caller.name, subject=subject, changes=changes
-                )
         holding_request.label = label
         return Response(self.get_serializer(unit).data)
+
+    def set_labels(self, request: Request) -> Response:
+        """Set the label of several accelerators; the answer has one result for each. An accelerator that the caller may
+        not see or not change is refused, and stops no other.
+
+        With `dry_run` the answer is the preview: 200. Without a token the answer is 409, with the preview, if the
+        accelerators are on several hosts.
+        """
+        values = self.validate_body()
+        uuids, label = values["accelerators"], values["label"]
+        visible = AcceleratorRequest.objects.filter(attach_handle__isnull=False)
+        if not self.can_see_all_projects():
+            visible = visible.filter(project_id=self.caller.project_id)
+        may_change_all = self.caller.is_admin or self.is_rule_satisfied(self.elevated_write_rule)
+
+        def may_change(project: str) -> bool:
+            """Return whether the caller may change what this project has."""
+            return may_change_all or bool(project and project == self.caller.project_id)
+
+        forecast = labels.forecast_labels(visible, uuids, label, may_change)
+        seen = {one.request: one.label for one in forecast}
+        described = {"kind": "labels", "label": label, "seen": sorted((str(uuid), was) for uuid, was in seen.items())}
+        hosts = {one.host for one in forecast if one.outcome == DeviceOutcome.MOVED}
+        if token := values.get("token"):
+            if confirmations.read_token(token, self.caller, described) != min(seen):
+                raise confirmations.stale_preview_error()
+        elif values.get("dry_run") or len(hosts) > 1:
+            issued = confirmations.issue_token(min(seen), self.caller, described)
+            return respond_with_preview(_describe_labels(forecast, len(hosts)), issued, values.get("dry_run", False))
+        results = labels.set_labels(visible, uuids, label, may_change, self.caller, self.caller.event_source, seen)
+        return Response(LabelResultsSerializer({"results": results}).data)
 
     def create(self, request: Request) -> Response:
         """Add units to each of the named devices. The answer has one result per device. A device is refused while
@@ -406,6 +484,22 @@ class AcceleratorView(CollectionView):
                 raise
             return _describe_result(target, uuid, None, refused.reason.value, refused.text)
         return _describe_result(target, uuid, command.uuid)
+
+
+def _describe_labels(forecast: Sequence[labels.LabelResult], host_count: int) -> dict[str, Any]:
+    """Return a preview as `LabelsPreviewSerializer` shows it, without the token."""
+    counts = Counter((one.outcome, one.text) for one in forecast)
+    return {
+        "total": len(forecast),
+        "hosts": host_count,
+        "held": 0,
+        "forecast": [
+            {"outcome": outcome.value, "number": number, "held": False, "text": text}
+            for (outcome, text), number in counts.most_common()
+        ],
+        "accelerators": LabelResultSerializer(forecast[:MAX_PREVIEW_DEVICES], many=True).data,
+        "confirm": host_count > 1,
+    }
 
 
 def _describe_bulk_results(bulk: Bulk, targets: Sequence[tuple[UUID | None, PartitionTarget]]) -> list[dict[str, Any]]:

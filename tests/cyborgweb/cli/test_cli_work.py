@@ -18,13 +18,26 @@ from accelerators import conductor
 from accelerators.commands import command_queue
 from accelerators.commands.command_queue import CommandAnswer, CommandProgress
 from accelerators.images import store
-from accelerators.models import Attachment, Bulk, Command, Deployable, Device, DriverWish, Host, Image, Rollout
+from accelerators.models import (
+    AcceleratorRequest,
+    AttachHandle,
+    Attachment,
+    Bulk,
+    Command,
+    Deployable,
+    Device,
+    DriverWish,
+    Host,
+    Image,
+    Rollout,
+)
 from accelerators.models.attachments import AttachmentState
 from accelerators.workflows import attachment_orders, command_endings, driver_rollouts
 from agents.models import Agent
 from cyborgweb.cli import following
 from cyborgweb.settings.keys import Keys
 from drivers.inventory import Backend, DriverReport, Service
+from tests.accelerators.api.own.test_units import UNKNOWN_UUID, create_bound_request
 from tests.cyborgweb.cli.conftest import Cyborg, assert_refused
 from tests.support.background import running_beside
 from tests.support.reports import apply_report, get_or_create_host, make_card, make_driver_report
@@ -208,6 +221,25 @@ def test_interrupting_the_wait_says_that_the_command_continues(
     left = cyborg("accelerator-create", "--device", uuid)
     assert_refused(left, 130, "the ordered work goes on", f"cyborg device-show {uuid}")
     assert Command.objects.get().state == "queued"
+
+
+def test_accelerators_are_labelled_by_filter_and_by_name(cyborg: Cyborg, host: Host) -> None:
+    instances = ["aaaaaaaa-0000-4000-8000-000000000000", "bbbbbbbb-0000-4000-8000-000000000000"]
+    requests = [
+        create_bound_request(handle, instance=instance)
+        for handle, instance in zip(AttachHandle.objects.order_by("id"), instances, strict=True)
+    ]
+    words = ("accelerator-label", "--filter", "host=cmp1", "--label", "training")
+    shown = cyborg(*words, "--dry-run", "-f", "csv", "-c", "number,outcome,text")
+    assert shown.stdout == "number,outcome,text\n2,will be done,gets the label 'training'\n", shown.output
+    done = cyborg(*words, "-f", "csv", "-c", "accelerator,outcome")
+    assert done.stdout.splitlines()[1:] == [f"{one.uuid},moved" for one in requests], done.output
+    done = cyborg("accelerator-label", str(requests[0].uuid), UNKNOWN_UUID, "--label", "")
+    assert done.exit_code == 6, done.output
+    assert [*AcceleratorRequest.objects.order_by("id").values_list("label", flat=True)] == ["", "training"]
+    with conductor.writing():
+        AcceleratorRequest.objects.filter(pk=requests[0].pk).update(hostname="cmp2")
+    assert_refused(cyborg("accelerator-label", *(str(one.uuid) for one in requests), "--label", "x"), 2, "give --yes")
 
 
 def test_accelerator_list_shows_held_and_free_units(cyborg: Cyborg, host: Host) -> None:
