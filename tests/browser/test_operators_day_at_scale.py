@@ -115,6 +115,7 @@ def see_the_host_join(page: Page, pasted: str, shot: Shot) -> None:
         row = page.locator("#result_list tbody tr").filter(has_text=HOST)
         expect(row).to_contain_text(str(NEW_DEVICES), timeout=1000 * JOIN_S)
         expect(row).to_contain_text("live")
+        expect(row).to_contain_text("●up", timeout=1000 * JOIN_S)
     shot(page, "host")
     open_by_link(page, "Join tokens")
     expect(page.locator("#result_list")).to_contain_text(HOST)
