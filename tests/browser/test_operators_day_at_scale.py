@@ -6,7 +6,6 @@ from __future__ import annotations
 import csv
 import re
 import time
-import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -73,6 +72,7 @@ def open_by_link(page: Page, name: str) -> None:
 
 
 def test_an_operators_day_in_the_console(desk: ConsoleDesk, site: LargeSite, shot: Shot) -> None:
+    provider = site.create_compute_provider(HOST)
     page = desk.open_as_administrator()
     page.goto("/admin/")
     shot(page, "overview")
@@ -81,7 +81,7 @@ def test_an_operators_day_in_the_console(desk: ConsoleDesk, site: LargeSite, sho
         see_the_host_join(page, pasted, shot)
         admit_its_devices(page, site, shot)
         make_a_profile(page, shot)
-        attach_a_device(page, site, shot)
+        attach_a_device(page, site, provider, shot)
         drain_the_host(page, shot)
     roll_out_a_driver(page, site, shot)
     find_a_serial_number(page, site, shot)
@@ -115,6 +115,7 @@ def see_the_host_join(page: Page, pasted: str, shot: Shot) -> None:
         row = page.locator("#result_list tbody tr").filter(has_text=HOST)
         expect(row).to_contain_text(str(NEW_DEVICES), timeout=1000 * JOIN_S)
         expect(row).to_contain_text("live")
+        expect(row).to_contain_text("●up", timeout=1000 * JOIN_S)
     shot(page, "host")
     open_by_link(page, "Join tokens")
     expect(page.locator("#result_list")).to_contain_text(HOST)
@@ -159,12 +160,10 @@ def make_a_profile(page: Page, shot: Shot) -> None:
     expect(page.locator("main")).to_contain_text("accel:device_profile")
 
 
-def attach_a_device(page: Page, site: LargeSite, shot: Shot) -> None:
+def attach_a_device(page: Page, site: LargeSite, provider: str, shot: Shot) -> None:
     """A running instance on the new host gets a unit; its page says what is left to do by hand."""
-    instance = str(uuid.uuid4())
-    site.nova.servers.append(instance)
-    site.nova.known[instance] = 200
-    site.nova.shown[instance] = ("ACTIVE", HOST)
+    instance = site.boot_instance(HOST, provider)
+    site.product.until(lambda: site.knows_all_providers(HOST), JOB_S, "Placement knows the devices")
     page.goto(f"{LISTS}attachment/attach/")
     page.get_by_label("Instance").fill(instance)
     page.get_by_label("Device profile").fill("fpga-small")
@@ -172,6 +171,7 @@ def attach_a_device(page: Page, site: LargeSite, shot: Shot) -> None:
     with within(JOB_S, "the attachment"):
         page.get_by_role("button", name="Attach").click()
         expect(page.get_by_role("region", name="Now")).to_contain_text("attached", timeout=1000 * JOB_S)
+    assert site.read_claims(instance) == [{"FPGA": 1}]
     shot(page, "attach")
 
 
