@@ -170,14 +170,15 @@ class AttachmentAdmin(ReadOnlyModelAdmin):
         """GET: show which instance and requests a detachment concerns. POST: order it, if it was confirmed.
 
         It is confirmed with `sure` and, while requests hold units, with the start of the instance's uuid. Otherwise
-        the page is shown again. Raises Http404 if there is no such attachment, and PermissionDenied for a user who may
-        not detach it.
+        the page is shown again. An attachment that is not as the user has seen it (`seen`) is left as it is. Raises
+        Http404 if there is no such attachment, and PermissionDenied for a user who may not detach it.
         """
         permissions.require_permission(request, *permissions.DETACH)
         row: Attachment | None = self.get_object(request, object_id)
         if row is None:
             return self._get_obj_does_not_exist_redirect(request, self.opts, object_id)
         holds, confirmation_text, error = _list_holds(row), str(row.instance)[:8], ""
+        seen = attachment_orders.forecast_detachment(row).as_text
         if request.method == "POST" and "sure" in request.POST:
             reason = request.POST.get("reason", "")
             if holds and request.POST.get("typed", "").strip() != confirmation_text:
@@ -185,7 +186,9 @@ class AttachmentAdmin(ReadOnlyModelAdmin):
             else:
                 caller = device_actions.get_caller(request)
                 try:
-                    attachment_orders.order_detachment(row.uuid, caller, reason, EventSource.PERSON)
+                    attachment_orders.order_detachment(
+                        row.uuid, caller, reason, EventSource.PERSON, seen=request.POST.get("seen", "") or seen
+                    )
                 except RefusedError as refused:
                     messages.error(request, refused.text)
                 return HttpResponseRedirect(badges.page_url("attachment", row.pk))
@@ -196,6 +199,7 @@ class AttachmentAdmin(ReadOnlyModelAdmin):
             "state": render_attachment_state(row),
             "host": badges.render_page_link("host", row.host, row.host),
             "holds": holds,
+            "seen": seen,
             "consequence": DETACH_TEXT if holds else UNDO_TEXT,
             "confirmation_text": confirmation_text,
             "error": error,

@@ -1,7 +1,8 @@
 """Console lists and pages of drivers and of rollouts.
 
 The list shows the wanted and the reported state of every driver on every host. The page of a driver starts a rollout on
-its host, or on all hosts where the driver runs or is wanted (to install it: on all hosts).
+its host, on the hosts whose names match a pattern, or on all hosts; only on those where the driver runs or is wanted,
+unless it is to be installed.
 `accelerators.workflows.driver_rollouts` performs it.
 """
 
@@ -34,7 +35,7 @@ from accelerators.domain.states import (
     RolloutState,
     RolloutStepState,
 )
-from accelerators.models import DriverWish, Event, HostDriver, Rollout, RolloutStep
+from accelerators.models import DriverWish, Event, Host, HostDriver, Rollout, RolloutStep
 from accelerators.ui import badges, permissions, timeline
 from accelerators.ui.changelist import ReadOnlyModelAdmin
 from accelerators.ui.conflicts import ComparedSetting, read_generation, render_conflict_page
@@ -541,10 +542,11 @@ def _read_settings(request: HttpRequest) -> dict[str, Any] | None:
 def _start_rollout(request: HttpRequest, row: HostDriver) -> Rollout:
     """Start the rollout that a button of a driver's page asks for, and return it; for several hosts, store a draft.
 
-    It is for the driver's host or, if the form says so, for all hosts where the driver runs or is wanted; an
-    installation is then for every host. A `max_parallel` that is no number of at most three digits becomes
-    DEFAULT_PARALLEL. Raises RefusedError INVALID if the settings are not a JSON object, and whatever `driver_rollouts`
-    refuses; raises PermissionDenied for users who may not start rollouts, and for unknown buttons.
+    It is for the driver's host or, if the form says so, for the hosts whose names match its pattern, or for all hosts.
+    If the driver is not to be installed, only hosts where it runs or is wanted are meant. A `max_parallel` that is no
+    number of at most three digits becomes DEFAULT_PARALLEL. Raises RefusedError INVALID if the settings are not a JSON
+    object, and whatever `driver_rollouts` refuses; raises PermissionDenied for users who may not start rollouts, and
+    for unknown buttons.
     """
     permissions.require_permission(request, permissions.START_ROLLOUT)
     if request.POST.get("do") in BACKEND_BUTTONS:
@@ -553,8 +555,7 @@ def _start_rollout(request: HttpRequest, row: HostDriver) -> Rollout:
         raise PermissionDenied("This page has no such button. Go back and try again.")
     op, enabled = BUTTON_OPERATIONS[request.POST["do"]]
     settings = _read_settings(request)
-    selector = {"all": True} if op is RolloutOp.INSTALL else {"driver": row.driver}
-    hosts = driver_rollouts.select_hosts(selector=selector) if request.POST.get("where") == "all" else [row.host]
+    hosts = _select_chosen_hosts(request, row, op)
     max_parallel_text = request.POST.get("max_parallel", "")
     max_parallel = (
         int(max_parallel_text)
@@ -569,5 +570,24 @@ def _start_rollout(request: HttpRequest, row: HostDriver) -> Rollout:
         reason=request.POST.get("reason", ""),
         source=EventSource.PERSON,
         is_draft=len(hosts) > 1,
-        generation=None if request.POST.get("where") == "all" else read_generation(request),
+        generation=None if request.POST.get("where") in ("all", "named") else read_generation(request),
     )
+
+
+def _select_chosen_hosts(request: HttpRequest, row: HostDriver, op: RolloutOp) -> list[Host]:
+    """Return the hosts that the form of a driver's page chooses: all, those whose names match its pattern, or this one.
+
+    Raises RefusedError INVALID if the pattern is empty or matches no host.
+    """
+    selector: dict[str, Any] = {} if op is RolloutOp.INSTALL else {"driver": row.driver}
+    match request.POST.get("where"):
+        case "all":
+            return driver_rollouts.select_hosts(selector=selector or {"all": True})
+        case "named":
+            pattern = request.POST.get("pattern", "").strip()
+            if not pattern:
+                text = "Enter the names of the hosts, for example cmp1*. Nothing was done."
+                raise RefusedError(RefusalReason.INVALID, text)
+            return driver_rollouts.select_hosts(selector=selector | {"name": pattern})
+        case _:
+            return [row.host]

@@ -16,8 +16,8 @@ from accelerators.domain.states import HandleType
 
 PLUG_TEXT = (
     "The accelerator is claimed and bound, but it is not in the guest yet: stock Nova plugs no accelerator into a"
-    " running guest. Attach each element of `libvirt` to the guest on {host} (virsh attach-device DOMAIN FILE --live),"
-    " and remove it there (virsh detach-device) before you detach it here."
+    " running guest. Attach each of the libvirt elements to the guest on {host} (virsh attach-device DOMAIN FILE"
+    " --live), and remove it there (virsh detach-device) before you detach it here."
 )
 REBOOT_TEXT = (
     " If the flavor names a device profile and all accelerators of the instance are of type PCI, a hard reboot by Nova"

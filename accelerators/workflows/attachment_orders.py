@@ -58,6 +58,35 @@ class NovaInstance:
     task_state: str = ""
 
 
+@dataclass(frozen=True)
+class DetachmentForecast:
+    """Prediction for the detachment of an attachment.
+
+    `held_units` has the uuids of each request that holds a unit for it, and of the unit's device.
+    """
+
+    state: AttachmentState
+    held_units: tuple[tuple[UUID, UUID], ...]
+
+    @property
+    def changes_something(self) -> bool:
+        """Return whether the detachment would change anything."""
+        return self.state not in REVERTING_OR_ENDED
+
+    @property
+    def held_device_count(self) -> int:
+        """Return how many held devices the detachment would change."""
+        return len({device for _, device in self.held_units}) if self.changes_something else 0
+
+    @property
+    def as_text(self) -> str:
+        """Return all that a decision depends on, as a text. If it differs later, the decision is out of date."""
+        if not self.changes_something:
+            return self.state.value
+        held = ", ".join(str(request) for request, _ in self.held_units) or "no unit"
+        return f"{'attached' if self.state == _S.ATTACHED else 'not attached yet'}, holding {held}"
+
+
 INSTANCE_LOOKUP: Registry[Callable[[str, str | None], NovaInstance]] = Registry("instance lookup", single=True)
 """Function that looks up an instance in Nova by its uuid, and checks that Placement can take a claim for it; it answers
 in a few seconds. `look_up_instance` calls it.
@@ -110,14 +139,28 @@ def order_attachment(
     return row
 
 
+def forecast_detachment(row: Attachment) -> DetachmentForecast:
+    """Predict what a detachment of this attachment would change now. Costs one statement."""
+    held = AcceleratorRequest.objects.filter(uuid__in=row.requests, attach_handle__isnull=False).order_by("id")
+    units = held.values_list("uuid", "attach_handle__deployable__device__uuid")
+    return DetachmentForecast(AttachmentState(row.state), tuple(units))
+
+
 def order_detachment(
-    uuid: UUID, caller: Caller, reason: str = "", source: EventSource = EventSource.API, all_projects: bool = True
+    uuid: UUID,
+    caller: Caller,
+    reason: str = "",
+    source: EventSource = EventSource.API,
+    all_projects: bool = True,
+    seen: str = "",
 ) -> Attachment:
     """Order an attachment to be detached, or to be undone if it is not attached yet. Returns its row.
 
     Does nothing if the attachment is ended or is being taken back already. With `all_projects` the caller may name
-    attachments of every project, otherwise only of their own. Raises RefusedError: NOT_FOUND; INVALID for a reason that
-    cannot be stored; CONFLICT if `uuid` is that of an accelerator request: one that Nova made is freed only by Nova.
+    attachments of every project, otherwise only of their own. `seen` is `DetachmentForecast.as_text` of the forecast on
+    which the caller decided; '' compares nothing. Raises RefusedError: NOT_FOUND; INVALID for a reason that cannot be
+    stored; IN_USE if the attachment would change, and is not as it was `seen`; CONFLICT if `uuid` is that of an
+    accelerator request: one that Nova made is freed only by Nova.
     """
     reason = check_reason(reason)
     with conductor.writing():
@@ -126,6 +169,9 @@ def order_detachment(
         if row is None:
             raise _build_no_attachment_error(uuid, visible)
         if row.state not in REVERTING_OR_ENDED:
+            if seen and (present := forecast_detachment(row).as_text) != seen:
+                text = f"Attachment {uuid} was {seen} when this was decided; it is {present} now. Look at it again."
+                raise RefusedError(RefusalReason.IN_USE, text)
             attached = row.state == _S.ATTACHED
             fault = "" if attached else f"{caller.name} ordered its detachment before it was attached"
             state = _S.DETACHING if attached else _S.UNDOING

@@ -9,11 +9,18 @@ from uuid import UUID
 import click
 
 from cyborgweb.cli import completion, names, options
+from cyborgweb.cli.confirmation import (
+    FORECAST_COLUMNS,
+    build_forecast_rows,
+    fetch_preview,
+    get_token,
+    print_forecast,
+)
 from cyborgweb.cli.exit_codes import CliError, ExitCode
 from cyborgweb.cli.following import WorkProgress, follow_until_ended
 from cyborgweb.cli.many_targets import run_for_each, show_and_exit
 from cyborgweb.cli.options import CliContext, pass_cli_context, verb_command
-from cyborgweb.cli.output import print_row
+from cyborgweb.cli.output import print_row, print_rows
 
 LIST_COLUMNS = ("uuid", "state", "instance", "profile", "device", "host", "by", "fault")
 DETACH_COLUMNS = ("attachment", "outcome", "state", "text")
@@ -38,6 +45,7 @@ USUAL_STEPS = 4
 @click.option("--device", shell_complete=completion.complete_devices, help="Attach a unit of this device.")
 @options.reason_option
 @options.wait_option
+@options.request_dry_run_option
 @pass_cli_context
 def attach_instance(
     cli_context: CliContext, instance: UUID, profile: str | None, device: str | None, reason: str, wait: bool
@@ -64,12 +72,13 @@ def attach_instance(
     "--attachment", type=click.UUID, help="Only this attachment; if there are several, give this option or --all."
 )
 @click.option("--all", "every", is_flag=True, help="Everything that attach-instance attached to the instance.")
+@options.dry_run_option
 @options.yes_option
 @options.reason_option
 @options.wait_option
 @pass_cli_context
 def detach_instance(
-    cli_context: CliContext, instance: UUID, attachment: UUID | None, every: bool, yes: bool, reason: str, wait: bool
+    cli_context: CliContext, instance: UUID, attachment: UUID | None, every: bool, **detach_options: Any
 ) -> None:
     """Detach accelerators that attach-instance attached. Accelerators that Nova attached at boot stay until the
     instance is deleted."""
@@ -81,21 +90,19 @@ def detach_instance(
         raise CliError(ExitCode.NOT_FOUND, f"Instance {instance} has nothing that attach-instance attached.")
     if len(open_uuids) > 1 and not every:
         raise click.UsageError(f"It has the attachments {', '.join(open_uuids)}: give --attachment UUID, or --all.")
-    options.confirm(f"Detach {', '.join(open_uuids)}? Unplug the accelerators from the guest first.", yes)
-
-    _detach(cli_context, open_uuids, reason, wait)
+    _detach(cli_context, open_uuids, **detach_options)
 
 
 @verb_command("attachment-detach", "attachment-detach 0e8f9e63-1b5a-4738-9fb6-eff9659e382f --yes")
 @click.argument("attachment", type=click.UUID)
+@options.dry_run_option
 @options.yes_option
 @options.reason_option
 @options.wait_option
 @pass_cli_context
-def attachment_detach(cli_context: CliContext, attachment: UUID, yes: bool, reason: str, wait: bool) -> None:
+def attachment_detach(cli_context: CliContext, attachment: UUID, **detach_options: Any) -> None:
     """Detach one attachment. If it is not attached yet, it is undone."""
-    options.confirm(f"Detach {attachment}? Unplug the accelerators from the guest first.", yes)
-    _detach(cli_context, [str(attachment)], reason, wait)
+    _detach(cli_context, [str(attachment)], **detach_options)
 
 
 @verb_command("attachment-list", "attachment-list --state attached")
@@ -119,15 +126,31 @@ def attachment_show(cli_context: CliContext, attachment: UUID) -> None:
     print_row(cli_context.api.get(f"attachments/{attachment}/"), cli_context.output)
 
 
-def _detach(cli_context: CliContext, uuids: Sequence[str], reason: str, wait: bool) -> None:
+def _detach(
+    cli_context: CliContext, uuids: Sequence[str], *, dry_run: bool, yes: bool, reason: str, wait: bool
+) -> None:
     """Order the detachment of each attachment and show one row for each; with `wait`, follow each until it has ended.
 
-    Exits with the rows' common code if that is not DONE.
+    Their previews are printed before, and the user must type their number, unless `yes` is set; with `dry_run` nothing
+    else happens. Raises CliError, and UsageError if standard input is not a terminal. Exits with the rows' common code
+    if that is not DONE.
     """
+    body = options.drop_empty({"reason": reason})
+    previews = {
+        uuid: fetch_preview(cli_context, f"attachments/{uuid}/detach/", body, is_required=dry_run) for uuid in uuids
+    }
+    if dry_run:
+        rows = [{"attachment": uuid} | row for uuid, one in previews.items() for row in build_forecast_rows(one or {})]
+        return print_rows(rows, ("attachment", *FORECAST_COLUMNS[1:]), cli_context.output)
+    if not yes:
+        for preview in filter(None, previews.values()):
+            print_forecast(preview)
+        question = f"Detach {', '.join(uuids)}? Unplug the accelerators from the guest first."
+        options.confirm_number(question, len(uuids), is_confirmed=False, noun="attachments")
 
     def detach(uuid: str) -> dict[str, Any]:
         """Order the detachment of one attachment; with `wait`, follow it. Return the row to show. Raises CliError."""
-        current = cli_context.api.post(f"attachments/{uuid}/detach/", options.drop_empty({"reason": reason}))
+        current = cli_context.api.post(f"attachments/{uuid}/detach/", {**body, **get_token(previews[uuid])})
         if wait:
             current = _follow_attachment(cli_context, current, "detach", GONE_STATES)
         return {"attachment": uuid, "state": current["state"], "text": current["fault"]}

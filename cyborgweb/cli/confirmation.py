@@ -7,8 +7,8 @@ from typing import Any
 
 import click
 
-from cyborgweb.cli.exit_codes import to_printable_line
-from cyborgweb.cli.options import CliContext, confirm_number
+from cyborgweb.cli.exit_codes import CliError, ExitCode, to_printable_line
+from cyborgweb.cli.options import CliContext, confirm, confirm_number
 from cyborgweb.cli.output import print_rows
 
 FORECAST_COLUMNS = ("number", "outcome", "held", "text")
@@ -30,22 +30,51 @@ def order_after_preview(
     """Send a request with POST and return its answer; with `dry_run` only print its preview, and return None.
 
     If the service asks for a confirmation, or with `always_ask`, its preview is printed on standard error, and the user
-    must type the number of objects, which `noun` names in the plural; with `yes` nobody is asked. Raises UsageError if
-    standard input is not a terminal, and CliError, also if the user types anything else.
+    must type the number of objects, which `noun` names in the plural; with `yes` nobody is asked. A service of an older
+    release that has no preview of this request is sent the request at once, or after a question with `always_ask`.
+    Raises UsageError if standard input is not a terminal, and CliError, also if the user types anything else.
     """
-    preview = cli_context.api.preview(path, body)
+    preview = fetch_preview(cli_context, path, body, is_required=dry_run)
+    if preview is None:
+        if always_ask:
+            confirm(question, yes)
+        return cli_context.api.post(path, body)
     if dry_run:
-        print_rows(_build_forecast_rows(preview), FORECAST_COLUMNS, cli_context.output)
+        print_rows(build_forecast_rows(preview), FORECAST_COLUMNS, cli_context.output)
         return None
     if not yes and (preview["confirm"] or always_ask):
-        for row in _build_forecast_rows(preview):
-            held_text = " (held)" if row["held"] else ""
-            click.echo(to_printable_line(f"{row['number']} {row['outcome']}: {row['text']}{held_text}"), err=True)
+        print_forecast(preview)
         confirm_number(question, preview["total"], is_confirmed=False, noun=noun)
-    token = {"token": preview["token"]} if preview["confirm"] else {}  # without it, a refusal is answered at once
-    return cli_context.api.post(path, {**body, **token})
+    return cli_context.api.post(path, {**body, **get_token(preview)})
 
 
-def _build_forecast_rows(preview: Mapping[str, Any]) -> list[dict[str, Any]]:
+def fetch_preview(
+    cli_context: CliContext, path: str, body: Mapping[str, Any], is_required: bool
+) -> dict[str, Any] | None:
+    """Return the preview of a POST; None if the service is of an older release, which has no preview of it.
+
+    Raises CliError, also instead of None if the preview `is_required`.
+    """
+    preview = cli_context.api.preview_if_known(path, body)
+    if preview is None and is_required:
+        text = "The service is of an older release: it has no preview of this. Nothing was changed."
+        raise CliError(ExitCode.REFUSED, text)
+    return preview
+
+
+def print_forecast(preview: Mapping[str, Any]) -> None:
+    """Print the forecasts of a preview on standard error, a line for each."""
+    for row in build_forecast_rows(preview):
+        held_text = " (held)" if row["held"] else ""
+        click.echo(to_printable_line(f"{row['number']} {row['outcome']}: {row['text']}{held_text}"), err=True)
+
+
+def get_token(preview: Mapping[str, Any] | None) -> dict[str, str]:
+    """Return the field `token` for a request that needs one by its preview. Without a token, a refusal is answered at
+    once."""
+    return {"token": preview["token"]} if preview and preview["confirm"] else {}
+
+
+def build_forecast_rows(preview: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return the forecasts of a preview as rows, with words for their outcomes."""
     return [one | {"outcome": OUTCOME_WORDS[one["outcome"]]} for one in preview["forecast"]]

@@ -167,6 +167,7 @@ def test_two_live_agents_with_one_key_are_both_refused_until_a_person_admits_the
         assert ask(socket, wire.Beat(1)) == wire.Ack(1, "Beat")
 
 
+@pytest.mark.slow
 def test_an_agent_that_reconnects_after_a_restart_or_reboot_is_not_taken_for_a_clone(
     agent: WireAgent, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -191,6 +192,7 @@ def test_an_agent_that_reconnects_after_a_restart_or_reboot_is_not_taken_for_a_c
 
 
 @pytest.mark.parametrize("alive", [True, False])
+@pytest.mark.slow
 def test_a_clone_at_another_gateway_is_refused_if_the_first_agent_is_alive(agent: WireAgent, alive: bool) -> None:
     with run_another_gateway() as other, agent.connect_and_say_hello() as first:
         until(lambda: Agent.objects.filter(boot_id="boot-1").exists())
@@ -278,6 +280,7 @@ def test_truncated_frames_close_only_their_own_connection(agent: WireAgent, gate
         assert ask(socket, wire.Beat(1)) == wire.Ack(1, "Beat")
 
 
+@pytest.mark.slow
 def test_an_agent_over_tls_is_admitted_only_with_a_signature_of_the_pinned_certificate(tmp_path: Path) -> None:
     keys = Keys(state_dir=str(tmp_path))
     pin, pem = tls.read_fingerprint(keys), tmp_path / tls.CERTIFICATE_FILE
@@ -295,6 +298,7 @@ def test_an_agent_over_tls_is_admitted_only_with_a_signature_of_the_pinned_certi
         assert replace(agent, port=port, tls=None).connect_refused() == (401, "signature"), "it meant a TLS listener"
 
 
+@pytest.mark.slow
 def test_the_real_agent_rotates_its_key_and_rejoins_after_revocation_over_tls(tmp_path: Path) -> None:
     """The real link joins with a pinned certificate, rotates its key, is revoked, and joins again with a new token."""
     keys = Keys(state_dir=str(tmp_path / "conductor"))

@@ -206,6 +206,7 @@ def test_X5_a_report_that_takes_too_long_alone_is_put_aside_and_the_other_hosts_
 
 
 @pytest.mark.django_db(transaction=True)
+@pytest.mark.slow
 def test_X5_of_a_host_that_is_put_aside_only_the_reports_that_matter_stay_in_the_spool(
     slow_cards: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -441,6 +442,7 @@ def test_a_throttled_host_does_not_wait_while_it_has_an_open_command() -> None:
 
 
 @pytest.mark.django_db(transaction=True)
+@pytest.mark.slow
 def test_a_table_that_is_locked_during_one_batch_postpones_no_single_host(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(jobs, "STATEMENT_TIMEOUT_S", 0.6)
     monkeypatch.setattr("accelerators.runtime.jobs.TIME_SLICE_S", 0.1)
@@ -456,6 +458,7 @@ def test_a_table_that_is_locked_during_one_batch_postpones_no_single_host(monkey
 
 
 @pytest.mark.django_db(transaction=True)
+@pytest.mark.slow
 def test_hosts_that_all_have_locked_rows_are_left_out_and_do_not_stop_the_others(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -98,8 +98,9 @@ class Peer(asyncio.Protocol):
     """One agent's WebSocket. `on_message(peer, payload)` is called for each text frame after the Welcome, and
     `on_lost(peer)` when the connection ends."""
 
-    def __init__(self, number: int, key: Key, welcomed: asyncio.Future[Peer], epoch: int = 1) -> None:
+    def __init__(self, number: int, key: Key, welcomed: asyncio.Future[Peer], epoch: int = 1, host: str = "") -> None:
         self.number, self.epoch, self._key, self._welcomed = number, epoch, key, welcomed
+        self.host = host or messages.host_name(number)
         self.welcome = b""
         self.on_lost: Callable[[Peer], None] = lambda peer: None
         self.on_message: Callable[[Peer, bytes], None] = lambda peer, payload: None
@@ -118,7 +119,7 @@ class Peer(asyncio.Protocol):
 
     def prepare(self, nonce: str, fingerprint: str) -> None:
         """Sign the challenge and build the request for the upgrade."""
-        host = messages.host_name(self.number)
+        host = self.host
         signature = self._key.private.sign(credentials.build_connect_bytes(host, host, self.epoch, nonce, fingerprint))
         sealed = base64.urlsafe_b64encode(signature).decode()
         credential = credentials.Credential(host, host, self.epoch, nonce, self._key.public, sealed)
@@ -189,8 +190,11 @@ class Peer(asyncio.Protocol):
             self._welcomed.set_exception(RefusedError(reason))
 
 
-async def connect(gateway: Address, number: int, key: Key, epoch: int = 1) -> Peer:
-    """Connect an agent: challenge, signature, upgrade, Welcome. Raise RefusedError or OSError if one of them fails."""
+async def connect(gateway: Address, number: int, key: Key, epoch: int = 1, host: str = "") -> Peer:
+    """Connect the agent of `host` (by default bench host `number`): challenge, signature, upgrade, Welcome.
+
+    Raise RefusedError or OSError if one of them fails.
+    """
     loop = asyncio.get_running_loop()
     answered: asyncio.Future[str] = loop.create_future()
     request, _ = await loop.create_connection(
@@ -201,7 +205,7 @@ async def connect(gateway: Address, number: int, key: Key, epoch: int = 1) -> Pe
     finally:
         request.abort()
     welcomed: asyncio.Future[Peer] = loop.create_future()
-    peer = Peer(number, key, welcomed, epoch)
+    peer = Peer(number, key, welcomed, epoch, host)
     peer.prepare(nonce, gateway.fingerprint)
     socket, _ = await loop.create_connection(lambda: peer, "127.0.0.1", gateway.port, ssl=gateway.tls)
     try:

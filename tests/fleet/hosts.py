@@ -95,6 +95,11 @@ class SimulatedAgent:
         self._changed = asyncio.Event()
 
     @property
+    def name(self) -> str:
+        """Return the name of the agent's host."""
+        return messages.host_name(self.number)
+
+    @property
     def connected(self) -> bool:
         """Return whether the agent has its Welcome and its connection is open."""
         return self.peer is not None and not self.peer.lost
@@ -108,8 +113,11 @@ class SimulatedAgent:
         """Return what the host's driver discovers now: devices of the present generation, or an error."""
         if self.failing:
             return (DriverReport(DRIVER, "its hardware does not answer (simulated)"),)
-        name = messages.host_name(self.number)
-        return (DriverReport(DRIVER, "", messages.devices(self.devices, name, f"g{self.generation}")),)
+        return (DriverReport(DRIVER, "", messages.devices(self.devices, self.name, f"g{self.generation}")),)
+
+    def build_hello(self) -> wire.Hello:
+        """Return the first message of a connection."""
+        return wire.Hello("fleet", f"boot-{self.epoch}", (DRIVER,))
 
     def change(self) -> None:
         """Start a new generation, which has to be reported."""
@@ -123,7 +131,7 @@ class SimulatedAgent:
             began, after = clock(), 0.0
             try:
                 async with asyncio.timeout(2 * self.timing.open_timeout_s):
-                    peer = await connect(self.gateway, self.number, self.key, self.epoch)
+                    peer = await connect(self.gateway, self.number, self.key, self.epoch, self.name)
                 await self._exchange_messages(peer)
             except RefusedError as error:
                 after = error.retry_after
@@ -158,7 +166,7 @@ class SimulatedAgent:
         self._pending.last_ack_at = loop.time()
         self._report_from = loop.time() + self.timing.draw_fraction() * welcome.jitter_s
         peer.on_message, peer.on_lost = self._handle_message, lambda _: self._changed.set()
-        peer.send(wire.encode_message(wire.Hello("fleet", f"boot-{self.epoch}", (DRIVER,))))
+        peer.send(wire.encode_message(self.build_hello()))
         beat_at, beat = loop.time() + self.timing.draw_fraction() * welcome.beat_s, 0
         while not peer.lost:
             now = loop.time()
@@ -197,9 +205,7 @@ class SimulatedAgent:
         model = "" if self.failing else f"g{self.generation}"
         self._sent_since.append(SentReport(self.epoch, self.seq, self.generation, content, model))
         self._pending.record_sent("Report", self.seq, now)
-        self._unacknowledged.append(
-            ReportTiming(messages.host_name(self.number), self.epoch, self.seq, time.monotonic())
-        )
+        self._unacknowledged.append(ReportTiming(self.name, self.epoch, self.seq, time.monotonic()))
         self.counters.timings.append(self._unacknowledged[-1])
         peer.send(wire.encode_message(wire.Report.from_driver_reports(self.epoch, self.seq, content, driver_reports)))
         self.counters.counts["reports"] += 1
@@ -240,8 +246,7 @@ class SimulatedAgent:
         number of devices, and (hash, model) of each report that was sent after it."""
         last = self._acknowledged or SentReport(0, 0, -1, "", "")
         since = [(sent.content, sent.model) for sent in self._sent_since]
-        name = messages.host_name(self.number)
-        return name, last.epoch, last.seq, last.content, last.model, self.devices, since
+        return self.name, last.epoch, last.seq, last.content, last.model, self.devices, since
 
 
 def count_open_files(count: int) -> int:
@@ -250,7 +255,9 @@ def count_open_files(count: int) -> int:
 
 
 class SimulatedFleet:
-    """All agents, and the commands that `installation.Fleet` can give."""
+    """All agents, and the commands that `installation.Fleet` can give. They are of the class `agent_class`."""
+
+    agent_class = SimulatedAgent
 
     def __init__(self) -> None:
         self.hosts: list[SimulatedAgent] = []
@@ -266,7 +273,7 @@ class SimulatedFleet:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
         places = [local_address(port) for port in ports]
         for number in range(len(self.hosts), count):
-            self.hosts.append(SimulatedAgent(number, devices, self.counters, gateway=places[number % len(places)]))
+            self.hosts.append(self.agent_class(number, devices, self.counters, gateway=places[number % len(places)]))
         for host in self.hosts:
             host.bad = int((host.number + 1) * bad) > int(host.number * bad)
         return await self.power_on()

@@ -134,6 +134,7 @@ def test_nova_is_asked_for_deleted_instances_only_and_for_a_bounded_number_of_si
     assert all("changes-since" in query for query in nova.listings)
 
 
+@pytest.mark.slow
 def test_many_suspects_leave_places_for_the_turn_of_the_others(nova: FakeNova) -> None:
     instances = bind_instances(40)
     nova.servers = [*instances]
@@ -250,6 +251,7 @@ def test_S1_a_request_that_changed_while_nova_was_asked_is_kept(
 
 
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.exhaustive) for seed in range(1, 10))])
+@pytest.mark.slow
 def test_S1_whatever_happens_exactly_the_deleted_instances_are_freed_at_a_proven_address(
     nova: FakeNova, seed: int
 ) -> None:

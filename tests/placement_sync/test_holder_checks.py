@@ -292,6 +292,7 @@ def test_a_nova_that_hangs_is_not_asked_again_after_the_first_calls(
     assert holder_checks.ask_nova(questions, 5.0)[1].unknown, "the outage is recorded: nothing is asked"
 
 
+@pytest.mark.slow
 def test_placement_is_asked_about_many_devices_at_once_within_one_deadline(
     placement: PlacementModelSession, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -321,6 +322,7 @@ def test_a_call_with_little_time_left_is_not_made_and_a_shortened_one_is_no_outa
     assert holder_checks.ask_placement(questions, 5.0)[device.pk] == holder_checks.NO_HOLDERS
 
 
+@pytest.mark.slow
 def test_nova_is_not_asked_with_little_time_left_and_a_shortened_call_is_no_outage(
     device: Device, nova: FakeNova
 ) -> None:

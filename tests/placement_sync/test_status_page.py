@@ -118,6 +118,7 @@ def test_a_user_without_permission_can_neither_see_nor_compare_nor_retry(client:
     assert placement_session.seen_calls == []
 
 
+@pytest.mark.slow
 def test_crafted_ids_are_redirected_or_refused(operator: Client) -> None:
     make_ready_host()
     for crafted in ("0", "-1", "9" * 40, "nobody", "%00", "11111111-1111-1111-1111-111111111111", "1e3"):

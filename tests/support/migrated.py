@@ -47,13 +47,18 @@ def start_migrated(server: Postgres) -> None:
 
 def copy_migrated(server: Postgres) -> Path:
     """Put a copy of the migrated data directory where `server` expects its own; return the copied cache entry."""
+    return copy_prepared(server, "database", read_migrations(), migrate)
+
+
+def read_migrations() -> bytes:
+    """Return everything that a migrated database depends on, as the `content` of `copy_prepared`."""
     files = (path for name in PACKAGES for kind in ("*.py", "*.sql") for path in (ROOT / name).rglob(kind))
     sources = sorted(path for path in files if _shapes_database(path))
     content = [part for path in sources for part in (str(path.relative_to(ROOT)).encode(), path.read_bytes())]
     lock = (ROOT / "requirements" / "server.txt").read_bytes()
     this_month = time.strftime("%Y-%m").encode()  # migrations create the partitions of the current month
     installed = f"{django.__version__} {psycopg.__version__}".encode()
-    return copy_prepared(server, "database", b"\0".join([lock, installed, this_month, *content]), _migrate)
+    return b"\0".join([lock, installed, this_month, *content])
 
 
 def _shapes_database(path: Path) -> bool:
@@ -63,11 +68,13 @@ def _shapes_database(path: Path) -> bool:
     )
 
 
-def copy_prepared(server: Postgres, name: str, content: bytes, fill: Callable[[Postgres], None]) -> Path:
+def copy_prepared(
+    server: Postgres, name: str, content: bytes, fill: Callable[[Postgres], None], kept: int = KEPT_ENTRIES
+) -> Path:
     """Put a copy of the prepared data directory `name` where `server` expects its own; start nothing.
 
     `content` stands for everything that the result depends on: when it changes, `fill` prepares a new data directory on
-    a running server. Returns the cache entry.
+    a running server, and only the `kept` entries that were used last stay in the cache. Returns the cache entry.
     """
     binaries = embedded.find_binaries(server.pg_bin)
     made_by = f"{binaries.folder} {binaries.major} {sys.version} {os.getuid()}".encode()
@@ -76,7 +83,7 @@ def copy_prepared(server: Postgres, name: str, content: bytes, fill: Callable[[P
     with locked(name):
         if not (entry / "complete").exists():
             _make(entry, server.pg_bin, fill)
-            delete_old_entries(name, KEPT_ENTRIES)
+            delete_old_entries(name, kept)
         server.home.mkdir(parents=True, exist_ok=True, mode=0o700)
         command = ["cp", "-a", "--reflink=auto", entry / "data", server.data]
         if subprocess.run(command, check=False, capture_output=True).returncode:  # the cache entry is damaged
@@ -102,7 +109,7 @@ def _make(entry: Path, pg_bin: str, fill: Callable[[Postgres], None]) -> None:
     (entry / "complete").touch()
 
 
-def _migrate(server: Postgres) -> None:
+def migrate(server: Postgres) -> None:
     """Create the two databases and run all migrations in them, as `manage.py migrate` does."""
     server.ensure_database("cyborg")
     chosen = {"CYBORG_STATE_DIR": str(server.home.parent)} | ({"CYBORG_PG_BIN": server.pg_bin} if server.pg_bin else {})

@@ -21,6 +21,7 @@ __all__ = ["keystone", "placement"]
 LONGEST_FIRST = (
     "test_fleet.py",
     "test_schemathesis.py",
+    "test_operators_day.py",
     "clients",
     "test_slow_services.py",
     "test_deployment.py",

@@ -69,6 +69,8 @@ class Product:
     before: tuple[str, ...] = ()
     options: tuple[str, ...] = ()
     from_nothing: bool = False
+    copy_database: Callable[[Postgres], object] = copy_migrated
+    """Puts the database of a new installation in place; `tests.support.migrated.copy_prepared` shows how."""
     port: int = 0
     process: subprocess.Popen[bytes] | None = None
     seen: set[ObservedProcess] = field(default_factory=set)
@@ -98,7 +100,7 @@ class Product:
         own_database = "CYBORG_DATABASE_URL" not in self.settings
         if own_database and not (self.from_nothing or self.before or self.state.exists()):
             self.state.mkdir(parents=True, mode=0o700)
-            copy_migrated(server)
+            self.copy_database(server)
 
     def start(self) -> Product:
         """Start the product, and wait until /healthz answers with 200."""

@@ -57,9 +57,12 @@ def cloud(keystone: Keystone, between: TroubleProxy, nova: FakeNova, folder: Pat
 
 
 def post_attachment(cloud: KeystoneCloud, path: str, body: Any) -> dict[str, Any]:
-    """Send a POST below /api/attachments/ as admin and return the answer; fail unless the status is 202."""
-    where = f"{cloud.url}/api/attachments/{path}"
-    answer = requests.post(where, json=body, headers={"X-Auth-Token": cloud.token("admin")}, timeout=30)
+    """Send a POST below /api/attachments/ as admin, with the token of its preview if it must be confirmed, and return
+    the answer; fail unless the status is 202."""
+    where, headers = f"{cloud.url}/api/attachments/{path}", {"X-Auth-Token": cloud.token("admin")}
+    answer = requests.post(where, json=body, headers=headers, timeout=30)
+    if preview := answer.json().get("preview"):
+        answer = requests.post(where, json=body | {"token": preview["token"]}, headers=headers, timeout=30)
     assert answer.status_code == 202, answer.text
     return dict(answer.json())
 

@@ -22,11 +22,15 @@ from accelerators.api.own.fields import (
     UrlField,
 )
 from accelerators.api.own.filters import RowFilter, choice_filter, host_filter
+from accelerators.api.own.previews import ConfirmationSerializer, PreviewSerializer, respond_with_preview
 from accelerators.api.own.requests import ProjectOwnedView
 from accelerators.domain import libvirt_xml
+from accelerators.domain.errors import RefusalReason, RefusedError
+from accelerators.domain.states import DeviceOutcome
 from accelerators.models import Attachment, Intent
 from accelerators.models.attachments import AttachmentState
-from accelerators.workflows import attachment_orders
+from accelerators.workflows import attachment_orders, confirmations
+from accelerators.workflows.attachment_orders import DetachmentForecast
 
 WAIT_REASON = Intent.objects.filter(
     kind=attachment_orders.ATTACHMENT_INTENT, key=OuterRef("key"), next_at__gt=Now()
@@ -120,6 +124,23 @@ class AttachmentSerializer(RowSerializer):
         return libvirt_xml.render_hostdev_elements(attachment_orders.get_handles(row))
 
 
+class DetachSerializer(ConfirmationSerializer, ReasonSerializer):
+    """The body of a detachment: an optional reason, and the confirmation."""
+
+    field_conditions = {"not": {"properties": {"dry_run": {"enum": [True]}}, "required": ["dry_run", "token"]}}
+
+
+class DetachPreviewSerializer(PreviewSerializer):
+    """The forecast of a detachment. It has to be confirmed if requests hold units for the attachment."""
+
+    attachment = serializers.UUIDField(read_only=True)
+    instance = serializers.UUIDField(read_only=True)
+    state = serializers.CharField(read_only=True)
+    requests = serializers.ListField(
+        child=serializers.UUIDField(), read_only=True, help_text="The requests that hold units for it."
+    )
+
+
 class AttachmentView(ProjectOwnedView):
     """Accelerators attached to instances that were already running, newest first. Requests that Nova itself made are
     not listed."""
@@ -127,8 +148,9 @@ class AttachmentView(ProjectOwnedView):
     policy = "attachment"
     elevated_rule = "cyborg:attachment:elevated"
     default_ordering = "-created"
-    member_actions = {"detach": ReasonSerializer}
+    member_actions = {"detach": DetachSerializer}
     actions_to_confirm = ("detach",)
+    preview_serializers = {"detach": DetachPreviewSerializer}
     response_serializers = dict.fromkeys(("create", "detach"), (202, AttachmentSerializer))
     serializer_class = AttachmentSerializer
     filterset_class = AttachmentFilter
@@ -165,14 +187,64 @@ class AttachmentView(ProjectOwnedView):
         return self.respond_with_stored_row(attachment.uuid, 202)
 
     def detach(self, request: Request, **kwargs: str) -> Response:
-        """Detach, in whatever state the attachment is: 202. Detaching twice has the same effect as detaching once."""
-        reason = self.validate_body().get("reason", "")
-        uuid = UUID(kwargs["uuid"])
-        attachment_orders.order_detachment(
-            uuid, self.caller, reason, self.caller.event_source, all_projects=self.can_see_all_projects()
-        )
+        """Detach, in whatever state the attachment is: 202. Detaching twice has the same effect as detaching once.
+
+        With `dry_run` the answer is the preview: 200. While requests hold units for the attachment, the answer without
+        a token is 409, with the preview.
+        """
+        values, uuid = self.validate_body(), UUID(kwargs["uuid"])
+        row, seen, token = self.get_queryset().filter(uuid=uuid).first(), "", values.get("token")
+        if row is not None:  # otherwise the order is refused, with the reason
+            forecast = attachment_orders.forecast_detachment(row)
+            seen = forecast.as_text
+            if token:
+                if confirmations.read_token(token, self.caller, _describe_detachment(forecast)) != uuid:
+                    raise confirmations.stale_preview_error()
+            elif values.get("dry_run") or forecast.held_device_count:
+                return self._respond_with_preview(row, forecast, values.get("dry_run", False))
+        reason, source = values.get("reason", ""), self.caller.event_source
+        try:
+            attachment_orders.order_detachment(
+                uuid, self.caller, reason, source, all_projects=self.can_see_all_projects(), seen=seen
+            )
+        except RefusedError as refused:
+            if row is None or token or refused.reason is not RefusalReason.IN_USE:
+                raise
+            present = self.get_object()
+            return self._respond_with_preview(present, attachment_orders.forecast_detachment(present), False)
         return self.respond_with_stored_row(uuid, 202)
+
+    def _respond_with_preview(self, row: Attachment, forecast: DetachmentForecast, is_dry_run: bool) -> Response:
+        """Return the answer with the preview of a detachment. Raises NotConfirmedError (409) unless it is a dry run."""
+        issued = confirmations.issue_token(row.uuid, self.caller, _describe_detachment(forecast))
+        return respond_with_preview(_describe_preview(row, forecast), issued, is_dry_run)
 
     def get_offered_actions(self, data: Mapping[str, Any]) -> tuple[str, ...]:
         """Offer `detach`, unless the attachment is already being detached or has been detached."""
         return () if data.get("state") in attachment_orders.REVERTING_OR_ENDED else ("detach",)
+
+
+def _describe_detachment(forecast: DetachmentForecast) -> dict[str, Any]:
+    """Return the values that the token of a detachment is bound to, beside the caller and the attachment."""
+    return {"kind": "detachment", "seen": forecast.as_text}
+
+
+def _describe_preview(row: Attachment, forecast: DetachmentForecast) -> dict[str, Any]:
+    """Return a preview as `DetachPreviewSerializer` shows it, without the token."""
+    if not forecast.changes_something:
+        outcome, text = DeviceOutcome.UNCHANGED, f"is {row.state} already"
+    else:
+        outcome = DeviceOutcome.MOVED
+        text = "is detached" if row.state == AttachmentState.ATTACHED else "is undone before it is attached"
+    held = forecast.held_device_count
+    return {
+        "attachment": row.uuid,
+        "instance": row.instance,
+        "state": row.state,
+        "requests": [request for request, _ in forecast.held_units],
+        "total": 1,
+        "hosts": 1,
+        "held": held,
+        "forecast": [{"outcome": outcome.value, "number": 1, "held": bool(held), "text": text}],
+        "confirm": bool(held),
+    }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
 import django_filters as filters
@@ -34,7 +35,9 @@ from accelerators.api.own.views import CollectionView
 from accelerators.devices import lifecycle, partitioning
 from accelerators.devices.lifecycle import MAX_REASON, SeenStates
 from accelerators.domain import device_actions
+from accelerators.domain.caller import Caller
 from accelerators.domain.device_actions import Action
+from accelerators.domain.errors import RefusalReason, RefusedError
 from accelerators.domain.identity import SERIAL_PREFIX
 from accelerators.domain.states import (
     DeviceOutcome,
@@ -108,7 +111,7 @@ class RemovalSerializer(ClosedSerializer):
 
 
 class RemovalPreviewSerializer(serializers.Serializer[Any]):
-    """What is deleted with a host: numbers of rows, and why the removal would be refused now ('' if it would not)."""
+    """The numbers of rows that are deleted with a host, and why the removal is refused now ('' if it is not)."""
 
     host = serializers.CharField(read_only=True)
     devices = serializers.IntegerField(read_only=True)
@@ -308,7 +311,7 @@ class DeviceActionSerializer(ConfirmationSerializer, ReasonSerializer):
 
 
 class DeviceActionPreviewSerializer(PreviewSerializer):
-    """What an action on one device would do now. It has to be confirmed if it would change a held device."""
+    """The forecast of an action on one device. It has to be confirmed if it would change a held device."""
 
     action = serializers.ChoiceField([(one.value, one.value) for one in Action], read_only=True)
     then = serializers.ChoiceField(DrainTarget.choices(), read_only=True)
@@ -329,55 +332,90 @@ class DrainSerializer(DeviceActionSerializer):
     )
 
 
+@dataclass(frozen=True)
+class _ForecastAction:
+    """An action on one device with its forecast. `final_state` is the state after a drain."""
+
+    action: Action
+    final_state: DrainTarget
+    device: Device
+    forecast: bulk_actions.BulkForecast
+
+    @property
+    def is_change(self) -> bool:
+        """Return whether the action would change the device."""
+        return self.forecast.outcome == DeviceOutcome.MOVED
+
+    @property
+    def needs_token(self) -> bool:
+        """Return whether the action must be confirmed: it would change a held device."""
+        return self.forecast.held and self.is_change
+
+    @property
+    def state(self) -> str:
+        """Return the device's state as a text."""
+        return lifecycle.build_lifecycle_state(self.device).as_text
+
+    @property
+    def described(self) -> dict[str, Any]:
+        """Return the values that the token is bound to, beside the caller and the device."""
+        return {"kind": "device action", "action": self.action, "then": self.final_state, "state": self.state}
+
+    def respond_with_preview(self, caller: Caller, is_dry_run: bool) -> Response:
+        """Return the answer with the preview. Raises NotConfirmedError (409) unless it is a dry run."""
+        one = self.forecast
+        preview = {
+            "action": self.action.value,
+            "then": self.final_state.value,
+            "device": self.device.uuid,
+            "state": self.state,
+            "holders": safety.find_requests_of_device(self.device),
+            "total": 1,
+            "hosts": 1,
+            "held": int(self.needs_token),
+            "forecast": [{"outcome": one.outcome.value, "number": 1, "held": one.held, "text": one.text}],
+            "confirm": self.needs_token,
+        }
+        issued = confirmations.issue_token(self.device.uuid, caller, self.described)
+        return respond_with_preview(preview, issued, is_dry_run)
+
+
+def _forecast_action(action: Action, final_state: DrainTarget, device: Device) -> _ForecastAction:
+    """Return the action with its forecast for this device. Costs one statement."""
+    return _ForecastAction(action, final_state, device, bulk_actions.forecast_device(action, final_state, device))
+
+
 def _make_action_handler(action: Action) -> Callable[..., Response]:
     """Return a handler for POST that performs `action` on one device and answers with the device.
 
     The handler's docstring is the action's description. If the action would change a held device, it raises
-    NotConfirmedError unless the body has the token of its preview. It raises RefusedError if the action is refused, and
-    if the token is not valid any more.
+    NotConfirmedError unless the body has the token of its preview; also if a request takes the device between the
+    forecast and the change. It raises RefusedError if the action is refused, and if the token is not valid any more.
     """
 
     def perform_action(view: CollectionView, request: Request, **kwargs: str) -> Response:
         values, device = view.validate_body(), view.get_object()
-        final_state = DrainTarget(values.get("then", DrainTarget.MAINTENANCE))
-        forecast = bulk_actions.forecast_device(action, final_state, device)
-        state = lifecycle.build_lifecycle_state(device).as_text
-        described = {"kind": "device action", "action": action, "then": final_state, "state": state}
-        needs_token = forecast.held and forecast.outcome == DeviceOutcome.MOVED
-        seen = SeenStates({}, held_too=False) if forecast.outcome == DeviceOutcome.MOVED else None
-        if token := values.get("token"):
-            if confirmations.read_token(token, view.caller, described) != device.uuid:
+        final_state, token = DrainTarget(values.get("then", DrainTarget.MAINTENANCE)), values.get("token")
+        forecast = _forecast_action(action, final_state, device)
+        seen = SeenStates({}, held_too=False) if forecast.is_change else None
+        if token:
+            if confirmations.read_token(token, view.caller, forecast.described) != device.uuid:
                 raise confirmations.stale_preview_error()
-            seen = SeenStates({device.uuid: state}, held_too=True)
-        elif values.get("dry_run") or needs_token:
-            issued = confirmations.issue_token(device.uuid, view.caller, described)
-            preview = _describe_preview(action, final_state, device, forecast)
-            return respond_with_preview(preview | {"confirm": needs_token}, issued, values.get("dry_run", False))
+            seen = SeenStates({device.uuid: forecast.state}, held_too=True)
+        elif values.get("dry_run") or forecast.needs_token:
+            return forecast.respond_with_preview(view.caller, values.get("dry_run", False))
         reason, source = values.get("reason", ""), view.caller.event_source
-        lifecycle.apply_action_to_device(action, device.uuid, view.caller, reason, final_state, source, seen)
+        try:
+            lifecycle.apply_action_to_device(action, device.uuid, view.caller, reason, final_state, source, seen)
+        except RefusedError as refused:
+            present = _forecast_action(action, final_state, view.get_object())
+            if token or refused.reason is not RefusalReason.IN_USE or not present.needs_token:
+                raise
+            return present.respond_with_preview(view.caller, is_dry_run=False)
         return Response(view.get_serializer(view.get_object()).data)
 
     perform_action.__doc__ = device_actions.ACTION_DESCRIPTIONS[action]
     return perform_action
-
-
-def _describe_preview(
-    action: Action, final_state: DrainTarget, device: Device, forecast: bulk_actions.BulkForecast
-) -> dict[str, Any]:
-    """Return a preview as `DeviceActionPreviewSerializer` shows it, without `confirm` and the token."""
-    is_changed = forecast.outcome == DeviceOutcome.MOVED
-    shown = {"outcome": forecast.outcome.value, "number": 1, "held": forecast.held, "text": forecast.text}
-    return {
-        "action": action.value,
-        "then": final_state.value,
-        "device": device.uuid,
-        "state": lifecycle.build_lifecycle_state(device).as_text,
-        "holders": safety.find_requests_of_device(device),
-        "total": 1,
-        "hosts": 1,
-        "held": int(forecast.held and is_changed),
-        "forecast": [shown],
-    }
 
 
 class DeviceView(CollectionView):

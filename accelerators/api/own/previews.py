@@ -45,7 +45,7 @@ class ForecastSerializer(serializers.Serializer[Any]):
 
 
 class PreviewSerializer(serializers.Serializer[Any]):
-    """What a request would do now. If `confirm` is true, it is done only with the token."""
+    """The forecast of a request. If `confirm` is true, it is done only with the token."""
 
     total = serializers.IntegerField(read_only=True)
     hosts = serializers.IntegerField(read_only=True, help_text="How many hosts it reaches.")

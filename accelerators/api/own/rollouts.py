@@ -226,7 +226,7 @@ class HostForecastSerializer(serializers.Serializer[Any]):
 
 
 class RolloutPreviewSerializer(PreviewSerializer):
-    """What a rollout would do now, and its first hosts. A running driver is not changed where a device is held."""
+    """The forecast of a rollout, and its first hosts. A running driver is not changed where a device is held."""
 
     held = serializers.IntegerField(read_only=True, help_text="How many devices of the driver are held on these hosts.")
     counts = serializers.DictField(child=serializers.IntegerField(), read_only=True)

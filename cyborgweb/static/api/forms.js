@@ -23,20 +23,46 @@ function say(form, text, tone) {
   form.querySelector("output").replaceChildren(line);
 }
 
-async function send(form) {
+// Show the forecasts of a preview, with a button that sends the request again with the token of the preview.
+function showPreview(form, text, preview, sent) {
+  say(form, text, preview.confirm ? "bad" : "");
+  const list = document.createElement("ul");
+  preview.forecast.forEach(function (one) {
+    const item = document.createElement("li");
+    item.textContent = one.number + " × " + one.outcome + ": " + one.text + (one.held ? " (held)" : "");
+    list.append(item);
+  });
+  const button = document.createElement("button");
+  button.type = "button";
+  button.className = "button danger";
+  button.textContent = "Confirm: do this";
+  button.addEventListener("click", function () { submit(form, Object.assign({}, sent, {token: preview.token}), button); });
+  form.querySelector("output").append(list, button);
+}
+
+async function send(form, confirmed) {
   const method = form.dataset.method;
   const headers = {
     "Accept": "application/json",
     "X-CSRFToken": form.elements.csrfmiddlewaretoken.value,
   };
   const options = {method: method, headers: headers, credentials: "same-origin"};
-  if (form.querySelector("[data-body], [name]:not([name=csrfmiddlewaretoken])")) {
+  const hasBody = form.querySelector("[data-body], [name]:not([name=csrfmiddlewaretoken])");
+  const sent = confirmed || (hasBody ? body(form) : {});
+  if (hasBody || confirmed) {
     headers["Content-Type"] = "application/json";
-    options.body = JSON.stringify(body(form));
+    options.body = JSON.stringify(sent);
   }
   const response = await fetch(form.dataset.url, options);
   const text = await response.text();
   const answer = text && /json/.test(response.headers.get("Content-Type") || "") ? JSON.parse(text) : {};
+  const preview = answer.preview || (sent.dry_run && answer.token ? answer : null);
+  if (preview && preview.token) {
+    const again = Object.assign({}, sent);
+    delete again.dry_run;
+    showPreview(form, response.status + " – " + (response.ok ? "Nothing was done." : sentence(answer)), preview, again);
+    return;
+  }
   if (!response.ok) { say(form, response.status + " – " + sentence(answer), "bad"); return; }
   say(form, response.status + " – done.", "good");
   const made = response.status === 201 && (answer.url || (answer.links || [{}])[0].href);
@@ -52,13 +78,17 @@ document.querySelectorAll("form[data-method]").forEach(function (form) {
       button.textContent = button.textContent + ": sure?";
       return;
     }
-    button.disabled = true;
-    say(form, "Sending…", "");
-    send(form)
-      .catch(function (error) { say(form, "Not sent: " + error.message, "bad"); })
-      .finally(function () { button.disabled = false; });
+    submit(form, null, button);
   });
 });
+
+function submit(form, confirmed, button) {
+  button.disabled = true;
+  say(form, "Sending…", "");
+  send(form, confirmed)
+    .catch(function (error) { say(form, "Not sent: " + error.message, "bad"); })
+    .finally(function () { button.disabled = false; });
+}
 
 // Empty filters are left out of the address.
 document.querySelectorAll("form[data-filter]").forEach(function (form) {

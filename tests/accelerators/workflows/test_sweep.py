@@ -93,6 +93,7 @@ def test_S1_a_missing_device_is_not_removed_unless_every_holder_check_says_it_is
     assert count_missing() == 0
 
 
+@pytest.mark.slow
 def test_holder_checks_of_many_missing_devices_end_in_time_and_the_others_are_removed_later(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -55,6 +55,7 @@ def current_state(command: Command) -> str:
     return command.state
 
 
+@pytest.mark.slow
 def test_a_command_goes_from_taken_to_started_to_succeeded_after_its_report_is_applied(agent: WireAgent) -> None:
     with agent.connect_and_say_hello(OPS) as socket:
         ask(socket, make_report(make_card(1, acts="reset")))
@@ -101,6 +102,7 @@ def test_a_result_whose_report_is_already_applied_is_settled_at_once(agent: Wire
         assert command.detail == {"log": "well"}
 
 
+@pytest.mark.slow
 def test_a_command_is_resent_until_it_is_taken(agent: WireAgent) -> None:
     with agent.connect_and_say_hello(OPS) as socket:
         until(lambda: Agent.objects.get().ops == " ".join(OPS))

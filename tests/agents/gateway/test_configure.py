@@ -105,6 +105,7 @@ class KilledError(BaseException):
     """Stands for SIGKILL: the running transaction is rolled back, and no error handling of the product catches it."""
 
 
+@pytest.mark.slow
 def test_L2_a_rollout_sends_one_command_to_each_host_when_the_worker_is_killed_anywhere() -> None:
     hosts = [get_or_create_host(f"cmp{n}") for n in range(3)]
     for host in hosts:

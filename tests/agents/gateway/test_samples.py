@@ -269,6 +269,7 @@ def test_a_gateway_answers_only_requests_signed_with_the_secret_key(
     )
 
 
+@pytest.mark.slow
 def test_a_silent_gateway_is_named_and_not_asked_again_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(telemetry, "RESPONSE_TIMEOUT_S", 0.2)
     with sockets.create_server(("127.0.0.1", 0)) as stuck:

@@ -195,6 +195,7 @@ class CommandRecorder:
 
 
 @every_release
+@pytest.mark.slow
 def test_C2_our_agent_works_with_the_gateway_of_another_release(path: Path, tmp_path: Path) -> None:
     head, lines = read_transcript(path)
     reports = sum(line["message"]["type"] == "Report" for line in lines)

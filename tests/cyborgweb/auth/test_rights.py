@@ -272,6 +272,7 @@ def fill_path(path: str) -> str:
     )
 
 
+@pytest.mark.slow
 def test_every_route_refuses_a_caller_who_lacks_only_its_rule_and_then_writes_nothing(
     client: Client, exact_rules: ExactRules
 ) -> None:
@@ -334,6 +335,7 @@ def test_the_page_has_every_list_of_the_console_and_who_sees_it(
     assert_table("Pages of the console", rows)
 
 
+@pytest.mark.slow
 def test_every_list_with_its_pages_exports_and_saved_views_is_closed_to_people_who_may_not_see_it(
     client: Client, exact_rules: ExactRules, short_refusals: None
 ) -> None:
@@ -492,9 +494,13 @@ def find_buttons() -> dict[str, tuple[str, Press]]:
             "accelerators_attachment_detach",
             lambda world: (world.attachment_to_detach(), {"sure": "yes"}),
         ),
+        "accelerator request: label": (
+            "accelerators_acceleratorrequest_label",
+            lambda world: (reverse("admin:accelerators_acceleratorrequest_label"), {"seen": f"{UUID} "}),
+        ),
         "admission rules: apply": (
             "accelerators_admissionrule_apply",
-            lambda world: (reverse("admin:accelerators_admissionrule_apply"), {}),
+            lambda world: (reverse("admin:accelerators_admissionrule_apply"), {"seen": "0"}),
         ),
         "maintenance: switch": (
             "cyborgweb_maintenance_change",
@@ -587,6 +593,7 @@ def prove_needs(action: str, alternatives: list[list[tuple[str, str]]], exact_ru
             assert not ask(make_request(make_person(*others))), f"{action}: does not need {lacking}"
 
 
+@pytest.mark.slow
 def test_every_button_asks_for_exactly_what_the_page_says_and_a_refused_one_writes_nothing(
     client: Client, exact_rules: ExactRules, short_refusals: None
 ) -> None:

@@ -69,6 +69,7 @@ ROUTES = [
 ]
 
 
+@pytest.mark.slow
 def test_each_route_allows_exactly_its_roles_and_a_refusal_names_a_sufficient_role(ask: Ask) -> None:
     for method, path, body, answers in ROUTES:
         responses = [ask(by, method, path, body) for by in ROLES_ASKED]

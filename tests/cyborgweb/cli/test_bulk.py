@@ -73,6 +73,7 @@ def test_a_dry_run_prints_the_forecast_and_changes_nothing(cyborg: Cyborg) -> No
     assert Device.objects.filter(state="inactive").count() == 3
 
 
+@pytest.mark.slow
 def test_devices_of_several_hosts_need_the_typed_number(cyborg: Cyborg, terminal: Terminal) -> None:
     create_heard_host("cmp1", 1)
     create_heard_host("cmp2", 1)
@@ -88,6 +89,7 @@ def test_devices_of_several_hosts_need_the_typed_number(cyborg: Cyborg, terminal
     assert Device.objects.filter(state="quarantined").count() == 2
 
 
+@pytest.mark.slow
 def test_a_single_held_device_is_changed_only_after_a_confirmation(cyborg: Cyborg, terminal: Terminal) -> None:
     create_heard_host("cmp1", 1)
     handle, instance = AttachHandle.objects.all()[0], "aaaaaaaa-0000-4000-8000-000000000000"
@@ -111,6 +113,7 @@ def test_a_single_held_device_is_changed_only_after_a_confirmation(cyborg: Cybor
     assert Device.objects.get().state == "quarantined"
 
 
+@pytest.mark.slow
 def test_retry_failed_repeats_the_action_for_the_refused_devices(cyborg: Cyborg) -> None:
     create_heard_host("cmp1", 2)
     with conductor.writing():

@@ -57,6 +57,7 @@ def test_without_a_usable_login_nothing_is_offered_and_nothing_printed(environme
     assert (answer.stdout.strip(), answer.stderr) == ("", "")
 
 
+@pytest.mark.slow
 def test_a_server_that_does_not_answer_delays_the_shell_for_two_seconds_only() -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         address = f"http://127.0.0.1:{silent.getsockname()[1]}"

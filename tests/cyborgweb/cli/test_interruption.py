@@ -74,6 +74,7 @@ def test_an_interruption_of_the_removal_of_a_backend_says_that_it_may_have_been_
     assert_refused(left, 130, "The request to /api/backends/", "was not answered yet")
 
 
+@pytest.mark.slow
 def test_more_than_three_accepted_changes_are_counted(cyborg: Cyborg, interrupt_post: list[int]) -> None:
     for number in range(6):
         create_heard_host(f"cmp{number}", 1)
@@ -82,6 +83,7 @@ def test_more_than_three_accepted_changes_are_counted(cyborg: Cyborg, interrupt_
     assert_refused(left, 130, "5 changes were accepted", "and 2 more: cyborg command-list --open.")
 
 
+@pytest.mark.slow
 def test_discover_services_without_hosts_asks_for_the_number_of_hosts(terminal: Terminal) -> None:
     create_heard_host("cmp1", 1)
     create_heard_host("cmp2", 1)

@@ -66,6 +66,7 @@ def test_the_header_is_printed_with_the_first_row_of_a_list_that_was_empty(
     assert cyborg("device-list", "--watch", "-c", "address").stdout == "address\n0000:00:00.0\n"
 
 
+@pytest.mark.slow
 def test_on_a_terminal_the_table_is_refreshed_in_place_and_ctrl_c_ends_it_with_0(terminal: Terminal) -> None:
     create_heard_host("cmp1", 12)
     with terminal("device-list", "--watch", "0.5", "-c", "address,state", lines=10) as watching_program:

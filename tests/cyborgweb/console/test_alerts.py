@@ -153,6 +153,7 @@ def test_capacity_counts_held_free_and_out_of_offer_by_class() -> None:
 
 
 @pytest.mark.django_db
+@pytest.mark.slow
 def test_the_overview_lists_alerts_whose_links_open_lists_with_rows(operator: Client, fill: Fill) -> None:
     fill(30)
     with conductor.writing():

@@ -161,6 +161,7 @@ def test_a_dry_run_checks_every_device_and_changes_nothing(operator: Client, fil
 
 
 @pytest.mark.django_db(transaction=True)
+@pytest.mark.slow
 def test_a_large_bulk_action_continues_after_being_killed_and_can_be_stopped(
     operator: Client, fill: Fill, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -310,6 +311,7 @@ def report_cards(number: int, acts: str = "health reset") -> list[Device]:
 
 
 @pytest.mark.django_db(transaction=True)
+@pytest.mark.slow
 def test_a_bulk_reset_orders_commands_for_free_devices_and_refuses_held_ones(operator: Client, fill: Fill) -> None:
     fill(10)
     devices = report_cards(10)
@@ -364,6 +366,7 @@ def test_a_bulk_reset_lists_the_devices_outside_of_it_that_it_affects_before_it_
 
 
 @pytest.mark.django_db(transaction=True)
+@pytest.mark.slow
 def test_a_bulk_health_check_includes_held_devices_and_each_refusal_has_a_reason(operator: Client, fill: Fill) -> None:
     fill(20)
     devices = report_cards(10)

@@ -254,6 +254,7 @@ def test_viewers_see_commands_but_cannot_order_any(operator: Client, device: Dev
     assert Command.objects.count() == 1
 
 
+@pytest.mark.slow
 def test_P3_pages_take_the_same_statements_at_any_number_of_commands(operator: Client, device: Device) -> None:
     first = start_command(device)
     paths = [

@@ -122,6 +122,7 @@ def test_a_changed_driver_shows_both_versions_and_mine_can_be_applied_after_all(
     assert DriverWish.objects.get().settings == {"mtu": 1}
 
 
+@pytest.mark.slow
 def test_backends_are_added_changed_disabled_and_removed_on_the_page_of_their_driver(operator: Client) -> None:
     host = get_or_create_host("cmp0")
     apply_report(host, DriverReport("generic_driver", state="absent"))

@@ -100,6 +100,18 @@ def test_a_rollout_to_all_hosts_can_be_cancelled_on_its_page(operator: Client) -
     assert (retried.state, retried.enabled, retried.total, retried.max_parallel) == ("draft", False, 3, 1)
 
 
+def test_a_rollout_reaches_the_hosts_whose_names_match_the_pattern(operator: Client) -> None:
+    get_or_create_host("gpu1")
+    chosen = {"where": "named", "pattern": "cmp[01]", "do": "install"}
+    assert "No host is chosen" in press_button(operator, driver_page(), **chosen | {"pattern": "gpu?x"})
+    assert "Enter the names of the hosts" in press_button(operator, driver_page(), **chosen | {"pattern": " "})
+    assert "Install on 2 of 2" in press_button(operator, driver_page(), **chosen)
+    assert [step.host_name for step in Rollout.objects.get().steps.order_by("id")] == ["cmp0", "cmp1"]
+    assert "Install on 4 of 4" in press_button(operator, driver_page(), **chosen | {"pattern": "*"})
+    shown = press_button(operator, driver_page("test_driver"), where="named", pattern="*", do="disable")
+    assert "Update on 3 of 3" in shown, "the driver does not run on gpu1"
+
+
 @pytest.mark.parametrize(
     ("fields", "says"),
     [

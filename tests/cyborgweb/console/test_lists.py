@@ -30,6 +30,7 @@ def admin_url(model: type, page: str, *args: object) -> str:
     return reverse(f"admin:{model._meta.app_label}_{model._meta.model_name}_{page}", args=args)
 
 
+@pytest.mark.slow
 def test_every_list_has_rows_and_each_row_has_a_page(operator: Client, fill: Fill) -> None:
     fill(2)
     for model in SHOWN_MODELS:
@@ -163,6 +164,7 @@ def test_texts_from_agents_are_escaped_on_every_page(operator: Client) -> None:
         assert evil not in operator.get(path).content.decode()
 
 
+@pytest.mark.slow
 def test_nothing_of_the_inventory_can_be_written(operator: Client, fill: Fill) -> None:
     fill(3)
     for model in INVENTORY_MODELS:

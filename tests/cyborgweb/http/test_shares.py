@@ -186,6 +186,7 @@ def test_a_known_token_that_is_not_used_any_more_expires() -> None:
     assert tokens.find_project(b"t") == ""
 
 
+@pytest.mark.slow
 def test_refusals_are_reported_at_once_and_then_once_in_an_interval(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -158,6 +158,7 @@ def test_a_body_that_does_not_arrive_in_time_is_answered_408_and_the_connection_
         assert status == 408 and all(part in body.decode() for part in parts), body
 
 
+@pytest.mark.slow
 def test_a_body_that_drips_is_answered_408_although_bytes_arrive_all_the_time(server: Server) -> None:
     server.start(body_timeout_s=DEADLINE_S)
     connection = server.connect(SLOW_BODY)
@@ -173,6 +174,7 @@ def test_a_body_that_drips_is_answered_408_although_bytes_arrive_all_the_time(se
 @pytest.mark.parametrize(
     "sent", [b"", b"\r\n\r\n", GET, b"GET /v2/x HTTP/1.1\r\nHost: a\r\nX-A: b", GET + b"\r\n", GET + b"GET /v2"]
 )
+@pytest.mark.slow
 def test_idle_connections_and_unfinished_headers_are_closed(server: Server, sent: bytes) -> None:
     server.start(header_timeout_s=DEADLINE_S, keep_alive_s=DEADLINE_S)
     answers = read_all(server.connect(sent))
@@ -181,6 +183,7 @@ def test_idle_connections_and_unfinished_headers_are_closed(server: Server, sent
         assert b"408" in answers and b"error_message" in answers
 
 
+@pytest.mark.slow
 def test_headers_that_drip_are_refused_although_bytes_arrive_all_the_time(server: Server) -> None:
     server.start(header_timeout_s=DEADLINE_S)
     connection = server.connect(GET)
@@ -260,6 +263,7 @@ def test_a_body_of_10_mib_is_answered_413_and_the_client_can_read_the_answer(ser
     assert server.threads.active_requests == 0 and server.bodies.buffered_bytes == 0
 
 
+@pytest.mark.slow
 def test_a_refused_body_without_end_is_read_for_a_short_time_only(server: Server) -> None:
     server.start()
     connection = server.connect(b"POST /v2/x HTTP/1.1\r\nHost: a\r\nContent-Length: 999999999999\r\n\r\n")
@@ -322,6 +326,7 @@ def test_many_slow_bodies_use_bounded_memory_and_short_requests_go_on(server: Se
 
 
 @pytest.mark.parametrize("query", [b"12000000", b"stream=12000000"])
+@pytest.mark.slow
 def test_a_client_that_does_not_read_its_answer_is_disconnected(server: Server, query: bytes) -> None:
     server.start(write_timeout_s=DEADLINE_S)
     lazy = [server.connect(GET.replace(b"/x", b"/x?" + query), receive_buffer=4_096) for _ in range(THREADS)]
@@ -366,6 +371,7 @@ def test_too_many_connections_end_those_that_wait_for_their_clients(server: Serv
 
 
 @pytest.mark.parametrize("sent", [SLOW_BODY, b"GET /v2/x HTTP/1.1\r\nHost: a\r\nX-A: b"])
+@pytest.mark.slow
 def test_the_address_of_a_client_that_misses_deadlines_is_noted(
     server: Server, monkeypatch: pytest.MonkeyPatch, sent: bytes
 ) -> None:
@@ -378,6 +384,7 @@ def test_the_address_of_a_client_that_misses_deadlines_is_noted(
     assert noted == ["The client 127.0.0.1"]
 
 
+@pytest.mark.slow
 def test_the_address_of_a_client_that_does_not_read_its_answer_is_noted(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -234,6 +234,7 @@ def change_name_of_card(host: Host, seq: int) -> None:
     apply_report(host, make_driver_report(replace(make_card(1), model=f"model {seq}")), seq=seq)
 
 
+@pytest.mark.slow
 def test_pages_of_a_host_and_its_devices_reload_only_for_changes_of_that_host(
     port: int, page: Client, person: User
 ) -> None:
@@ -365,6 +366,7 @@ def test_the_feed_refuses_lists_that_may_not_be_viewed_anonymous_users_and_other
             LivePage(port, page, origin=origin)
 
 
+@pytest.mark.slow
 def test_invalid_messages_close_the_feed_and_crafted_keys_are_ignored(port: int, page: Client) -> None:
     apply_report(get_or_create_host(), make_driver_report(make_card(1)))
     for said, code in {

@@ -159,6 +159,7 @@ def test_a_form_shows_the_description_of_the_manual(client: Client, db: None) ->
     assert fields.field_sentence("admissionrule", "type") in html.unescape(form)
 
 
+@pytest.mark.slow
 def test_every_field_of_the_api_is_described() -> None:
     from cyborgweb.api import openapi
 

@@ -134,6 +134,7 @@ def test_open_work_is_counted_by_state_and_ended_work_is_not() -> None:
     assert sum(number for (name, _), number in series.items() if name == "cyborg_host_drivers") == 1
 
 
+@pytest.mark.slow
 def test_agent_messages_merges_and_http_requests_are_counted_in_the_next_scrape(port: int) -> None:
     before = scrape(port)
     made = authentication.create_join_token("cmp1", address="http://x", hours=1, created_by="t")

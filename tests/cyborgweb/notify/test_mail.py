@@ -167,6 +167,7 @@ def test_a_stored_address_outside_the_domains_gets_no_mail(
         (".", "hangs", "waiting", "The mail server did not answer in time."),
     ],
 )
+@pytest.mark.slow
 def test_a_refused_mail_is_settled_alone_and_no_accepted_mail_is_repeated(
     subscribe: Subscribe,
     smtp: SmtpServer,

@@ -36,6 +36,7 @@ def create_waiting_deliveries(subscription: Subscription, count: int = 1, **data
     return [subscription.deliveries.create(kind="request.bound", data=said, event=n) for n in range(count)]
 
 
+@pytest.mark.slow
 def test_a_message_is_retried_with_the_same_id_until_the_receiver_accepts_it(
     subscribe: Subscribe, receiver: Receiver, monkeypatch: pytest.MonkeyPatch
 ) -> None:

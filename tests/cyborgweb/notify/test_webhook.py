@@ -87,6 +87,7 @@ def test_the_connection_goes_to_the_address_that_was_checked_without_a_second_lo
         assert receiver.calls[0][0]["host"].startswith("hook.example:")
 
 
+@pytest.mark.slow
 def test_lookups_that_hang_are_bounded_and_do_not_keep_the_process_from_ending(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(webhook, "CONNECT_TIMEOUT_S", 0.2)
     monkeypatch.setattr(webhook, "_lookup_places", webhook.LookupPlaces(2, 2))
@@ -132,6 +133,7 @@ def test_lookups_that_hang_for_one_project_leave_places_to_others(monkeypatch: p
         answer.set()
 
 
+@pytest.mark.slow
 def test_an_attempt_has_one_deadline_for_the_lookup_the_connection_tls_and_the_answer(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -113,6 +113,7 @@ def measure_until(condition: Callable[[], bool]) -> float:
 
 
 @pytest.mark.parametrize("sent", [b"", HELLO_BEGIN])
+@pytest.mark.slow
 def test_a_handshake_that_is_not_finished_is_ended_after_the_deadline_for_headers(
     servers: Servers, sent: bytes
 ) -> None:

@@ -433,6 +433,7 @@ def hanging(host: ModelMachine) -> Iterator[Path]:
     os.close(os.open(path, os.O_RDWR | os.O_NONBLOCK))
 
 
+@pytest.mark.slow
 def test_a_hanging_and_a_failing_backend_do_not_affect_a_third_one(host: ModelMachine, hanging: Path) -> None:
     host.file(host.state / "far.json", "no JSON")
     stuck = REMOTE | {"status_file": "/state/stuck", "devices": [{**REMOTE["devices"][0], "name": "stuck"}]}
@@ -452,6 +453,7 @@ def test_a_hanging_and_a_failing_backend_do_not_affect_a_third_one(host: ModelMa
         work.plan("install", Ask("remote:stuck"))
 
 
+@pytest.mark.slow
 def test_health_load_and_plans_of_a_hung_backend_are_refused_at_once_and_the_others_are_answered(
     host: ModelMachine, hanging: Path
 ) -> None:

@@ -88,6 +88,7 @@ def test_a_card_is_failed_when_its_read_waits_longer_than_any_reset_and_ok_when_
     assert discover(host).devices[0].status == "ok"
 
 
+@pytest.mark.slow
 def test_many_late_cards_together_take_little_longer_than_one(host: FakeHost) -> None:
     paths = []
     for number in range(30):

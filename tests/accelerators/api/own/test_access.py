@@ -43,6 +43,7 @@ MESSAGE_COLLECTIONS = ("subscriptions", "deliveries", "inbox")
 """tests/cyborgweb/notify/test_api.py tests who may see these rows."""
 
 
+@pytest.mark.slow
 def test_infrastructure_is_shown_to_managers_and_admins_only(ask: Ask, fill: Fill) -> None:
     fill(1)
     for collection in INFRASTRUCTURE_COLLECTIONS:

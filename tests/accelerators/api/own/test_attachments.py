@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import html
 import json
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,7 +16,9 @@ from django.test import Client
 from accelerators.domain import libvirt_xml
 from accelerators.domain.libvirt_xml import HeldHandle
 from accelerators.models import AcceleratorRequest, Attachment, Device, Event
+from accelerators.workflows import attachment_orders
 from tests.accelerators.api.own.conftest import Ask, get_error_message, get_results
+from tests.accelerators.api.own.test_lifecycle import send_confirmed
 from tests.placement_sync import attaching as lab
 from tests.placement_sync.attaching import INSTANCE, FakeCloud, make_ready_cards, run_steps
 from tests.support.manage import run_verb
@@ -63,7 +67,7 @@ def test_an_attachment_is_requested_followed_and_detached(ask: Ask, cloud: FakeC
     cloud.placement.away = True
     detach = row["url"].removeprefix("http://testserver") + "detach/"
     for _ in range(2):
-        response = ask(detach, method="POST", data={"reason": "over"})
+        response = send_confirmed(ask, detach, {"reason": "over"})
         assert (response.status_code, json.loads(response.content)["state"]) == (202, "detaching")
     while lab.attaching.step():
         pass
@@ -71,6 +75,67 @@ def test_an_attachment_is_requested_followed_and_detached(ask: Ask, cloud: FakeC
     cloud.placement.away = False
     run_steps()
     assert (get_json(ask, row["url"])["state"], cloud.device_allocations()) == ("detached", {})
+
+
+def test_an_attachment_that_holds_units_is_detached_only_with_the_token_of_its_preview(ask: Ask) -> None:
+    row, other = request_attachment(ask), request_attachment(ask)
+    path, other_path = (one["url"].removeprefix("http://testserver") + "detach/" for one in (row, other))
+    shown = json.loads(ask(path, method="POST", data={"dry_run": True}).content)
+    assert (shown["confirm"], shown["held"], shown["requests"]) == (False, 0, [])
+    stale = {"token": shown["token"]}
+    run_steps()
+    assert "Nothing was done" in get_error_message(ask(path, method="POST", data=stale), 409, "stale_preview")
+    answer = ask(path, method="POST", data={"reason": "over"})
+    assert "1 held device" in get_error_message(answer, 409, "not_confirmed")
+    preview = json.loads(answer.content)["preview"]
+    assert (preview["attachment"], preview["instance"], preview["state"]) == (row["uuid"], INSTANCE, "attached")
+    assert preview["requests"] == get_json(ask, row["url"])["requests"] and preview["confirm"]
+    assert {*Attachment.objects.values_list("state", flat=True)} == {"attached"}
+    token = {"token": preview["token"]}
+    for wrong in (ask(other_path, method="POST", data=token), ask(path, "operator", method="POST", data=token)):
+        get_error_message(wrong, 409, "stale_preview")
+    answer = ask(path, method="POST", data=token | {"reason": "over"})
+    assert (answer.status_code, json.loads(answer.content)["state"]) == (202, "detaching")
+    assert json.loads(ask(path, method="POST", data={"dry_run": True}).content)["forecast"][0]["outcome"] == "unchanged"
+
+
+def test_an_attachment_that_gets_units_after_the_forecast_is_answered_with_a_new_preview(
+    ask: Ask, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = request_attachment(ask)["url"].removeprefix("http://testserver") + "detach/"
+    order_detachment = attachment_orders.order_detachment
+
+    def attach_first(*arguments: Any, **options: Any) -> Attachment:
+        """Let the job attach the units, as it may do at any time, and order the detachment."""
+        monkeypatch.undo()
+        run_steps()
+        return order_detachment(*arguments, **options)
+
+    monkeypatch.setattr(attachment_orders, "order_detachment", attach_first)
+    answer = ask(path, method="POST")
+    get_error_message(answer, 409, "not_confirmed")
+    assert json.loads(answer.content)["preview"]["state"] == Attachment.objects.get().state == "attached"
+
+
+def test_the_console_detaches_nothing_that_has_changed_since_it_was_shown(ask: Ask, client: Client) -> None:
+    client.force_login(User.objects.create_superuser("nils"))
+    request_attachment(ask)
+    row = Attachment.objects.get()
+    path = f"/admin/accelerators/attachment/{row.pk}/detach/"
+    seen = get_hidden_value(client.get(path).content.decode(), "seen")
+    run_steps()
+    confirmed = {"sure": "yes", "typed": INSTANCE[:8]}
+    assert "Look at it again" in client.post(path, confirmed | {"seen": seen}, follow=True).content.decode()
+    assert Attachment.objects.get().state == "attached"
+    seen = get_hidden_value(client.get(path).content.decode(), "seen")
+    client.post(path, confirmed | {"seen": seen})
+    assert Attachment.objects.get().state == "detaching"
+
+
+def get_hidden_value(page: str, name: str) -> str:
+    """Return the value of the hidden field of a page."""
+    (value,) = re.findall(rf'type="hidden" name="{name}" value="([^"]*)"', page)
+    return html.unescape(value)
 
 
 def test_attachments_are_filtered_and_a_page_takes_three_statements(ask: Ask, django_assert_num_queries: Any) -> None:

@@ -121,6 +121,7 @@ def test_an_image_in_chunks_that_is_empty_or_too_large_is_not_stored(parts: int,
 
 @pytest.mark.django_db(transaction=True)
 @pytest.mark.parametrize("ending", ["disconnects", "is too slow"])
+@pytest.mark.slow
 def test_an_image_whose_last_chunk_is_missing_is_not_stored(ending: str) -> None:
     keys = Keys(body_timeout_s=0.5)
     with product_port(keys) as port:

@@ -169,6 +169,7 @@ def test_filters_select_the_expected_number_of_rows(ask: Ask, fill: Fill) -> Non
         assert len(get_results(ask(f"/api/{collection}/?{query}"))) == number, (collection, query)
 
 
+@pytest.mark.slow
 def test_rows_are_found_by_the_beginning_of_their_uuid(ask: Ask, fill: Fill) -> None:
     fill(2)
     for collection in NAMED_BY_UUID:

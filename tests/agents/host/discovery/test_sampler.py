@@ -263,6 +263,7 @@ def test_a_watch_ends_when_its_connection_is_lost(tmp_path: Path) -> None:
     run_story(story)
 
 
+@pytest.mark.slow
 def test_samples_are_dropped_while_a_report_is_unacknowledged(tmp_path: Path) -> None:
     async def story() -> None:
         server = FakeGateway(acknowledge=False)
@@ -288,6 +289,7 @@ def test_samples_are_dropped_while_a_report_is_unacknowledged(tmp_path: Path) ->
     run_story(story)
 
 
+@pytest.mark.slow
 def test_a_round_is_sent_without_a_failing_driver_which_is_then_paused(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -59,6 +59,7 @@ def run_story(
     asyncio.run(whole())
 
 
+@pytest.mark.slow
 def test_an_agent_writes_providers_to_placement_and_a_second_command_writes_nothing(
     tmp_path: Path, placement: ServedPlacement
 ) -> None:
@@ -75,6 +76,7 @@ def test_an_agent_writes_providers_to_placement_and_a_second_command_writes_noth
     run_story(tmp_path, placement, story)
 
 
+@pytest.mark.slow
 def test_placement_writes_stop_when_a_newer_writer_epoch_arrives(tmp_path: Path, placement: ServedPlacement) -> None:
     async def story(server: FakeGateway, hand: DirectPlacementWriter) -> None:
         placement.gate.clear()
@@ -96,6 +98,7 @@ def test_placement_writes_stop_when_a_newer_writer_epoch_arrives(tmp_path: Path,
     run_story(tmp_path, placement, story)
 
 
+@pytest.mark.slow
 def test_placement_writes_stop_when_the_agent_loses_its_connection(tmp_path: Path, placement: ServedPlacement) -> None:
     async def story(server: FakeGateway, hand: DirectPlacementWriter) -> None:
         def shut() -> None:
