@@ -116,17 +116,25 @@ class AdmissionRuleAdmin(ConflictPage, ConsoleModelAdmin):
     def apply_view(self, request: HttpRequest) -> HttpResponse:
         """GET: show how many inactive devices each rule would move. POST: move them and redirect to the list.
 
-        Devices are moved in slices, each in one transaction. Raises PermissionDenied for a user who may not view rules,
+        If their number is not the one that the user has seen, or if they are on several hosts and the user has not
+        typed it, nothing is moved and the page is shown again. Devices are moved in slices, each in one transaction.
+        Raises PermissionDenied for a user who may not view rules,
         or lacks one of the rights `permissions.APPLY_RULES`.
         """
         permissions.require_permission(request, *permissions.APPLY_RULES)
         if not self.has_view_permission(request):
             raise PermissionDenied
+        reach, error = admission_rules.forecast_rules(), ""
         if request.method == "POST":
+            if request.POST.get("seen", "") != str(reach.total):
+                error = "The number of devices has changed. Nothing was done."
+            elif reach.needs_confirmation and request.POST.get("typed", "").strip() != str(reach.total):
+                error = f"To confirm, type {reach.total}. Nothing was done."
+        if request.method == "POST" and not error:
             moved = sum(admission_rules.apply_rules(device_actions.get_caller(request)))
             messages.success(request, f"The rules moved {moved} device{'' if moved == 1 else 's'}.")
             return HttpResponseRedirect(reverse("admin:accelerators_admissionrule_changelist"))
-        counts = admission_rules.count_matching_devices()
+        counts = reach.by_rule
         context = self.admin_site.each_context(request) | {
             "title": "Apply the rules",
             "opts": self.opts,
@@ -134,7 +142,10 @@ class AdmissionRuleAdmin(ConflictPage, ConsoleModelAdmin):
                 (rule, badges.render_device_state(rule.action), counts[rule.name])
                 for rule in self._select_counted_rules(counts)
             ],
-            "total": counts.total(),
+            "total": reach.total,
+            "host_count": len(reach.by_host),
+            "needs_typed_total": reach.needs_confirmation,
+            "error": error,
         }
         return TemplateResponse(request, "accelerators/admin/apply_admission_rules.html", context)
 

@@ -214,7 +214,7 @@ class BulkItemAdmin(ReadOnlyModelAdmin):
 
 def _may_make_bulk_actions(request: HttpRequest) -> bool:
     """Return whether the user has the right of at least one bulk action; False while everything is read only."""
-    rights = {choice.right for choice in device_actions.LIST_CHOICES}
+    rights = {permissions.ADD_UNITS, permissions.REMOVE_UNITS, *(one.right for one in device_actions.LIST_CHOICES)}
     return any(permissions.is_allowed(request, right) for right in rights)
 
 

@@ -20,6 +20,7 @@ from accelerators import safety
 from accelerators.commands import catalogue
 from accelerators.devices import lifecycle
 from accelerators.devices.lifecycle import SeenStates
+from accelerators.devices.partitioning import PartitionChange
 from accelerators.domain import device_actions
 from accelerators.domain.caller import Caller
 from accelerators.domain.device_actions import Action, LifecycleState
@@ -28,7 +29,7 @@ from accelerators.domain.states import DrainTarget, EventSource, IllegalTransiti
 from accelerators.models import Bulk, Device
 from accelerators.ui import badges, permissions
 from accelerators.ui.permissions import Right
-from accelerators.workflows import bulk_actions
+from accelerators.workflows import bulk_actions, bulk_commands
 
 
 @dataclass(frozen=True)
@@ -140,14 +141,45 @@ class CommandChoice:
 COMMAND_CHOICES = {ask.name: ask for ask in (CommandChoice("health", "Check health"), CommandChoice("reset", "Reset"))}
 
 LIST_CHOICES: tuple[StateChoice | CommandChoice, ...] = (*STATE_CHOICES.values(), *COMMAND_CHOICES.values())
-"""All actions of the device list, in their order."""
+"""All actions of the device list, in their order, except for changes of units."""
 
 
-def find_choice_of_bulk(bulk: Bulk) -> StateChoice | CommandChoice:
+@dataclass(frozen=True)
+class UnitsChoice:
+    """A change of the number of units. It has the attributes of `StateChoice` that bulk actions need."""
+
+    change: PartitionChange
+    name: str = bulk_commands.PARTITION
+    danger: bool = True
+
+    @property
+    def label(self) -> str:
+        """Return what the change does, such as "Add 2 units"."""
+        if self.change.unit_delta is None:
+            return "Remove all units"
+        number = abs(self.change.unit_delta)
+        return f"{'Add' if self.change.adds_units else 'Remove'} {number} unit{'' if number == 1 else 's'}"
+
+    @property
+    def right(self) -> Right:
+        """Return the right that the change needs, on one device or on many."""
+        return permissions.ADD_UNITS if self.change.adds_units else permissions.REMOVE_UNITS
+
+    @property
+    def meaning(self) -> str:
+        """Return one sentence for people that says what the change does."""
+        words = ", ".join(f"{word}={value}" for word, value in self.change.layout.items())
+        layout_text = f", with {words}" if words else ""
+        return f"Each device is divided again{layout_text}. A device is refused while anybody holds one of its units."
+
+
+def find_choice_of_bulk(bulk: Bulk) -> StateChoice | CommandChoice | UnitsChoice:
     """Return the action of the list with which a bulk action was made.
 
     Raises StopIteration if the list has no such action any more.
     """
+    if bulk.action == bulk_commands.PARTITION:
+        return UnitsChoice(PartitionChange.from_arguments(bulk.arguments or {}))
     return next(choice for choice in LIST_CHOICES if choice.action == bulk.action and choice.then == bulk.then)
 
 

@@ -1,5 +1,6 @@
 """The console page that changes the number of units into which one or many devices are divided.
 
+One device is changed at once. For several, the page of a bulk action asks for confirmation.
 The page of a device and an action of the device list lead to it. The selected devices may belong to different backends.
 """
 
@@ -18,11 +19,12 @@ from accelerators.admin import device_actions
 from accelerators.commands import catalogue
 from accelerators.devices import partitioning
 from accelerators.devices.lifecycle import MAX_REASON
-from accelerators.devices.partitioning import PartitionChange, PartitionResult, PartitionTarget
+from accelerators.devices.partitioning import PartitionChange
 from accelerators.domain.errors import RefusalReason, RefusedError
-from accelerators.domain.states import EventSource
+from accelerators.domain.states import DrainTarget, EventSource
 from accelerators.models import Device
 from accelerators.ui import badges, permissions
+from accelerators.workflows import bulk_actions, bulk_commands
 
 CHANGE_SIGNS = {"more": 1, "fewer": -1, "none": 0}
 
@@ -66,10 +68,11 @@ def build_units_context(request: HttpRequest, device: Device) -> dict[str, Any]:
 
 
 def handle_units_page(admin: Any, request: HttpRequest) -> HttpResponse:
-    """GET: show the devices and the form. POST: order the change and show the result for each device.
+    """GET: show the devices and the form. POST: order the change of one device and redirect to its command, or store
+    the change of several as a draft and redirect to the page that confirms it.
 
-    If the only device got a command, redirects to that command instead. Redirects to the list of devices if no valid
-    device is chosen. If the whole change is refused, the page is shown with the reason. Raises PermissionDenied for
+    Redirects to the list of devices if no valid device is chosen. If the change is refused, the page is shown with the
+    reason. Raises PermissionDenied for
     users without the right that this needs: `permissions.ADD_UNITS` to add units, `permissions.REMOVE_UNITS` to remove
     some or all, one of them to see the page.
     """
@@ -83,19 +86,31 @@ def handle_units_page(admin: Any, request: HttpRequest) -> HttpResponse:
     if request.method != "POST":
         return _render_page(admin, request, devices)
     try:
-        results = partitioning.partition_devices(
-            [PartitionTarget(device.uuid) for device in devices],
-            _parse_change(request, devices),
-            device_actions.get_caller(request),
-            request.POST.get("reason", ""),
-            EventSource.PERSON,
-        )
+        return HttpResponseRedirect(_start_change(request, devices))
     except RefusedError as refused:
         messages.error(request, refused.text)
         return _render_page(admin, request, devices)
-    if len(results) == 1 and (command := results[0].command):
-        return HttpResponseRedirect(badges.page_url("command", command.pk))
-    return _render_page(admin, request, devices, results)
+
+
+def _start_change(request: HttpRequest, devices: list[Device]) -> str:
+    """Order the change of one device, or store the change of several as a draft. Returns the URL of the page to open:
+    that of the command or of the draft. Raises RefusedError."""
+    change, caller = _parse_change(request, devices), device_actions.get_caller(request)
+    reason = request.POST.get("reason", "")
+    if len(devices) == 1:
+        command = partitioning.partition_device(devices[0].uuid, change, caller, reason, EventSource.PERSON)
+        return badges.page_url("command", command.pk)
+    partitioning.check_change(change, reason)
+    chosen = Device.objects.filter(pk__in=[device.pk for device in devices])
+    bulk = bulk_actions.create_draft(
+        bulk_commands.PARTITION,
+        DrainTarget.MAINTENANCE,
+        chosen,
+        caller,
+        arguments=change.to_arguments(),
+        reason=reason,
+    )
+    return badges.page_url("bulk", bulk.uuid)
 
 
 def _load_chosen_devices(request: HttpRequest) -> list[Device]:
@@ -134,32 +149,15 @@ def _parse_change(request: HttpRequest, devices: list[Device]) -> PartitionChang
     )
 
 
-def _render_page(
-    admin: Any, request: HttpRequest, devices: list[Device], results: list[PartitionResult] | None = None
-) -> HttpResponse:
-    """Render the page with the devices and their present numbers of units; after a change also with its `results`.
-
-    `results` is None as long as nothing was ordered. Costs one statement.
-    """
-    unit_counts, results_by_device = (
-        partitioning.count_units(devices),
-        {result.device: result for result in results or ()},
-    )
-    rows = [
-        {
-            "device": device,
-            "units": unit_counts[device.pk],
-            "result": (result := results_by_device.get(device.uuid)),
-            "ordered": _describe_layout(result),
-        }
-        for device in devices
-    ]
+def _render_page(admin: Any, request: HttpRequest, devices: list[Device]) -> HttpResponse:
+    """Render the page with the devices and their present numbers of units. Costs one statement."""
+    unit_counts = partitioning.count_units(devices)
+    rows = [{"device": device, "units": unit_counts[device.pk]} for device in devices]
     context = admin.admin_site.each_context(request) | {
         "title": "Units of " + (str(devices[0]) if len(devices) == 1 else f"{len(devices)} devices"),
         "opts": admin.opts,
         "address": _page_url(),
         "rows": rows,
-        "done": results is not None,
         "single_device": devices[0] if len(devices) == 1 else None,
         "layout_keys": sorted({word for one in devices for word in one.changeable.split() if word != one.sized_by}),
         "may_add": permissions.is_allowed(request, permissions.ADD_UNITS),
@@ -169,12 +167,6 @@ def _render_page(
         "max_reason_length": MAX_REASON,
     }
     return TemplateResponse(request, "accelerators/admin/partition_device.html", context)
-
-
-def _describe_layout(result: PartitionResult | None) -> str:
-    """Return the layout that a placed command asks for, such as "vfs=4"; '' if there is no command."""
-    layout = result.command.arguments["layout"] if result and result.command else {}
-    return ", ".join(f"{word}={value}" for word, value in layout.items())
 
 
 def _page_url() -> str:

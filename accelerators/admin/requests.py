@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 from django.contrib import admin
 from django.core.exceptions import PermissionDenied
 from django.db.models import QuerySet
 from django.http import HttpRequest, HttpResponse
 from django.template.response import TemplateResponse
+from django.urls import path
 from django.utils.safestring import SafeString
 from unfold.decorators import display
 
-from accelerators.admin import request_timeline
+from accelerators.admin import labels, request_timeline
 from accelerators.domain.states import RequestState
 from accelerators.models import AcceleratorRequest, Command, Event
-from accelerators.ui import badges
+from accelerators.ui import badges, permissions
 from accelerators.ui.changelist import ReadOnlyModelAdmin
 from accelerators.ui.empty_lists import Source
+from accelerators.ui.explained_admin import Rights
 from accelerators.ui.extensions import build_sections
 
 MAX_SIBLINGS = 20
@@ -56,6 +58,21 @@ class AcceleratorRequestAdmin(ReadOnlyModelAdmin):
     }
     empty = "No requests yet. Nova makes one for each accelerator of an instance when a flavor names a device profile."
     sources = (Source("Device profiles", "accelerators.deviceprofile"),)
+    actions = (labels.label_accelerators,)
+    rights: ClassVar[Rights] = {"label": permissions.LABEL}
+
+    def has_label_permission(self, request: HttpRequest) -> bool:
+        """Return whether the user may label accelerators; Django asks this for the permission `label`."""
+        return permissions.is_allowed(request, *permissions.LABEL)
+
+    def get_urls(self) -> list[Any]:
+        """Add the URL of `label_view`."""
+        label_view = self.admin_site.admin_view(self.label_view)
+        return [path("label/", label_view, name="accelerators_acceleratorrequest_label"), *super().get_urls()]
+
+    def label_view(self, request: HttpRequest) -> HttpResponse:
+        """Handle the page that labels accelerators (`accelerators.admin.labels`)."""
+        return labels.handle_label_page(self, request)
 
     def get_queryset(self, request: HttpRequest) -> QuerySet[AcceleratorRequest]:
         """Return the requests that this user may see, with profile, held handle and its deployable loaded."""

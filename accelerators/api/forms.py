@@ -99,7 +99,7 @@ def build_own_forms(view: Any, request: Request, data: Any) -> Iterator[ActionFo
             _build_fields(view, view.action_map[method.lower()], method, values),
         )
     for word, action in () if view.detail else view.collection_actions.items():
-        if view.is_rule_satisfied(f"cyborg:{view.policy}:{word}"):
+        if view.is_rule_satisfied(view.get_collection_rule(word)):
             url = f"{request.path.rstrip('/')}/{word}/"
             yield ActionForm(
                 word.capitalize(), "POST", url, _build_fields(view, action, "POST", {}), needs_confirmation=True

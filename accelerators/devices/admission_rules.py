@@ -6,13 +6,15 @@ new devices by itself (`diff.apply_admission_rules`).
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 from uuid import UUID
 
 from django.db import IntegrityError, connection
-from django.db.models import QuerySet
+from django.db.models import Count, QuerySet
 
 from accelerators import conductor
 from accelerators.devices.lifecycle import (
@@ -101,20 +103,83 @@ def delete_rule(
         _record_rule_event("deleted", rule, event_changes, caller, source)
 
 
+@dataclass(frozen=True)
+class RuleReach:
+    """The inactive devices that rules would move now: their number by rule, and by host."""
+
+    by_rule: Counter[str]
+    by_host: Counter[str]
+
+    @property
+    def total(self) -> int:
+        """Return the number of devices."""
+        return self.by_host.total()
+
+    @property
+    def needs_confirmation(self) -> bool:
+        """Return whether a person must confirm it separately: it reaches several hosts."""
+        return len(self.by_host) > 1
+
+
+def forecast_rules() -> RuleReach:
+    """Return which inactive devices `apply_rules` would move now. Two statements; changes nothing."""
+    return _compute_reach(_load_enabled_rules(), lambda facts, rule: True)
+
+
+def forecast_rule(values: Mapping[str, Any], rule: AdmissionRule | None = None) -> RuleReach:
+    """Return which inactive devices a rule would move if it were created with these values, or changed to them, and the
+    rules were applied. Devices that `rule` would move to the same state without the change do not count. Two
+    statements; changes nothing."""
+    stored = AdmissionRule.objects.filter(enabled=True).order_by("order", "id")
+    before = [(row.order, row.pk, _to_enabled_rule(row)) for row in stored]
+    changed = AdmissionRule(**{field: getattr(rule, field) for field in RULE_FIELDS} if rule else {})
+    for field, value in values.items():
+        setattr(changed, field, value)
+    own = _to_enabled_rule(changed)
+    after = [entry for entry in before if rule is None or entry[1] != rule.pk]
+    if changed.enabled:
+        after.append((changed.order, rule.pk if rule else sys.maxsize, own))
+    rules_before = [one for _, _, one in before]
+    own_before = next((one for _, pk, one in before if rule and pk == rule.pk), None)
+
+    def is_moved_newly(facts: AdmissionFacts, deciding: EnabledRule) -> bool:
+        """Return whether the rule decides about a device with these facts, and did not decide the same before."""
+        if deciding is not own:
+            return False
+        decided = admission.first_matching_rule(rules_before, facts)
+        return decided is None or decided is not own_before or decided.action != own.action
+
+    ordered = sorted(after, key=lambda entry: entry[:2])
+    return _compute_reach([one for _, _, one in ordered], is_moved_newly)
+
+
+def _compute_reach(rules: Sequence[EnabledRule], counts: Callable[[AdmissionFacts, EnabledRule], bool]) -> RuleReach:
+    """Return the devices that these rules would move, if `counts` says so for the device's facts and the deciding
+    rule."""
+    facts_of_devices = (
+        _query_undecided_devices()
+        .order_by()
+        .values_list("host__name", "driver", "vendor", "model", "type")
+        .annotate(number=Count("id"))
+    )
+    reach = RuleReach(Counter(), Counter())
+    for *columns, number in facts_of_devices.iterator():
+        facts = AdmissionFacts(*columns)
+        rule = admission.first_matching_rule(rules, facts)
+        if rule and rule.action in ACTION_BY_ADMISSION and counts(facts, rule):
+            reach.by_rule[rule.name] += number
+            reach.by_host[facts.host] += number
+    return reach
+
+
+def _to_enabled_rule(row: AdmissionRule) -> EnabledRule:
+    """Return a row as the rule that is compared with devices."""
+    return EnabledRule(*(getattr(row, name) for name in EnabledRule.__struct_fields__))
+
+
 def _query_undecided_devices() -> QuerySet[Device]:
     """Return the devices that rules may decide about: inactive, not draining, and not busy with a command."""
     return Device.objects.filter(state="inactive", drain_to__isnull=True, busy_with__isnull=True)
-
-
-def count_matching_devices() -> Counter[str]:
-    """Count, by the rule's name, the inactive devices that `apply_rules` would move now. Two statements; changes
-    nothing."""
-    rules = _load_enabled_rules()
-    facts_of_devices = (
-        _query_undecided_devices().values_list("host__name", "driver", "vendor", "model", "type").iterator()
-    )
-    matching_rules = (admission.first_matching_rule(rules, AdmissionFacts(*facts)) for facts in facts_of_devices)
-    return Counter(rule.name for rule in matching_rules if rule and rule.action in ACTION_BY_ADMISSION)
 
 
 def apply_rules(caller: Caller) -> Iterator[int]:

@@ -1,30 +1,29 @@
 """Partition devices: add units to them, remove units, or change their layout, by a `partition` command for each device.
 
-Only the commands are written here. The new units (attach handles) come with the report that the agent sends before it
-answers the command.
+Many devices are partitioned by a bulk action (`accelerators.workflows.bulk_actions`), which uses the functions of this
+module for each device. Only the commands are written here. The new units (attach handles) come with the report that
+the agent sends before it answers the command.
 """
 
 from __future__ import annotations
 
 import json
-import time
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 from uuid import UUID
 
 from accelerators import conductor, safety
 from accelerators.commands import command_queue
 from accelerators.domain.caller import Caller
-from accelerators.domain.errors import RefusalReason, RefusedError, WritesRefusedError
+from accelerators.domain.errors import RefusalReason, RefusedError
 from accelerators.domain.states import DeviceState, EventSource, HandleType
 from accelerators.models import AttachHandle, Command, Device
 
 MAX_DEVICES = 256
-"""Maximum number of devices that one call changes."""
+"""Maximum number of devices of one change."""
 MAX_UNITS = 65_535
-TIME_LIMIT_S = 20.0
-"""Seconds after which a call begins no further device, because it had to wait for others' locks."""
 
 
 @dataclass(frozen=True)
@@ -50,67 +49,71 @@ class PartitionChange:
     generation: int | None = None
     """The device's generation that the caller has seen, None to skip the check; only with a single device."""
 
+    @property
+    def adds_units(self) -> bool:
+        """Return whether the change adds units; otherwise it removes some or all."""
+        return self.unit_delta is not None and self.unit_delta > 0
 
-@dataclass(frozen=True)
-class PartitionResult:
-    """Outcome for one device of a target: its command, or why there is none (`refused`, `reason`).
+    def to_arguments(self) -> dict[str, Any]:
+        """Return the change as values that JSON can represent."""
+        return {"units": self.unit_delta, "layout": dict(self.layout), "generation": self.generation}
 
-    `device` is None if the target matches no device.
-    """
-
-    target: PartitionTarget
-    device: UUID | None
-    command: Command | None
-    refused: str = ""
-    reason: RefusalReason | None = None
+    @classmethod
+    def from_arguments(cls, arguments: Mapping[str, Any]) -> PartitionChange:
+        """Return the change that `to_arguments` has converted."""
+        return cls(arguments["units"], arguments["layout"], arguments["generation"])
 
 
-def partition_devices(
-    targets: Sequence[PartitionTarget],
-    wanted: PartitionChange,
+def partition_device(
+    uuid: UUID,
+    change: PartitionChange,
     caller: Caller,
     reason: str = "",
     source: EventSource = EventSource.API,
-) -> list[PartitionResult]:
-    """Place a `partition` command for each device of the targets; return one PartitionResult for each device.
+    answers: safety.HolderAnswers | None = None,
+    seen: str = "",
+) -> Command:
+    """Place a `partition` command that changes the number of units of one device, and return it.
 
-    A target that matches no device gets a refused result, too. Each device is changed in a transaction of its own, so a
-    refused device does not stop the others. A device that is named twice gets one command. The holder checks are made
-    before, for all devices at once that are not refused anyway. Devices whose turn has not come within TIME_LIMIT_S
-    seconds after that are refused with UNAVAILABLE, and so are the rest if writes are refused after the first command.
-    Raises RefusedError INVALID, and places no command, if the reason
-    or the number of units is out of range, if the targets name no device or more than MAX_DEVICES, or if a generation
-    is given for more than one device.
+    The present units are counted while the device is locked, so the number in the command is right. `answers` are those
+    of `ask_holders_for_partition`; a caller that is inside a transaction must have asked before it was opened. Without
+    them, this function asks. `seen` is `describe_units` of the device when it was chosen; '' compares nothing. Raises
+    RefusedError as `command_queue.order_device_command` does; INVALID if the device does not allow the change; CONFLICT
+    if it is not as it was `seen`.
     """
-    command_queue.check_reason(reason)
-    if wanted.unit_delta is not None and not 0 < abs(wanted.unit_delta) <= MAX_UNITS:
-        raise RefusedError(RefusalReason.INVALID, f"The number of units must be 1 to {MAX_UNITS}.")
-    devices = _resolve_targets(targets)
-    if not 0 < len(devices) <= MAX_DEVICES:
-        raise RefusedError(RefusalReason.INVALID, f"Name 1 to {MAX_DEVICES} devices, by uuid, or by host and backend.")
-    if wanted.generation is not None and len(devices) != 1:
-        raise RefusedError(
-            RefusalReason.INVALID, f"A generation is only for a single device; the targets are {len(devices)} devices."
-        )
-    answers = _ask_holders([device for device, _ in devices if device is not None], wanted)
-    give_up_at = time.monotonic() + TIME_LIMIT_S
-    results: list[PartitionResult] = []
-    refusal_of_rest = ""
-    for device, target in devices:
+    check_change(change, reason)
+    if answers is None:
+        answers = ask_holders_for_partition([uuid], change)
+    with conductor.writing():
+        device = next(iter(conductor.lock_devices(Device.objects.filter(uuid=uuid))), None)
         if device is None:
-            results.append(_build_no_match_result(target))
-            continue
-        if not refusal_of_rest and time.monotonic() <= give_up_at:
-            try:
-                results.append(_order_partition(target, device, wanted, caller, reason, source, answers))
-                continue
-            except WritesRefusedError as refused:
-                if not any(result.command for result in results):
-                    raise
-                refusal_of_rest = str(refused)
-        text = refusal_of_rest or f"There was no time left for device {device}: send the request for it again."
-        results.append(PartitionResult(target, device, None, text, RefusalReason.UNAVAILABLE))
-    return results
+            raise device_not_found_error(uuid)
+        present_units = count_units([device])[device.pk]
+        if seen and (present := describe_units(device.lifecycle_text, present_units)) != seen:
+            text = f"It was {seen} when it was chosen; it is {present} now. Look at it again."
+            raise RefusedError(RefusalReason.CONFLICT, text)
+        command_queue.refuse_if_changed(device, change.generation)
+        layout = build_layout(device, change, present_units)
+        return command_queue.order_device_command(
+            "partition", uuid, caller, reason=reason, layout=layout, source=source, answers=answers
+        )
+
+
+def device_not_found_error(uuid: UUID) -> RefusedError:
+    """Return the error for a uuid that no device has."""
+    return RefusedError(RefusalReason.NOT_FOUND, f"Device not found with uuid={uuid}")
+
+
+def check_change(change: PartitionChange, reason: str) -> None:
+    """Raise RefusedError INVALID if the number of units is out of range, or if the reason cannot be stored."""
+    command_queue.check_reason(reason)
+    if change.unit_delta is not None and not 0 < abs(change.unit_delta) <= MAX_UNITS:
+        raise RefusedError(RefusalReason.INVALID, f"The number of units must be 1 to {MAX_UNITS}.")
+
+
+def describe_units(lifecycle_text: str, number: int) -> str:
+    """Return the state of a device and its number of units, such as "ready, 4 units"; at most 64 characters."""
+    return f"{lifecycle_text}, {number} unit{'' if number == 1 else 's'}"[-64:]
 
 
 def update_layout(
@@ -144,7 +147,7 @@ def update_layout(
         )
 
 
-def _ask_holders(uuids: Collection[UUID], wanted: PartitionChange) -> safety.HolderAnswers:
+def ask_holders_for_partition(uuids: Collection[UUID], wanted: PartitionChange) -> safety.HolderAnswers:
     """Ask all holder checks about those of these devices whose partition is not refused anyway."""
     if not safety.HOLDER_CHECKS:
         return safety.NO_ANSWERS
@@ -153,12 +156,21 @@ def _ask_holders(uuids: Collection[UUID], wanted: PartitionChange) -> safety.Hol
 
     def refuse(device: Device) -> None:
         """Raise RefusedError if the device does not allow the change."""
-        command_queue.refuse_if_changed(device, wanted.generation)
-        layout = _build_layout(device, wanted, present_units[device.pk])
-        command_queue.check_arguments("partition", layout, None)
-        command_queue.refuse_unknown_words(device, layout)
+        plan_layout(device, wanted, present_units[device.pk])
 
     return command_queue.ask_holders_for_command("partition", selected, refuse)
+
+
+def plan_layout(device: Device, wanted: PartitionChange, present_units: int) -> dict[str, str]:
+    """Return the layout for the command; the device has `present_units` units now.
+
+    Raises RefusedError if the device has another generation, or if it does not allow the change.
+    """
+    command_queue.refuse_if_changed(device, wanted.generation)
+    layout = build_layout(device, wanted, present_units)
+    command_queue.check_arguments("partition", layout, None)
+    command_queue.refuse_unknown_words(device, layout)
+    return layout
 
 
 def _refuse_if_unchangeable(device: Device | None) -> None:
@@ -191,10 +203,13 @@ def _encode_pci_attach_info(address: str) -> str:
     return json.dumps({"bus": bus, "device": device, "domain": domain, "function": function})
 
 
-def _resolve_targets(targets: Sequence[PartitionTarget]) -> list[tuple[UUID | None, PartitionTarget]]:
+def resolve_targets(
+    targets: Sequence[PartitionTarget], change: PartitionChange
+) -> list[tuple[UUID | None, PartitionTarget]]:
     """Return each device once, with the first target that names it; None for a target that matches no device.
 
-    A uuid that no device has is returned, too. Targets after the first MAX_DEVICES + 1 are ignored.
+    A uuid that no device has is returned, too. Raises RefusedError INVALID if the targets name no device or more than
+    MAX_DEVICES, or if the change has a generation and is for more than one device.
     """
     resolved: list[tuple[UUID | None, PartitionTarget]] = []
     known_uuids: set[UUID] = set()
@@ -203,6 +218,12 @@ def _resolve_targets(targets: Sequence[PartitionTarget]) -> list[tuple[UUID | No
         new_uuids = [uuid for uuid in uuids_of_target if uuid not in known_uuids]
         known_uuids.update(new_uuids)
         resolved += [(uuid, target) for uuid in new_uuids] or ([] if uuids_of_target else [(None, target)])
+    if not 0 < len(resolved) <= MAX_DEVICES:
+        raise RefusedError(RefusalReason.INVALID, f"Name 1 to {MAX_DEVICES} devices, by uuid, or by host and backend.")
+    if change.generation is not None and len(resolved) != 1:
+        raise RefusedError(
+            RefusalReason.INVALID, f"A generation is only for a single device; the targets are {len(resolved)} devices."
+        )
     return resolved
 
 
@@ -222,41 +243,13 @@ def _query_target_devices(target: PartitionTarget) -> Iterator[UUID]:
     )
 
 
-def _order_partition(
-    target: PartitionTarget,
-    uuid: UUID,
-    change: PartitionChange,
-    caller: Caller,
-    reason: str,
-    source: EventSource,
-    answers: safety.HolderAnswers,
-) -> PartitionResult:
-    """Place the command for one device, in one transaction; return its result. A RefusedError becomes a refused result.
-
-    The present units are counted while the device is locked, so the number in the command is right.
-    """
-    try:
-        with conductor.writing():
-            device = next(iter(conductor.lock_devices(Device.objects.filter(uuid=uuid))), None)
-            if device is None:
-                raise RefusedError(RefusalReason.NOT_FOUND, f"Device not found with uuid={uuid}")
-            command_queue.refuse_if_changed(device, change.generation)
-            layout = _build_layout(device, change, count_units([device])[device.pk])
-            command = command_queue.order_device_command(
-                "partition", uuid, caller, reason=reason, layout=layout, source=source, answers=answers
-            )
-    except RefusedError as refused:
-        return PartitionResult(target, uuid, None, refused.text, refused.reason)
-    return PartitionResult(target, uuid, command)
-
-
-def _build_layout(device: Device, change: PartitionChange, present_units: int) -> dict[str, str]:
+def build_layout(device: Device, change: PartitionChange, present_units: int) -> dict[str, str]:
     """Return the layout for the command; the device has `present_units` units now. Raises RefusedError INVALID.
 
     It has the keys and values that the caller gave, and the new number of units under the key `sized_by`.
     """
     if not device.sized_by:
-        text = f"Device {device.uuid}: {device.driver} does not let the number of its units be chosen."
+        text = f"{device.driver} does not let the number of its units be chosen."
         raise RefusedError(RefusalReason.INVALID, text)
     if device.sized_by in change.layout:
         text = f"{device.sized_by} is computed from the number of units: leave it out of the layout."
@@ -265,12 +258,6 @@ def _build_layout(device: Device, change: PartitionChange, present_units: int) -
     if not 0 <= wanted_units <= MAX_UNITS or wanted_units == present_units:
         raise RefusedError(
             RefusalReason.INVALID,
-            f"The number of units of device {device.uuid} is {present_units}; it cannot be changed to {wanted_units}.",
+            f"The number of its units is {present_units}; it cannot be changed to {wanted_units}.",
         )
     return {**change.layout, device.sized_by: str(wanted_units)}
-
-
-def _build_no_match_result(target: PartitionTarget) -> PartitionResult:
-    """Return the result for a target that matches no device."""
-    text = f"Host {target.host} has no device of backend {target.backend} whose number of units can be chosen."
-    return PartitionResult(target, None, None, text, RefusalReason.NOT_FOUND)

@@ -24,6 +24,9 @@ class Bulk(fields.Row):
 
     action = models.CharField(max_length=16, db_collation="C", help_text="The action for each device.")
     then = models.CharField(max_length=16, choices=DrainTarget.choices(), default=DrainTarget.MAINTENANCE.value)
+    arguments = models.JSONField(
+        null=True, blank=True, help_text="The arguments of the action, if it has any: units, layout, generation."
+    )
     selection = models.CharField(
         max_length=1000, default="", blank=True, help_text="The filters of the list when the devices were selected."
     )

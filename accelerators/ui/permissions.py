@@ -45,6 +45,11 @@ DETACH = (
     Right("cyborg:attachment:elevated", "accelerators.delete_attachment"),
 )
 """Both rights, because the console shows the attachments of all projects."""
+LABEL = (
+    Right("cyborg:accelerator:update", "accelerators.change_acceleratorrequest"),
+    Right("cyborg:accelerator:update_elevated", "accelerators.change_acceleratorrequest"),
+)
+"""Both rights, because the console labels the accelerators of all projects."""
 REMOVE_HOST = Right("cyborg:host:delete", "accelerators.delete_host")
 CREATE_PROFILE = Right("cyborg:device_profile:create", "accelerators.add_deviceprofile")
 DELETE_PROFILE = Right("cyborg:device_profile:delete", "accelerators.delete_deviceprofile")

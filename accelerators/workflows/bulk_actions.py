@@ -9,7 +9,7 @@ twice.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
@@ -19,12 +19,12 @@ from typing import Any
 
 import msgspec
 from django.db import connection, transaction
-from django.db.models import Count, Exists, F, OuterRef, Q, QuerySet
+from django.db.models import Case, Count, Exists, F, OuterRef, Q, QuerySet, Subquery, When
 from django.db.models.functions import Now
 
 from accelerators import conductor, outbox, safety
 from accelerators.commands import command_queue
-from accelerators.devices import lifecycle
+from accelerators.devices import lifecycle, partitioning
 from accelerators.devices.lifecycle import ActionResult, SeenStates
 from accelerators.domain.caller import Caller, request_id
 from accelerators.domain.device_actions import Action, LifecycleState, state_after_action, state_after_last_request
@@ -114,11 +114,14 @@ def create_draft(
     caller: Caller,
     selection: str = "",
     source: EventSource = EventSource.PERSON,
+    arguments: Mapping[str, Any] | None = None,
+    reason: str = "",
 ) -> Bulk:
     """Store a set of devices with the present state of each as a draft, on which nothing is done until `confirm_draft`.
 
-    `action` may also be one of `bulk_commands.BULK_OPS`; `drain_to` is the final state of a drain; `selection`
-    describes the list's filters. Raises RefusedError INVALID if there are no devices, or more than MAX_BULK_DEVICES.
+    `action` may also be one of `bulk_commands.BULK_OPS`, with its `arguments`; `drain_to` is the final state of a
+    drain; `selection` describes the list's filters; `reason` is the one that its page proposes. Raises
+    RefusedError INVALID if there are no devices, or more than MAX_BULK_DEVICES.
     """
     number = devices.order_by()[: MAX_BULK_DEVICES + 1].count()
     if not 0 < number <= MAX_BULK_DEVICES:
@@ -134,6 +137,8 @@ def create_draft(
             caller_id=caller.user_id[:255],
             source=source,
             selection=selection[:1000],
+            arguments=arguments,
+            reason=reason,
         )
         with connection.cursor() as cursor:
             cursor.execute(INSERT_ITEMS.format(chosen=chosen), [bulk.pk, *params])
@@ -142,7 +147,18 @@ def create_draft(
         chosen_ids = list(bulk.items.values_list("device_id", flat=True))
         held_ids = {device for device, _ in safety.query_requests_of_devices(chosen_ids, "id")}
         bulk.items.filter(device__in=held_ids).update(held=True)
+        if action == bulk_commands.PARTITION:
+            _store_present_units(bulk)
     return bulk
+
+
+def _store_present_units(bulk: Bulk) -> None:
+    """Add the present number of units to the state with which each device of a draft was chosen."""
+    items = list(bulk.items.select_related("device"))
+    units = partitioning.count_units([item.device for item in items if item.device])
+    for item in items:
+        item.stood = partitioning.describe_units(item.stood, units[item.device_id or 0])
+    BulkItem.objects.bulk_update(items, ["stood"], batch_size=500)
 
 
 def _delete_old_drafts(caller: Caller) -> None:
@@ -183,7 +199,7 @@ def create_retry_draft(bulk: Bulk, caller: Caller, source: EventSource = EventSo
     failed = Device.objects.filter(pk__in=query_failed_items(bulk).values("device"))
     if not failed.exists():
         raise RefusedError(RefusalReason.INVALID, "No device of this bulk action has failed and still exists.")
-    return create_draft(bulk.action, DrainTarget(bulk.then), failed, caller, bulk.selection, source)
+    return create_draft(bulk.action, DrainTarget(bulk.then), failed, caller, bulk.selection, source, bulk.arguments)
 
 
 def query_failed_items(bulk: Bulk) -> QuerySet[BulkItem]:
@@ -198,20 +214,70 @@ def query_failed_items(bulk: Bulk) -> QuerySet[BulkItem]:
     return bulk.items.filter(has_failed)
 
 
+def annotate_with_commands(items: QuerySet[BulkItem]) -> QuerySet[BulkItem]:
+    """Add to items of bulk actions the uuid of the command that was ordered for the device (`command`)."""
+    of_item = Command.objects.filter(
+        device=OuterRef("device"), op=OuterRef("bulk__action"), request_id=OuterRef("bulk__request_id")
+    )
+    newest = Subquery(of_item.order_by("-id").values("uuid")[:1])
+    return items.annotate(command=Case(When(outcome=DeviceOutcome.MOVED, then=newest)))
+
+
 def forecast_bulk(bulk: Bulk) -> list[BulkForecast]:
     """Predict what confirming a set now would do: each kind of outcome with its number of devices.
 
-    Sorted by outcome, and then by number, the largest first. Costs one statement, whatever the size of the set.
+    Sorted by outcome, and then by number, the largest first. Costs one statement, whatever the size of the set; for a
+    change of units three.
     """
+    if bulk.action == bulk_commands.PARTITION:
+        unit_changes = Counter(one for _, one in _forecast_unit_changes(bulk, _query_items_with_facts(bulk)))
+        return _sort_forecasts(unit_changes)
     fact_groups = (
         _query_items_with_facts(bulk).order_by().values_list("stood", *FACT_COLUMNS).annotate(number=Count("id"))
     )
     count_by_forecast: Counter[BulkForecast] = Counter()
     for *facts, number in fact_groups:
         count_by_forecast[predict_outcome(bulk, *facts)] += number
+    return _sort_forecasts(count_by_forecast)
+
+
+def _sort_forecasts(count_by_forecast: Counter[BulkForecast]) -> list[BulkForecast]:
+    """Return the forecasts with their numbers of devices, sorted by outcome, and then by number, the largest first."""
     return sorted(
         (replace(entry, number=n) for entry, n in count_by_forecast.items()), key=lambda one: (one.outcome, -one.number)
     )
+
+
+def _forecast_unit_changes(bulk: Bulk, items: QuerySet[BulkItem]) -> list[tuple[BulkItem, BulkForecast]]:
+    """Predict what a change of units would do to each of these items, which are annotated with facts."""
+    change = partitioning.PartitionChange.from_arguments(bulk.arguments or {})
+    loaded = list(items.select_related("device"))
+    units = partitioning.count_units([item.device for item in loaded if item.device])
+    return [(item, _forecast_unit_change(change, item, units[item.device_id or 0])) for item in loaded]
+
+
+def _forecast_unit_change(change: partitioning.PartitionChange, item: BulkItem, present_units: int) -> BulkForecast:
+    """Predict what a change of units would do to the device of an item, which has `present_units` units now."""
+    device = item.device
+    if device is None:
+        return BulkForecast(DeviceOutcome.REFUSED, "does not exist any more", held=False)
+    refusal = bulk_commands.predict_refusal(
+        bulk_commands.PARTITION,
+        item.stood,
+        partitioning.describe_units(device.lifecycle_text, present_units),
+        DeviceState(device.state),
+        is_supported=item.able,  # type: ignore[attr-defined]  # annotated by `_query_items_with_facts`
+        is_busy=device.busy_with is not None,
+        is_held=item.is_held,  # type: ignore[attr-defined]
+    )
+    try:
+        layout = partitioning.plan_layout(device, change, present_units)
+    except RefusedError as refused:
+        refusal = refusal or refused.text
+    if refusal:
+        return BulkForecast(DeviceOutcome.REFUSED, refusal, item.is_held)  # type: ignore[attr-defined]
+    words = ", ".join(f"{word}={value}" for word, value in layout.items())
+    return BulkForecast(DeviceOutcome.MOVED, f"is divided again with {words}; it has {present_units} units now", False)
 
 
 def forecast_first_items(bulk: Bulk, maximum: int, held_only: bool = False) -> list[tuple[BulkItem, BulkForecast]]:
@@ -220,7 +286,10 @@ def forecast_first_items(bulk: Bulk, maximum: int, held_only: bool = False) -> l
     annotated = _query_items_with_facts(bulk).order_by("id")
     if not held_only:  # select by id first, so that the database looks for holders of these devices only
         annotated = annotated.filter(pk__in=list(bulk.items.order_by("id").values_list("pk", flat=True)[:maximum]))
-    items = list((annotated.filter(Q(is_held=True)) if held_only else annotated)[:maximum])
+    chosen = (annotated.filter(Q(is_held=True)) if held_only else annotated)[:maximum]
+    if bulk.action == bulk_commands.PARTITION:
+        return _forecast_unit_changes(bulk, chosen)
+    items = list(chosen)
     return [
         (item, predict_outcome(bulk, item.stood, *(getattr(item, name) for name in FACT_ATTRIBUTES))) for item in items
     ]
@@ -447,7 +516,7 @@ def _ask_holders(bulk: Bulk, items: list[BulkItem]) -> safety.HolderAnswers:
     """Make the holder checks of these items, if the action needs any."""
     seen = _build_seen_states(bulk, items)
     if bulk.action in bulk_commands.BULK_OPS:
-        return bulk_commands.ask_holders_for_each(bulk.action, seen.words_by_device)
+        return bulk_commands.ask_holders_for_each(bulk.action, bulk.arguments, seen.words_by_device)
     return lifecycle.ask_holders_for_action(Action(bulk.action), DrainTarget(bulk.then), seen.words_by_device, seen)
 
 
@@ -466,7 +535,7 @@ def _apply_to_items(bulk: Bulk, items: list[BulkItem], answers: safety.HolderAns
         with transaction.atomic():
             if bulk.action in bulk_commands.BULK_OPS:
                 results = bulk_commands.place_command_for_each(
-                    bulk.action, seen.words_by_device, caller, bulk.reason, answers, source
+                    bulk.action, bulk.arguments, seen.words_by_device, caller, bulk.reason, answers, source
                 )
             else:
                 action, then, uuids = Action(bulk.action), DrainTarget(bulk.then), list(seen.words_by_device)

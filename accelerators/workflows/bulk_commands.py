@@ -7,10 +7,12 @@ predicted.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 from uuid import UUID
 
 from accelerators import conductor, safety
 from accelerators.commands import command_queue
+from accelerators.devices import partitioning
 from accelerators.devices.lifecycle import ActionResult
 from accelerators.domain.caller import Caller
 from accelerators.domain.errors import RefusalReason, RefusedError
@@ -18,7 +20,11 @@ from accelerators.domain.states import DeviceState, EventSource
 from accelerators.models import Device
 from drivers.plan import DESTRUCTIVE
 
-BULK_OPS = ("health", "reset")
+PARTITION = "partition"
+"""The bulk action that changes the number of units of its devices. Its arguments are those of a `PartitionChange`."""
+LISTED_OPS = ("health", "reset")
+"""Commands without arguments that a bulk action can place."""
+BULK_OPS = (*LISTED_OPS, PARTITION)
 """Commands that a bulk action can place."""
 
 
@@ -50,8 +56,13 @@ def predict_refusal(
     return "is busy with a command" if is_busy and op in command_queue.EXCLUSIVE_OPS else ""
 
 
-def ask_holders_for_each(op: str, words_when_chosen: Mapping[UUID, str]) -> safety.HolderAnswers:
+def ask_holders_for_each(
+    op: str, arguments: Mapping[str, Any] | None, words_when_chosen: Mapping[UUID, str]
+) -> safety.HolderAnswers:
     """Ask all holder checks for `place_command_for_each`, about the devices that are not refused anyway."""
+    if op == PARTITION:
+        change = partitioning.PartitionChange.from_arguments(arguments or {})
+        return partitioning.ask_holders_for_partition(list(words_when_chosen), change)
     selected = Device.objects.filter(uuid__in=list(words_when_chosen))
     return command_queue.ask_holders_for_command(
         op, selected, lambda device: _refuse_if_changed(op, device, words_when_chosen[device.uuid])
@@ -60,6 +71,7 @@ def ask_holders_for_each(op: str, words_when_chosen: Mapping[UUID, str]) -> safe
 
 def place_command_for_each(
     op: str,
+    arguments: Mapping[str, Any] | None,
     words_when_chosen: Mapping[UUID, str],
     caller: Caller,
     reason: str,
@@ -68,10 +80,10 @@ def place_command_for_each(
 ) -> list[ActionResult]:
     """Place command `op` for each of these devices in one transaction; a refusal of one device stops no other.
 
-    Returns one result per device; `moved` means that the command was placed.
-    `words_when_chosen` maps each device to its `LifecycleState.as_text` when it was chosen. Locks the devices and their
-    hosts. `answers` are those of `ask_holders_for_each` for these devices. A device that is gone is refused with
-    NOT_FOUND.
+    Returns one result per device; `moved` means that the command was placed. Only PARTITION has `arguments`.
+    `words_when_chosen` maps each device to its `LifecycleState.as_text` when it was chosen, for PARTITION to its
+    `describe_units`. Locks the devices and their hosts. `answers` are those of `ask_holders_for_each` for these
+    devices. A device that is gone is refused with NOT_FOUND.
     """
     with conductor.writing():
         devices = {
@@ -79,7 +91,7 @@ def place_command_for_each(
             for device in conductor.lock_devices(Device.objects.filter(uuid__in=list(words_when_chosen)))
         }
         results: Sequence[ActionResult] = [
-            _place_command(op, devices[uuid], words_when_chosen[uuid], caller, reason, answers, source)
+            _place_command(op, arguments, devices[uuid], words_when_chosen[uuid], caller, reason, answers, source)
             for uuid in devices
         ]
     missing_uuids = words_when_chosen.keys() - devices.keys()
@@ -92,6 +104,7 @@ def place_command_for_each(
 
 def _place_command(
     op: str,
+    arguments: Mapping[str, Any] | None,
     device: Device,
     word_when_chosen: str,
     caller: Caller,
@@ -102,10 +115,16 @@ def _place_command(
     """Place the command for one locked device; return the result. A RefusedError becomes a refused result."""
     device_columns = (str(device), device.host.name, device.state)
     try:
-        _refuse_if_changed(op, device, word_when_chosen)
-        command = command_queue.order_device_command(
-            op, device.uuid, caller, reason=reason, source=source, answers=answers
-        )
+        if op == PARTITION:
+            change = partitioning.PartitionChange.from_arguments(arguments or {})
+            command = partitioning.partition_device(
+                device.uuid, change, caller, reason, source, answers, word_when_chosen
+            )
+        else:
+            _refuse_if_changed(op, device, word_when_chosen)
+            command = command_queue.order_device_command(
+                op, device.uuid, caller, reason=reason, source=source, answers=answers
+            )
     except RefusedError as refused:
         return ActionResult(device.uuid, "refused", *device_columns, refused.text, refused.reason)
     return ActionResult(device.uuid, "moved", *device_columns, f"command {command.pk}")

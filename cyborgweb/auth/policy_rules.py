@@ -292,15 +292,15 @@ OWN_RULES = (
     PolicyRule(
         "cyborg:accelerator:update",
         STRICT_MEMBER,
-        "Label an attached accelerator of one's own project.",
-        ("PATCH /api/accelerators/{uuid}/",),
+        "Label attached accelerators of one's own project.",
+        ("PATCH /api/accelerators/{uuid}/", "POST /api/accelerators/label/"),
         session_rule=LABEL_OF_ANY_PROJECT,
     ),
     PolicyRule(
         LABEL_OF_ANY_PROJECT,
         ELEVATED,
         "Label the accelerators of every project, not only those of one's own.",
-        ("PATCH /api/accelerators/{uuid}/",),
+        ("PATCH /api/accelerators/{uuid}/", "POST /api/accelerators/label/"),
     ),
     PolicyRule(
         "cyborg:accelerator:elevated",

@@ -45,6 +45,7 @@ USUAL_STEPS = 4
 @click.option("--device", shell_complete=completion.complete_devices, help="Attach a unit of this device.")
 @options.reason_option
 @options.wait_option
+@options.request_dry_run_option
 @pass_cli_context
 def attach_instance(
     cli_context: CliContext, instance: UUID, profile: str | None, device: str | None, reason: str, wait: bool

@@ -90,6 +90,7 @@ def add_change_options(function: Callable[..., Any]) -> Callable[..., Any]:
                 type=click.IntRange(0),
                 help="The generation of the driver that driver-list --json shows: refused if it has changed.",
             ),
+            options.request_dry_run_option,
             options.reason_option,
             options.wait_option,
         )
@@ -215,6 +216,7 @@ def service_list(cli_context: CliContext, limit: int, **filters: Any) -> None:
 @options.yes_option
 @options.command_reason_option
 @options.wait_option
+@options.request_dry_run_option
 @pass_cli_context
 def discover_services(
     cli_context: CliContext,

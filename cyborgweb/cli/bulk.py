@@ -238,6 +238,7 @@ def bulk_show(cli_context: CliContext, bulk: UUID | None, wait: bool) -> None:
 
 @verb_command("bulk-cancel", "bulk-cancel 5d0c1d0e-0a53-4a0c-8f0e-1c2d3e4f5a6b")
 @click.argument("bulk", type=click.UUID)
+@options.request_dry_run_option
 @pass_cli_context
 def bulk_cancel(cli_context: CliContext, bulk: UUID) -> None:
     """Cancel a bulk action. Devices that were changed stay changed; no further device is begun."""

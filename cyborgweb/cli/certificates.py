@@ -18,6 +18,7 @@ from cryptography.hazmat.primitives.serialization import (
 )
 
 from agents import certificates, credentials, wire
+from cyborgweb.cli import options
 from cyborgweb.cli.options import verb_command
 from drivers.files import write_private
 
@@ -34,7 +35,8 @@ key_option = click.option(
 @verb_command("announcement-key", "announcement-key /media/offline/announcement.key")
 @click.argument("file", type=click.Path(path_type=Path))
 @click.option("--encrypt", is_flag=True, help="Ask for a passphrase, and encrypt a new key with it.")
-def announcement_key(file: Path, encrypt: bool) -> None:
+@options.dry_run_option
+def announcement_key(file: Path, encrypt: bool, dry_run: bool) -> None:
     """Make the key that signs announcements of certificates, and print its public half.
 
     If FILE exists, the public half of the key in it is printed. Keep FILE offline. Set the printed line as
@@ -42,6 +44,9 @@ def announcement_key(file: Path, encrypt: bool) -> None:
     """
     if file.exists():
         key = _load_key(file)
+    elif dry_run:
+        click.echo(f"A new key would be stored in {file}.")
+        return
     else:
         key = Ed25519PrivateKey.generate()
         encryption: KeySerializationEncryption = NoEncryption()
@@ -70,7 +75,10 @@ def announcement_key(file: Path, encrypt: bool) -> None:
 @click.option(
     "--to", required=True, type=click.Path(path_type=Path), help="File of announcements, to which a line is added."
 )
-def announce_certificate(key_file: Path, replaces: str, certificate: str, both_days: int, to: Path) -> None:
+@options.dry_run_option
+def announce_certificate(
+    key_file: Path, replaces: str, certificate: str, both_days: int, to: Path, dry_run: bool
+) -> None:
     """Sign an announcement: agents that accept one certificate will also accept the other one.
 
     The file must have all former announcements: hosts that were away need them. Copy it to every conductor.
@@ -86,6 +94,9 @@ def announce_certificate(key_file: Path, replaces: str, certificate: str, both_d
     number = former[-1].number + 1 if former else 1
     announcement = certificates.sign_announcement(key, number, old, new, int(time.time()) + both_days * DAY_S)
     lines = [certificates.encode_announcement(one) for one in (*former, announcement)]
+    if dry_run:
+        click.echo(f"This line would be added to {to}: {lines[-1]}")
+        return
     _write(to, "".join(f"{line}\n" for line in lines).encode())
     end = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(announcement.both_until))
     click.echo(f"Announcement {number} is in {to}. Until {end} agents accept both certificates.", err=True)

@@ -12,10 +12,13 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from functools import cached_property
+from json import dumps as dump_json
 from typing import Any
-from urllib.parse import parse_qs, urlsplit
+from urllib.parse import parse_qs, urlencode, urlsplit
 
-from cyborgweb.cli.exit_codes import CliError, ExitCode
+import click
+
+from cyborgweb.cli.exit_codes import CliError, ExitCode, to_printable_line
 from cyborgweb.cli.logins import LOGIN_HELP, LoginOptions, open_session
 
 PAGE_SIZE = 500
@@ -38,12 +41,14 @@ class ApiClient(ABC):
     """A client of the API below `/api/`. A request that fails raises CliError, with the API's own message if any.
 
     `answered_changes` has the path and the answer of each change that the server has made so far. `unanswered_change`
-    is the path of a change that was sent and not answered yet, '' if there is none.
+    is the path of a change that was sent and not answered yet, '' if there is none. With `is_dry_run` no change is
+    sent.
     """
 
     def __init__(self) -> None:
         self.answered_changes: list[tuple[str, dict[str, Any]]] = []
         self.unanswered_change = ""
+        self.is_dry_run = False
 
     @property
     @abstractmethod
@@ -103,8 +108,12 @@ class ApiClient(ABC):
     def send_change(self, method: str, path: str, **request_options: Any) -> dict[str, Any]:
         """Send a request that changes something, return the decoded answer, and record it in `answered_changes`.
 
-        Raises CliError as `send_request` does. Only an interruption leaves the path in `unanswered_change`.
+        Raises CliError as `send_request` does. Only an interruption leaves the path in `unanswered_change`. In a dry
+        run the request is printed instead, and Exit is raised, which ends the command successfully.
         """
+        if self.is_dry_run:
+            click.echo(_describe_request(method, path, **request_options))
+            raise click.exceptions.Exit(ExitCode.DONE)
         self.unanswered_change = path
         try:
             answer = self.send_request(method, path, **request_options)
@@ -131,6 +140,15 @@ class ApiClient(ABC):
             if not page.get("next"):
                 return
             query = dict(parse_qs(urlsplit(page["next"]).query))
+
+
+def _describe_request(
+    method: str, path: str, *, params: Mapping[str, Any] | None = None, json: Any = None, data: Any = None
+) -> str:
+    """Return a request as one line: the method, the address with its query, and the body."""
+    query = f"?{urlencode(params, doseq=True)}" if params else ""
+    body = f" {dump_json(json, ensure_ascii=False)}" if json else " (the file)" if data is not None else ""
+    return to_printable_line(f"{method} /api/{path}{query}{body}")
 
 
 class HttpApiClient(ApiClient):

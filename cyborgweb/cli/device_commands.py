@@ -64,6 +64,7 @@ def _make_order_verb(name: str, text: str, example: str, *parameters: Decorator)
     target_kind, _, op = name.partition("-")
     resolve_target = names.resolve_device if target_kind == "device" else names.resolve_host
 
+    @options.request_dry_run_option
     @options.command_reason_option
     @options.wait_option
     @pass_cli_context

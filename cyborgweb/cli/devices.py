@@ -203,6 +203,7 @@ def _act_on_agent(cli_context: CliContext, host: str, action: str, body: dict[st
 
 @verb_command("agent-admit", "agent-admit cmp1.example")
 @click.argument("host")
+@options.request_dry_run_option
 @pass_cli_context
 def agent_admit(cli_context: CliContext, host: str) -> None:
     """Let the agent of a host connect again that was barred because two machines used its key."""
@@ -211,6 +212,7 @@ def agent_admit(cli_context: CliContext, host: str) -> None:
 
 @verb_command("agent-rotate", "agent-rotate cmp1.example")
 @click.argument("host")
+@options.request_dry_run_option
 @pass_cli_context
 def agent_rotate(cli_context: CliContext, host: str) -> None:
     """Ask the agent of a host for a new key, now or when it connects next."""
@@ -221,6 +223,7 @@ def agent_rotate(cli_context: CliContext, host: str) -> None:
 @click.argument("host")
 @options.reason_option
 @options.yes_option
+@options.request_dry_run_option
 @pass_cli_context
 def agent_revoke(cli_context: CliContext, host: str, reason: str, yes: bool) -> None:
     """Revoke the agent of a host: its connections end, and its key and open join tokens become invalid."""
@@ -232,6 +235,7 @@ def agent_revoke(cli_context: CliContext, host: str, reason: str, yes: bool) -> 
 @click.argument("host")
 @click.option("--address", default="", help="Where the agent reaches the conductor; by default its TLS listener.")
 @click.option("--hours", type=click.IntRange(1, 8760), default=24, show_default=True, help="How long it is valid.")
+@options.request_dry_run_option
 @pass_cli_context
 def join_token(cli_context: CliContext, host: str, address: str, hours: int) -> None:
     """Make the token with which the agent of a host joins. It cannot be shown again."""
@@ -255,6 +259,7 @@ def join_token_list(cli_context: CliContext, limit: int, **filters: Any) -> None
 
 @verb_command("join-token-delete", "join-token-delete 12")
 @click.argument("id", type=int)
+@options.request_dry_run_option
 @pass_cli_context
 def join_token_delete(cli_context: CliContext, id: int) -> None:
     """Withdraw a join token, given its id. An agent that has joined with it stays enrolled."""

@@ -269,6 +269,7 @@ def rollout_show(cli_context: CliContext, rollout: UUID | None, wait: bool) -> N
 
 @verb_command("rollout-cancel", "rollout-cancel 5d0c1d0e-0a53-4a0c-8f0e-1c2d3e4f5a6b")
 @click.argument("rollout", type=click.UUID)
+@options.request_dry_run_option
 @pass_cli_context
 def rollout_cancel(cli_context: CliContext, rollout: UUID) -> None:
     """Cancel a rollout. Hosts where the change has begun finish it; no further host is changed."""

@@ -71,6 +71,7 @@ def _check_properties(context: click.Context, parameter: click.Parameter, values
     callback=_check_properties,
     help="A property of the image, such as accel:function_id=AFU-1; can be repeated.",
 )
+@options.request_dry_run_option
 @pass_cli_context
 def image_upload(cli_context: CliContext, file: str, name: str | None, properties: Sequence[str]) -> None:
     """Store a file as an image, and print its uuid. Devices can then be programmed with it."""
@@ -102,6 +103,7 @@ def image_list(cli_context: CliContext, limit: int) -> None:
 @verb_command("image-remove", "image-remove 77ab0d1e-0a53-4a0c-8f0e-1c2d3e4f5a6b --yes")
 @click.argument("image", type=click.UUID)
 @options.yes_option
+@options.request_dry_run_option
 @pass_cli_context
 def image_remove(cli_context: CliContext, image: UUID, yes: bool) -> None:
     """Delete a stored image. Refused while a command that has not ended needs it."""

@@ -124,6 +124,7 @@ VERB_COMMANDS = (
     accelerators.accelerator_create,
     accelerators.accelerator_update,
     accelerators.accelerator_delete,
+    accelerators.accelerator_label,
     attachments.attach_instance,
     attachments.detach_instance,
     attachments.attachment_list,

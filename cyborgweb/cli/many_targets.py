@@ -6,6 +6,8 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import click
+
 from cyborgweb.cli.exit_codes import CliError, ExitCode
 from cyborgweb.cli.output import OutputOptions, print_rows
 
@@ -17,22 +19,28 @@ def run_for_each(targets: Sequence[str], action: Callable[[str], dict[str, Any]]
     """Call `action` on each target in turn, and return one row for each, with `outcome` `done` or `refused`.
 
     A CliError becomes a `refused` row with its message, reason and exit code; after one of STOPPING_CODES the remaining
-    targets are not tried. With a single target the CliError is raised instead.
+    targets are not tried. With a single target the CliError is raised instead. Raises Exit in a dry run, after the
+    requests of all targets were printed.
     """
     rows: list[dict[str, Any]] = []
     stopping_error: CliError | None = None
+    dry_run_end: click.exceptions.Exit | None = None
     for target in targets:
         try:
             if stopping_error:
                 text = f"Not tried: {stopping_error.message}"
                 raise CliError(ExitCode(stopping_error.exit_code), text, stopping_error.reason)
             rows.append({"outcome": "done", "text": ""} | action(target))
+        except click.exceptions.Exit as end:
+            dry_run_end = end
         except CliError as problem:
             if len(targets) == 1:
                 raise
             stopping_error = stopping_error or (problem if problem.exit_code in STOPPING_CODES else None)
             row = {"target": target, "outcome": "refused", "text": problem.message, "reason": problem.reason}
             rows.append(row | {"code": problem.exit_code})
+    if dry_run_end:
+        raise dry_run_end
     return rows
 
 

@@ -30,6 +30,7 @@ def nova_list(cli_context: CliContext, limit: int) -> None:
 @click.argument("endpoint", type=click.UUID)
 @options.yes_option
 @options.reason_option
+@options.request_dry_run_option
 @pass_cli_context
 def nova_confirm(cli_context: CliContext, endpoint: UUID, yes: bool, reason: str) -> None:
     """Confirm that an address is the Nova of this cloud. Requests of instances that it does not know are deleted."""
@@ -53,6 +54,7 @@ def nova_confirm(cli_context: CliContext, endpoint: UUID, yes: bool, reason: str
 @click.argument("endpoint", type=click.UUID)
 @options.yes_option
 @options.reason_option
+@options.request_dry_run_option
 @pass_cli_context
 def nova_withdraw(cli_context: CliContext, endpoint: UUID, yes: bool, reason: str) -> None:
     """Withdraw the confirmation of an address of Nova. Requests that were deleted meanwhile stay deleted."""

@@ -214,6 +214,23 @@ yes_option = click.option("--yes", "-y", is_flag=True, help="Do not ask for conf
 dry_run_option = click.option("--dry-run", is_flag=True, help="Only show what would be done. Nothing is changed.")
 
 
+def _stop_before_changes(context: click.Context, parameter: click.Parameter, value: bool) -> None:
+    """Let the API client end the command before its first change, if the option was given."""
+    if value:
+        context.ensure_object(CliContext).api.is_dry_run = True
+
+
+request_dry_run_option = click.option(
+    "--dry-run",
+    is_flag=True,
+    expose_value=False,
+    callback=_stop_before_changes,
+    help="Only print the request that would be sent. Nothing is changed, and the service is not asked whether it would"
+    " refuse.",
+)
+"""The option of the verbs for whose changes the service has no preview."""
+
+
 def validate_reason(context: click.Context, parameter: click.Parameter, value: str) -> str:
     """Return the reason unchanged. Raises BadParameter if it is longer than MAX_REASON, the service's limit."""
     if len(value) > MAX_REASON:
@@ -268,7 +285,7 @@ def confirm(question: str, is_confirmed: bool) -> None:
     Raises CliError if the user declines, UsageError if standard input is not a terminal, and click.Abort if the user
     interrupts the question.
     """
-    if is_confirmed:
+    if is_confirmed or _is_dry_run():
         return
     _require_terminal()
     if not click.confirm(question, err=True):
@@ -280,12 +297,19 @@ def confirm_number(question: str, number: int, is_confirmed: bool, noun: str = "
 
     `noun` says in the plural what is counted. Raises the same errors as `confirm`.
     """
-    if is_confirmed:
+    if is_confirmed or _is_dry_run():
         return
     _require_terminal()
     wanted = f"type {number}, the number of {noun}" if noun else f"type the number {number}"
     if click.prompt(f"{question} To confirm, {wanted}", default="", show_default=False, err=True) != str(number):
         raise CliError(ExitCode.REFUSED, NOT_CONFIRMED_TEXT)
+
+
+def _is_dry_run() -> bool:
+    """Return whether the command ends before its first change, so that nothing has to be confirmed."""
+    context = click.get_current_context(silent=True)
+    cli_context = context.find_object(CliContext) if context else None
+    return bool(cli_context and cli_context.api.is_dry_run)
 
 
 def _require_terminal() -> None:
@@ -299,7 +323,7 @@ def confirm_name(question: str, name: str, is_confirmed: bool) -> None:
 
     Raises CliError if the user types something else, UsageError if standard input is not a terminal.
     """
-    if is_confirmed:
+    if is_confirmed or _is_dry_run():
         return
     _require_terminal()
     if click.prompt(f"{question} To confirm, type its name", default="", show_default=False, err=True) != name:

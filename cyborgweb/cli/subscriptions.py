@@ -29,6 +29,7 @@ def subscription_list(cli_context: CliContext, limit: int) -> None:
 
 @verb_command("subscription-resend", "subscription-resend 0e8f9e63-1b5a-4738-9fb6-eff9659e382f")
 @click.argument("subscription", type=click.UUID)
+@options.request_dry_run_option
 @pass_cli_context
 def subscription_resend(cli_context: CliContext, subscription: UUID) -> None:
     """Send the request to confirm a mail address again. The number of requests in a day is limited."""
@@ -45,6 +46,7 @@ def subscription_resend(cli_context: CliContext, subscription: UUID) -> None:
 @click.argument("owner")
 @click.option("--target", default="", help="The new URL of a webhook; needed if it is personal.")
 @click.option("--reason", default="", help="Why; the event has it.")
+@options.request_dry_run_option
 @pass_cli_context
 def subscription_hand_over(cli_context: CliContext, subscription: UUID, owner: str, target: str, reason: str) -> None:
     """Give a subscription another owner: an id of Keystone, or without Keystone a user's name. An ended subscription is

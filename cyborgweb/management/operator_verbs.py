@@ -49,7 +49,7 @@ def _drop_django_options(verb: click.Command) -> click.Command:
 @pass_cli_context
 def admit_devices(cli_context: CliContext, dry_run: bool) -> None:
     """Apply the admission rules to devices that are inactive now."""
-    counts = admission_rules.count_matching_devices()
+    counts = admission_rules.forecast_rules().by_rule
     if not dry_run:
         for _ in admission_rules.apply_rules(shell.current_operator()):
             pass

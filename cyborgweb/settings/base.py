@@ -217,7 +217,8 @@ SPECTACULAR_SETTINGS = {
         "DeviceOutcome": list(states.DeviceOutcome),
         "DrainTarget": list(states.DrainTarget),
         "AdmittedState": list(states.AdmittedState),
-        "BulkActionName": "accelerators.api.own.bulk_actions.ACTIONS",
+        "BulkActionName": "accelerators.api.own.bulk_previews.ALL_ACTIONS",
+        "ListedBulkActionName": "accelerators.api.own.bulk_previews.LISTED_ACTIONS",
     },
     "POSTPROCESSING_HOOKS": [
         "drf_spectacular.hooks.postprocess_schema_enums",

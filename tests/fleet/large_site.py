@@ -1,4 +1,5 @@
-"""A site of 100 000 devices: the whole product over a seeded database, a thousand live hosts, and a fake Nova.
+"""A site of 100 000 devices: the whole product over a seeded database, a thousand live hosts, a fake Nova, and the
+model of Placement behind HTTP.
 
 The seeded hosts (`seed-00001.example` and so on) have all but a thousand of the devices and no agents. The agents of
 the live hosts (`tests.fleet.rollout_hosts`) carry out driver rollouts. The database is prepared once and copied.
@@ -10,17 +11,20 @@ import os
 import shlex
 import subprocess
 import sys
+import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from cyborgweb.database.postgres import Postgres
+from placement_sync.reconcile import ObservedProvider
 from tests.bench.remote_calls import ChildProcess
 from tests.fleet import rollout_hosts
 from tests.support.environment import without_settings
 from tests.support.migrated import copy_prepared, migrate, read_migrations
 from tests.support.nova import FakeNova, running_nova
+from tests.support.placement import ServedPlacement, serving_placement
 from tests.system.product import ROOT, Product, environment, running
 
 SEEDED_HOSTS, SEEDED_DEVICES, EVENTS = 1_000, 99_000, 100_000
@@ -31,11 +35,12 @@ CONNECTED_S = 60.0
 
 @dataclass
 class LargeSite:
-    """The product, its live hosts, and the Nova that it asks for instances."""
+    """The product, its live hosts, and the services that it asks for instances and tells about devices."""
 
     product: Product
     fleet: ChildProcess
     nova: FakeNova
+    placement: ServedPlacement
     folder: Path
 
     @property
@@ -51,6 +56,31 @@ class LargeSite:
     def repair_hosts(self) -> None:
         """Let changes of drivers succeed on every host."""
         self.fleet.ask("set_broken", numbers=[])
+
+    def create_compute_provider(self, host: str) -> str:
+        """Create the provider of a compute host in Placement, as Nova does; return its uuid."""
+        provider = str(uuid.uuid4())
+        self.placement.session.model.providers[provider] = ObservedProvider(provider, host, "", 0)
+        return provider
+
+    def boot_instance(self, host: str, provider: str) -> str:
+        """Create a running instance on a compute host, in Nova and with allocations in Placement; return its uuid."""
+        instance = str(uuid.uuid4())
+        self.nova.servers.append(instance)
+        self.nova.known[instance] = 200
+        self.nova.shown[instance] = ("ACTIVE", host)
+        self.placement.session.model.allocated.setdefault((provider, "VCPU"), {})[instance] = 4
+        return instance
+
+    def read_claims(self, instance: str) -> list[dict[str, int]]:
+        """Return what an instance has allocated in Placement, provider by provider, without its VCPUs."""
+        found = self.placement.session.model.read_consumer(instance).allocations
+        return [amounts for amounts in found.values() if "VCPU" not in amounts]
+
+    def knows_all_providers(self, host: str) -> bool:
+        """Return whether nothing of this host has to be written to Placement any more."""
+        query = "SELECT FROM accelerators_intent i JOIN accelerators_host h ON h.uuid::text = i.key"
+        return not self.product.rows(f"{query} WHERE i.kind = 'provider' AND h.name = %s", host)
 
     @contextmanager
     def running_new_agent(self, pasted: str, devices: int) -> Iterator[None]:
@@ -77,17 +107,19 @@ class LargeSite:
 @contextmanager
 def running_large_site(folder: Path) -> Iterator[LargeSite]:
     """Run the site for the block, with its agents connected. `folder` is an empty folder with a short path."""
-    with running_nova() as nova:
-        settings = {"CYBORG_ENABLED_DRIVERS": "fake_driver", "CYBORG_PLACEMENT_ENDPOINT": "off"}
-        settings |= {"OS_AUTH_TYPE": "none", "OS_AUTH_URL": nova.url, "OS_ENDPOINT": nova.url}
-        settings |= {"CYBORG_NOVA_ENDPOINT": nova.url}
+    with running_nova() as nova, serving_placement() as placement:
+        settings = {"CYBORG_ENABLED_DRIVERS": "fake_driver", "CYBORG_NOVA_ENDPOINT": nova.url}
+        settings |= placement.environ
         with running(Product(folder / "state", settings, copy_database=copy_seeded)) as product:
             with (folder / "fleet.log").open("wb") as log:
                 fleet = ChildProcess("tests.fleet.rollout_hosts", log)
             try:
+                site = LargeSite(product, fleet, nova, placement, folder)
+                for number in range(LIVE_HOSTS):
+                    site.create_compute_provider(rollout_hosts.host_name(number))
                 fleet.ask("start", ports=[product.port], count=LIVE_HOSTS, devices=1, bad=0.0)
                 product.until(lambda: _count_live_devices(product) == LIVE_HOSTS, CONNECTED_S, "the agents report")
-                yield LargeSite(product, fleet, nova, folder)
+                yield site
             finally:
                 fleet.stop()
 

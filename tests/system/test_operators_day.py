@@ -9,7 +9,6 @@ import json
 import subprocess
 import sys
 import time
-import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -94,13 +93,14 @@ def count_devices(site: LargeSite, condition: str, *values: object) -> int:
 
 def test_an_operators_day_in_a_shell(site: LargeSite) -> None:
     olga = Shell(site, "olga")
+    provider = site.create_compute_provider(HOST)
     made = olga.run("join-token", HOST, "--address", site.address, "--format", "json")
     assert made.code == 0, made.err
     token = json.loads(made.out)["token"]
     with site.running_new_agent(f"CYBORG_JOIN_TOKEN={token} cyborg-agent", NEW_DEVICES):
         see_the_host_join(olga, token)
         admit_its_devices(olga)
-        instance = attach_a_device(olga)
+        instance = attach_a_device(olga, provider)
         drain_the_host(olga, instance)
     roll_out_a_driver(olga)
     find_a_serial_number(olga)
@@ -139,20 +139,19 @@ def admit_its_devices(olga: Shell) -> None:
     assert count_devices(olga.site, "h.name <> %s AND d.state = 'inactive'", HOST) == others
 
 
-def attach_a_device(olga: Shell) -> str:
+def attach_a_device(olga: Shell, provider: str) -> str:
     """A running instance on the new host gets a unit that a new device profile asks for."""
     profile = {"name": "fpga-small", "groups": [{"resources:FPGA": "1", "trait:CUSTOM_FAKE_DEVICE": "required"}]}
     made = olga.post("/api/profiles/", profile)
     assert made.code == 0, made.out
-    instance = str(uuid.uuid4())
-    olga.site.nova.servers.append(instance)
-    olga.site.nova.known[instance] = 200
-    olga.site.nova.shown[instance] = ("ACTIVE", HOST)
+    instance = olga.site.boot_instance(HOST, provider)
+    olga.site.product.until(lambda: olga.site.knows_all_providers(HOST), JOIN_S, "Placement is told")
     attached = olga.run("attach-instance", instance, "--profile", "fpga-small", "-f", "json")
     assert attached.code == 0, attached.err
     assert json.loads(attached.out)["state"] == "attached"
     (held,) = olga.run("accelerator-list", "--host", HOST, "-c", "instance", "-f", "json").rows()
     assert held == {"instance": instance}
+    assert olga.site.read_claims(instance) == [{"FPGA": 1}]
     return instance
 
 

@@ -6,7 +6,10 @@ see all units, and on request also the free ones.
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
 from typing import Any
+from uuid import UUID
 
 import django_filters as filters
 from django.core.validators import MinLengthValidator
@@ -15,8 +18,8 @@ from rest_framework import serializers
 from rest_framework.request import Request
 from rest_framework.response import Response
 
-from accelerators import conductor
 from accelerators.api.own import instances
+from accelerators.api.own.bulk_previews import MAX_PREVIEW_DEVICES, BulkPreviewSerializer, preview_or_start
 from accelerators.api.own.fields import (
     ClosedSerializer,
     DeviceReference,
@@ -32,12 +35,16 @@ from accelerators.api.own.fields import (
     UrlField,
 )
 from accelerators.api.own.filters import UuidPrefixFilter, choice_filter, host_filter
+from accelerators.api.own.previews import ConfirmationSerializer, PreviewSerializer, respond_with_preview
 from accelerators.api.own.views import CollectionView
 from accelerators.devices import partitioning
-from accelerators.domain.errors import RefusedError
-from accelerators.domain.states import RequestState
-from accelerators.models import AcceleratorRequest, AttachHandle
+from accelerators.devices.partitioning import PartitionChange, PartitionTarget
+from accelerators.domain.errors import RefusalReason, RefusedError
+from accelerators.domain.states import DeviceOutcome, DrainTarget, RequestState
+from accelerators.models import AcceleratorRequest, AttachHandle, Bulk, Device
 from accelerators.models.devices import HANDLE_USES
+from accelerators.requests import labels
+from accelerators.workflows import bulk_actions, bulk_commands, confirmations
 
 FREE, RELEASED = "free", "released"
 """States of units without a request. A `released` unit is not free yet: a guest may still use it."""
@@ -187,7 +194,7 @@ class LayoutSerializer(ClosedSerializer):
     field_conditions = {"required": ["layout"]}
 
 
-class AddUnitsSerializer(LayoutSerializer):
+class AddUnitsSerializer(ConfirmationSerializer, LayoutSerializer):
     """An order to add units to each of the named devices."""
 
     targets = serializers.ListField(
@@ -206,6 +213,8 @@ class AddUnitsSerializer(LayoutSerializer):
         help_text="Other layout keys that its driver accepts, besides the number of units.",
     )
 
+    field_conditions = {"not": {"properties": {"dry_run": {"enum": [True]}}, "required": ["dry_run", "token"]}}
+
 
 class RemoveUnitsSerializer(AddUnitsSerializer):
     """An order to remove units from each of the named devices."""
@@ -219,13 +228,13 @@ class RemoveUnitsSerializer(AddUnitsSerializer):
 
 
 class ResultSerializer(serializers.Serializer[Any]):
-    """The outcome for one device: its command, or why it was refused. A refusal does not stop the commands of other
-    devices."""
+    """The outcome for one device: its command, or why it was refused; neither while its turn has not come. A refusal
+    does not stop the commands of other devices."""
 
     target = TargetSerializer(read_only=True)
     device = serializers.UUIDField(read_only=True, allow_null=True)
     command = serializers.UUIDField(
-        read_only=True, allow_null=True, help_text="The command, see /api/commands/; null if it was refused."
+        read_only=True, allow_null=True, help_text="The command, see /api/commands/; null if there is none yet."
     )
     refused = serializers.CharField(read_only=True, help_text="Why it was refused; empty if there is a command.")
     reason = serializers.CharField(
@@ -237,6 +246,52 @@ class ResultsSerializer(serializers.Serializer[Any]):
     """The results, one per device."""
 
     results = ResultSerializer(many=True, read_only=True)
+    bulk_action = serializers.UUIDField(
+        read_only=True,
+        allow_null=True,
+        help_text="The bulk action of several devices, see /api/bulk_actions/; null for a single device.",
+    )
+
+
+class LabelsSerializer(ConfirmationSerializer):
+    """The body that labels several accelerators: their uuids, and the label; an empty label removes theirs."""
+
+    accelerators = serializers.ListField(
+        child=StrictUuidField(),
+        allow_empty=False,
+        min_length=1,
+        max_length=labels.MAX_LABELLED,
+        help_text="The uuids of the accelerators.",
+    )
+    # Any, because `Field.label` is a text: the metaclass takes declared fields off the class, so nothing is hidden.
+    label: Any = StrictTextField(max_length=255, allow_blank=True, help_text="The label; up to 255 characters.")
+
+    field_conditions = {"not": {"properties": {"dry_run": {"enum": [True]}}, "required": ["dry_run", "token"]}}
+
+
+class LabelResultSerializer(serializers.Serializer[Any]):
+    """The outcome for one accelerator, or its forecast."""
+
+    accelerator = serializers.UUIDField(source="request", read_only=True)
+    host = serializers.CharField(read_only=True)
+    outcome = serializers.ChoiceField(DeviceOutcome.choices(), read_only=True)
+    before = serializers.CharField(source="label", read_only=True, help_text="The label before.")
+    reason = serializers.CharField(
+        read_only=True, help_text="The stable code of the refusal; empty if it was not refused."
+    )
+    text = serializers.CharField(read_only=True)
+
+
+class LabelResultsSerializer(serializers.Serializer[Any]):
+    """The results, one per accelerator."""
+
+    results = LabelResultSerializer(many=True, read_only=True)
+
+
+class LabelsPreviewSerializer(PreviewSerializer):
+    """The forecast of a label. It has to be confirmed if it reaches several hosts."""
+
+    accelerators = LabelResultSerializer(many=True, read_only=True)
 
 
 class AcceleratorView(CollectionView):
@@ -254,10 +309,24 @@ class AcceleratorView(CollectionView):
     body_serializers = {
         "create": AddUnitsSerializer,
         "remove_units": RemoveUnitsSerializer,
+        "set_labels": LabelsSerializer,
     }
-    response_serializers = dict.fromkeys(body_serializers, (202, ResultsSerializer))
-    collection_actions = {"delete": "remove_units"}
+    response_serializers = {
+        "create": (202, ResultsSerializer),
+        "remove_units": (202, ResultsSerializer),
+        "set_labels": (200, LabelResultsSerializer),
+    }
+    preview_serializers = {
+        "create": BulkPreviewSerializer,
+        "remove_units": BulkPreviewSerializer,
+        "set_labels": LabelsPreviewSerializer,
+    }
+    collection_actions = {"delete": "remove_units", "label": "set_labels"}
     queryset = AttachHandle.objects.select_related("request__profile", "release", "deployable__device__host")
+
+    def get_collection_rule(self, name: str) -> str:
+        """Return the rule of an action on several units; labelling needs that of labelling one."""
+        return super().get_collection_rule("update" if name == "label" else name)
 
     def get_queryset(self) -> QuerySet[AttachHandle]:
         """Return the units that the caller may see.
@@ -301,62 +370,165 @@ class AcceleratorView(CollectionView):
         self.require_project(unit.request.project_id)
         values = self.validate_body(unit)
         holding_request = unit.request
-        old_label, label = (
-            holding_request.label,
-            values.get("request", {}).get("label", holding_request.label),
+        label = values.get("request", {}).get("label", holding_request.label)
+        same_project = AcceleratorRequest.objects.filter(project_id=holding_request.project_id)
+        labels.set_labels(
+            same_project, [holding_request.uuid], label, lambda project: True, self.caller, self.caller.event_source
         )
-        with conductor.writing():
-            same_request = AcceleratorRequest.objects.filter(
-                pk=holding_request.pk, project_id=holding_request.project_id
-            )
-            if same_request.exclude(label=label).update(label=label):
-                subject, changes = (holding_request.uuid, str(holding_request.uuid)), {"label": [old_label, label]}
-                conductor.record_event(
-                    "request.labelled", self.caller.event_source, self.caller.name, subject=subject, changes=changes
-                )
         holding_request.label = label
         return Response(self.get_serializer(unit).data)
 
+    def set_labels(self, request: Request) -> Response:
+        """Set the label of several accelerators; the answer has one result for each. An accelerator that the caller may
+        not see or not change is refused, and stops no other.
+
+        With `dry_run` the answer is the preview: 200. Without a token the answer is 409, with the preview, if the
+        accelerators are on several hosts.
+        """
+        values = self.validate_body()
+        uuids, label = values["accelerators"], values["label"]
+        visible = AcceleratorRequest.objects.filter(attach_handle__isnull=False)
+        if not self.can_see_all_projects():
+            visible = visible.filter(project_id=self.caller.project_id)
+        may_change_all = self.caller.is_admin or self.is_rule_satisfied(self.elevated_write_rule)
+
+        def may_change(project: str) -> bool:
+            """Return whether the caller may change what this project has."""
+            return may_change_all or bool(project and project == self.caller.project_id)
+
+        forecast = labels.forecast_labels(visible, uuids, label, may_change)
+        seen = {one.request: one.label for one in forecast}
+        described = {"kind": "labels", "label": label, "seen": sorted((str(uuid), was) for uuid, was in seen.items())}
+        hosts = {one.host for one in forecast if one.outcome == DeviceOutcome.MOVED}
+        if token := values.get("token"):
+            if confirmations.read_token(token, self.caller, described) != min(seen):
+                raise confirmations.stale_preview_error()
+        elif values.get("dry_run") or len(hosts) > 1:
+            issued = confirmations.issue_token(min(seen), self.caller, described)
+            return respond_with_preview(_describe_labels(forecast, len(hosts)), issued, values.get("dry_run", False))
+        results = labels.set_labels(visible, uuids, label, may_change, self.caller, self.caller.event_source, seen)
+        return Response(LabelResultsSerializer({"results": results}).data)
+
     def create(self, request: Request) -> Response:
         """Add units to each of the named devices. The answer has one result per device. A device is refused while
-        anybody holds one of its units."""
+        anybody holds one of its units.
+
+        With `dry_run` the answer is the preview: 200. Without a token the answer is 409, with the preview, if the
+        devices are on several hosts. Several devices are one bulk action: `/api/bulk_actions/` shows its progress,
+        cancels it, and retries the devices that failed.
+        """
         return self._change_unit_count(1)
 
     def remove_units(self, request: Request) -> Response:
         """Remove units from each of the named devices: `count` of them, or all. A device is refused while anybody holds
-        one of its units."""
+        one of its units. `dry_run`, `token` and the answers are those of adding units."""
         return self._change_unit_count(-1)
 
     def _change_unit_count(self, sign: int) -> Response:
         """Place the commands that add units (`sign` 1) or remove them (-1), as the body says; 202 with one result per
         device.
 
-        If the body names a generation, it must name a single device, and a refusal of that device is raised as
-        RefusedError.
+        A single device gets its command at once, several are a bulk action. If the body names a generation, it must
+        name a single device, and a refusal of that device is raised as RefusedError. Raises NotConfirmedError without
+        a token if the devices are on several hosts.
         """
         values = self.validate_body()
-        targets = [
-            partitioning.PartitionTarget(one.get("device"), one.get("host", ""), one.get("backend", ""))
-            for one in values["targets"]
+        named = [
+            PartitionTarget(one.get("device"), one.get("host", ""), one.get("backend", "")) for one in values["targets"]
         ]
         difference = sign * values["count"] if "count" in values else None
-        change = partitioning.PartitionChange(difference, values.get("layout", {}), values.get("generation"))
-        results = partitioning.partition_devices(
-            targets, change, self.caller, values.get("reason", ""), self.caller.event_source
+        change = PartitionChange(difference, values.get("layout", {}), values.get("generation"))
+        targets = partitioning.resolve_targets(named, change)
+        reason, source = values.get("reason", ""), self.caller.event_source
+        devices = Device.objects.filter(uuid__in=[uuid for uuid, _ in targets if uuid])
+        known_uuids = set(devices.values_list("uuid", flat=True))
+        if not (values.get("dry_run") or values.get("token")) and len(known_uuids) <= 1:
+            results = [self._change_device(uuid, target, change, reason) for uuid, target in targets]
+            return Response({"results": results, "bulk_action": None}, 202)
+        partitioning.check_change(change, reason)
+        missing = [_not_found_error(uuid, target) for uuid, target in targets if uuid not in known_uuids]
+        if not known_uuids:
+            raise missing[0]
+        described = {"kind": "units", "targets": values["targets"], "change": change.to_arguments()}
+        started = preview_or_start(
+            self.caller,
+            values,
+            described,
+            lambda: bulk_actions.create_draft(
+                bulk_commands.PARTITION,
+                DrainTarget.MAINTENANCE,
+                devices,
+                self.caller,
+                source=source,
+                arguments=change.to_arguments(),
+            ),
+            [error.text for error in missing],
         )
-        if change.generation is not None and (reason := results[0].reason) is not None:
-            raise RefusedError(reason, results[0].refused)
-        return Response({"results": [_describe_result(result) for result in results]}, 202)
+        if isinstance(started, Response):
+            return started
+        return Response({"results": _describe_bulk_results(started, targets), "bulk_action": started.uuid}, 202)
+
+    def _change_device(
+        self, uuid: UUID | None, target: PartitionTarget, change: PartitionChange, reason: str
+    ) -> dict[str, Any]:
+        """Place the command for one device, None if the target matches no device; return its result.
+
+        Raises RefusedError if the change is refused and has a generation.
+        """
+        try:
+            if uuid is None:
+                raise _not_found_error(None, target)
+            command = partitioning.partition_device(uuid, change, self.caller, reason, self.caller.event_source)
+        except RefusedError as refused:
+            if change.generation is not None:
+                raise
+            return _describe_result(target, uuid, None, refused.reason.value, refused.text)
+        return _describe_result(target, uuid, command.uuid)
 
 
-def _describe_result(result: partitioning.PartitionResult) -> dict[str, Any]:
-    """Return the result for one device as `ResultSerializer` shows it."""
-    target = result.target
-    target_fields = {"device": target.device} if target.device else {"host": target.host, "backend": target.backend}
+def _describe_labels(forecast: Sequence[labels.LabelResult], host_count: int) -> dict[str, Any]:
+    """Return a preview as `LabelsPreviewSerializer` shows it, without the token."""
+    counts = Counter((one.outcome, one.text) for one in forecast)
     return {
-        "target": target_fields,
-        "device": result.device,
-        "command": result.command and result.command.uuid,
-        "refused": result.refused,
-        "reason": result.reason.value if result.reason else "",
+        "total": len(forecast),
+        "hosts": host_count,
+        "held": 0,
+        "forecast": [
+            {"outcome": outcome.value, "number": number, "held": False, "text": text}
+            for (outcome, text), number in counts.most_common()
+        ],
+        "accelerators": LabelResultSerializer(forecast[:MAX_PREVIEW_DEVICES], many=True).data,
+        "confirm": host_count > 1,
     }
+
+
+def _describe_bulk_results(bulk: Bulk, targets: Sequence[tuple[UUID | None, PartitionTarget]]) -> list[dict[str, Any]]:
+    """Return the results of a change of units so far, in the order of the targets."""
+    items = {item.device_uuid: item for item in bulk_actions.annotate_with_commands(bulk.items.all())}
+    results = []
+    for uuid, target in targets:
+        item = items.get(uuid) if uuid else None
+        if item is None:
+            error = _not_found_error(uuid, target)
+            results.append(_describe_result(target, uuid, None, error.reason.value, error.text))
+        elif item.outcome == DeviceOutcome.MOVED:
+            results.append(_describe_result(target, uuid, item.command))  # type: ignore[attr-defined]  # annotated
+        else:
+            results.append(_describe_result(target, uuid, None, item.why, item.text))
+    return results
+
+
+def _describe_result(
+    target: PartitionTarget, device: UUID | None, command: UUID | None, reason: str = "", refused: str = ""
+) -> dict[str, Any]:
+    """Return the result for one device as `ResultSerializer` shows it."""
+    target_fields = {"device": target.device} if target.device else {"host": target.host, "backend": target.backend}
+    return {"target": target_fields, "device": device, "command": command, "refused": refused, "reason": reason}
+
+
+def _not_found_error(uuid: UUID | None, target: PartitionTarget) -> RefusedError:
+    """Return the error for a uuid that no device has, or for a target that matches no device."""
+    if uuid:
+        return partitioning.device_not_found_error(uuid)
+    text = f"Host {target.host} has no device of backend {target.backend} whose number of units can be chosen."
+    return RefusedError(RefusalReason.NOT_FOUND, text)

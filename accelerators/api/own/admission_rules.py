@@ -3,6 +3,9 @@ them."""
 
 from __future__ import annotations
 
+from typing import Any
+from uuid import UUID
+
 import django_filters as filters
 from rest_framework import serializers
 from rest_framework.request import Request
@@ -17,11 +20,17 @@ from accelerators.api.own.fields import (
     UrlField,
 )
 from accelerators.api.own.filters import RowFilter, single_choice_filter
+from accelerators.api.own.previews import ConfirmationSerializer, PreviewSerializer, respond_with_preview
 from accelerators.api.own.views import CollectionView
 from accelerators.devices import admission_rules
 from accelerators.domain.states import AdmittedState, DeviceType
 from accelerators.models import AdmissionRule
 from accelerators.models.rules import MAX_RULE_ORDER, RULE_NAME
+from accelerators.workflows import confirmations
+
+MAX_PREVIEW_HOSTS = 20
+NEW_RULE = UUID(int=0)
+"""The subject of the token of a rule that does not exist yet."""
 
 
 class RuleFilter(RowFilter):
@@ -63,11 +72,51 @@ class RuleSerializer(RowSerializer):
 
     class Meta:
         model = AdmissionRule
-        fields = ("uuid", "url", *admission_rules.RULE_FIELDS, "generation", "created_at", "updated_at")
+        fields: tuple[str, ...] = (
+            "uuid",
+            "url",
+            *admission_rules.RULE_FIELDS,
+            "generation",
+            "created_at",
+            "updated_at",
+        )
 
 
-class RuleChangeSerializer(ChangeSerializer, RuleSerializer):
-    """A change of an admission rule."""
+CONFIRMATION = {"not": {"properties": {"dry_run": {"enum": [True]}}, "required": ["dry_run", "token"]}}
+
+
+class NewRuleSerializer(ConfirmationSerializer, RuleSerializer):
+    """A new admission rule, and the confirmation."""
+
+    field_conditions = CONFIRMATION
+
+    class Meta(RuleSerializer.Meta):
+        fields = (*RuleSerializer.Meta.fields, "dry_run", "token")
+
+
+class RuleChangeSerializer(ChangeSerializer, ConfirmationSerializer, RuleSerializer):
+    """A change of an admission rule, and the confirmation."""
+
+    field_conditions = CONFIRMATION
+
+    class Meta(RuleSerializer.Meta):
+        fields = (*RuleSerializer.Meta.fields, "dry_run", "token")
+
+
+class HostReachSerializer(serializers.Serializer[Any]):
+    """A host, and how many of its inactive devices the rule would move."""
+
+    host = serializers.CharField(read_only=True)
+    devices = serializers.IntegerField(read_only=True, help_text="How many inactive devices the rule would move.")
+
+
+class RulePreviewSerializer(PreviewSerializer):
+    """The forecast of a rule: the inactive devices that it would move when the rules are applied.
+
+    It has to be confirmed if they are on several hosts. Devices that are found later are moved by it, too.
+    """
+
+    first_hosts = HostReachSerializer(many=True, read_only=True, help_text="The first hosts, with the most devices.")
 
 
 class RuleView(CollectionView):
@@ -78,21 +127,64 @@ class RuleView(CollectionView):
     default_ordering = "order"
     serializer_class = RuleSerializer
     filterset_class = RuleFilter
-    body_serializers = {"partial_update": RuleChangeSerializer}
+    body_serializers = {"create": NewRuleSerializer, "partial_update": RuleChangeSerializer}
+    response_serializers = {"create": (201, RuleSerializer)}
+    preview_serializers = dict.fromkeys(body_serializers, RulePreviewSerializer)
     delete_parameters = ("generation",)
     queryset = AdmissionRule.objects.all()
 
     def create(self, request: Request) -> Response:
-        """Create a rule; 201. 409 if its name is in use or there are too many rules."""
-        return self.respond_with_row(admission_rules.create_rule(self.validate_body(), self.caller))
+        """Create a rule; 201. 409 if its name is in use or there are too many rules.
+
+        With `dry_run` the answer is the preview: 200. Without a token the answer is 409, with the preview, if the rule
+        would move inactive devices of several hosts.
+        """
+        values = self.validate_body()
+        if preview := self._preview_unless_confirmed(values):
+            return preview
+        return self.respond_with_row(admission_rules.create_rule(values, self.caller))
 
     def partial_update(self, request: Request, **kwargs: str) -> Response:
         """Edit a rule; 409 if its new name is in use, or if it has another generation. Devices that it has admitted
-        keep their state."""
+        keep their state. `dry_run` and `token` are used as for a new rule."""
         rule = self.get_object()
         values, generation = self.validate_change(rule)
+        if preview := self._preview_unless_confirmed(values, rule):
+            return preview
         edited_rule = admission_rules.edit_rule(rule.uuid, values, self.caller, generation=generation)
         return Response(self.get_serializer(edited_rule).data)
+
+    def _preview_unless_confirmed(self, values: dict[str, Any], rule: AdmissionRule | None = None) -> Response | None:
+        """Return the answer with the preview if the body asks for it; None if the rule may be stored. Takes `dry_run`
+        and `token` out of the values.
+
+        Raises NotConfirmedError if the rule reaches several hosts and there is no token, and RefusedError STALE_PREVIEW
+        for a token of another preview, or if other devices would be moved by now.
+        """
+        is_dry_run, token = values.pop("dry_run", False), values.pop("token", "")
+        reach = admission_rules.forecast_rule(values, rule)
+        subject = rule.uuid if rule else NEW_RULE
+        described = {"kind": "rule", "values": values, "reach": sorted(reach.by_host.items())}
+        if token:
+            if confirmations.read_token(token, self.caller, described) != subject:
+                raise confirmations.stale_preview_error()
+            return None
+        if not (is_dry_run or reach.needs_confirmation):
+            return None
+        action = values.get("action", rule.action if rule else "")
+        forecast = {"outcome": "moved", "number": reach.total, "held": False, "text": f"becomes {action}"}
+        preview = {
+            "total": reach.total,
+            "hosts": len(reach.by_host),
+            "held": 0,
+            "forecast": [forecast] if reach.total else [],
+            "first_hosts": [
+                {"host": host, "devices": number} for host, number in reach.by_host.most_common(MAX_PREVIEW_HOSTS)
+            ],
+            "confirm": reach.needs_confirmation,
+        }
+        issued = confirmations.issue_token(subject, self.caller, described)
+        return respond_with_preview(preview, issued, is_dry_run)
 
     def destroy(self, request: Request, **kwargs: str) -> Response:
         """Delete a rule; 204. Devices that it has admitted keep their state."""

@@ -13,37 +13,45 @@ from rest_framework.exceptions import APIException, PermissionDenied
 from rest_framework.request import Request
 from rest_framework.response import Response
 
+from accelerators.api.own.bulk_previews import (
+    ALL_ACTIONS,
+    LISTED_ACTIONS,
+    BulkPreviewSerializer,
+    preview_or_start,
+)
 from accelerators.api.own.fields import ClosedSerializer, ReasonField, RowSerializer, StrictUuidField, UrlField
 from accelerators.api.own.filters import choice_filter, host_filter
 from accelerators.api.own.inventory import DeviceFilter, DeviceView
-from accelerators.api.own.previews import ConfirmationSerializer, PreviewSerializer, respond_with_preview
+from accelerators.api.own.previews import ConfirmationSerializer
 from accelerators.api.own.views import CollectionView
-from accelerators.commands import command_queue
+from accelerators.devices import partitioning
 from accelerators.domain.device_actions import Action
 from accelerators.domain.states import BulkState, DeviceOutcome, DrainTarget
 from accelerators.models import Bulk, BulkItem, Device
-from accelerators.workflows import bulk_actions, bulk_commands, confirmations
+from accelerators.workflows import bulk_actions, bulk_commands
 
-ACTIONS = (*(action.value for action in Action), *bulk_commands.BULK_OPS)
 MAX_NAMED_DEVICES = 20_000
 """Maximum number of devices in the field `devices`; their uuids fit into a body. A selector may match more."""
-MAX_PREVIEW_DEVICES = 20
 WAITING = "waiting"
 """The word for the outcome of a device that was not processed yet."""
 SELECTOR_FILTERS = {name: one for name, one in DeviceFilter.base_filters.items() if name != "saved_view"}
 """The filters that a selector may have: those of the list of devices, except that by a saved view."""
 STATE_RULE, COMMAND_RULE = "cyborg:device:update", "cyborg:command:create"
+ADD_UNITS_RULE, REMOVE_UNITS_RULE = "cyborg:accelerator:create", "cyborg:accelerator:delete"
 
 
-def get_rule(action: Any) -> str:
-    """Return the policy rule that an action needs, on one device or on many."""
-    return COMMAND_RULE if action in bulk_commands.BULK_OPS else STATE_RULE
+def get_rule(action: Any, arguments: Mapping[str, Any] | None = None) -> str:
+    """Return the policy rule that an action with these arguments needs, on one device or on many."""
+    if action == bulk_commands.PARTITION and arguments:
+        adds_units = partitioning.PartitionChange.from_arguments(arguments or {}).adds_units
+        return ADD_UNITS_RULE if adds_units else REMOVE_UNITS_RULE
+    return COMMAND_RULE if action in bulk_commands.LISTED_OPS else STATE_RULE
 
 
 class BulkFilter(filters.FilterSet):
     """Filter by action or state. Drafts are previews that nobody has confirmed."""
 
-    action = choice_filter(ACTIONS)
+    action = choice_filter(ALL_ACTIONS)
     state = choice_filter(BulkState)
 
 
@@ -79,30 +87,25 @@ def _build_query(selector: Mapping[str, Any]) -> QueryDict:
     return query
 
 
-class BulkActionSerializer(ConfirmationSerializer, RowSerializer):
-    """One action on many devices. Send `devices` or `selector`. The set of devices is fixed by the preview."""
+class StartBulkActionSerializer(ConfirmationSerializer):
+    """The body that starts an action on many devices. Send `devices` or `selector`. The set of devices is fixed by the
+    preview."""
 
-    url = UrlField("bulk_actions", source="uuid")
-    action = serializers.ChoiceField([(word, word) for word in ACTIONS])
+    action = serializers.ChoiceField([(word, word) for word in LISTED_ACTIONS])
     then = serializers.ChoiceField(
         DrainTarget.choices(), required=False, help_text="Only for drain: the state after the last request."
     )
     devices = serializers.ListField(
         child=StrictUuidField(),
-        write_only=True,
         required=False,
         max_length=MAX_NAMED_DEVICES,
         help_text="The uuids of the devices.",
     )
     selector = DeviceSelectorField(
-        write_only=True,
         required=False,
         help_text='`{"all": true}`, or filters of `/api/devices/` with a text, a boolean or a list of texts.',
     )
     reason = ReasonField("Shown with each device and in its events.")
-    by = serializers.CharField(source="actor", read_only=True)
-    counts = serializers.SerializerMethodField()
-    results = serializers.SerializerMethodField()
 
     field_conditions = {
         "oneOf": [
@@ -113,6 +116,29 @@ class BulkActionSerializer(ConfirmationSerializer, RowSerializer):
         "anyOf": [{"properties": {"action": {"enum": ["drain"]}}}, {"not": {"required": ["then"]}}],
     }
 
+    def validate(self, values: dict[str, Any]) -> dict[str, Any]:
+        """Return the values. Raises ValidationError (400) unless exactly one of `devices` and `selector` is given, and
+        for `then` with another action than drain."""
+        values = super().validate(values)
+        if bool(values.get("devices")) == bool(values.get("selector")):
+            raise serializers.ValidationError("Say either devices, at least one, or a selector.")
+        if "then" in values and values["action"] != Action.DRAIN:
+            raise serializers.ValidationError({"then": "only drain accepts it."})
+        return values
+
+
+class BulkActionSerializer(RowSerializer):
+    """One action on many devices."""
+
+    url = UrlField("bulk_actions", source="uuid")
+    action = serializers.ChoiceField([(word, word) for word in ALL_ACTIONS], read_only=True)
+    arguments = serializers.JSONField(
+        read_only=True, help_text="Only for partition: `units` to add (negative: to remove, null: all), and `layout`."
+    )
+    by = serializers.CharField(source="actor", read_only=True)
+    counts = serializers.SerializerMethodField()
+    results = serializers.SerializerMethodField()
+
     class Meta:
         model = Bulk
         fields = (
@@ -120,13 +146,10 @@ class BulkActionSerializer(ConfirmationSerializer, RowSerializer):
             "url",
             "action",
             "then",
+            "arguments",
             "state",
             "total",
             "counts",
-            "devices",
-            "selector",
-            "dry_run",
-            "token",
             "by",
             "reason",
             "results",
@@ -143,37 +166,6 @@ class BulkActionSerializer(ConfirmationSerializer, RowSerializer):
     def get_results(self, bulk: Bulk) -> str:
         """The address of the list of its devices with the outcome of each."""
         return f"{self.context.get('base', '')}/api/bulk_results/?bulk_action={bulk.uuid}"
-
-    def validate(self, values: dict[str, Any]) -> dict[str, Any]:
-        """Return the values. Raises ValidationError (400) unless exactly one of `devices` and `selector` is given, and
-        for `then` with another action than drain."""
-        values = super().validate(values)
-        if bool(values.get("devices")) == bool(values.get("selector")):
-            raise serializers.ValidationError("Say either devices, at least one, or a selector.")
-        if "then" in values and values["action"] != Action.DRAIN:
-            raise serializers.ValidationError({"then": "only drain accepts it."})
-        return values
-
-
-class PreviewedDeviceSerializer(serializers.Serializer[Any]):
-    """A device of a preview, with its predicted outcome."""
-
-    device = serializers.UUIDField(read_only=True)
-    name = serializers.CharField(read_only=True)
-    host = serializers.CharField(read_only=True)
-    state = serializers.CharField(read_only=True)
-    outcome = serializers.ChoiceField(DeviceOutcome.choices(), read_only=True)
-    held = serializers.BooleanField(read_only=True)
-    text = serializers.CharField(read_only=True)
-
-
-class BulkPreviewSerializer(PreviewSerializer):
-    """The forecast of a bulk action, and the first devices of its set."""
-
-    action = serializers.ChoiceField([(word, word) for word in ACTIONS], read_only=True)
-    then = serializers.ChoiceField(DrainTarget.choices(), read_only=True)
-    counts = serializers.DictField(child=serializers.IntegerField(), read_only=True)
-    devices = PreviewedDeviceSerializer(many=True, read_only=True)
 
 
 class RetrySerializer(ConfirmationSerializer):
@@ -194,6 +186,7 @@ class BulkActionView(CollectionView):
     default_ordering = "-created"
     filterset_class = BulkFilter
     member_actions = {"cancel": CancelBulkSerializer, "retry": RetrySerializer}
+    body_serializers = {"create": StartBulkActionSerializer}
     response_serializers = dict.fromkeys(("create", "cancel", "retry"), (202, BulkActionSerializer))
     preview_serializers = dict.fromkeys(("create", "retry"), BulkPreviewSerializer)
     serializer_class = BulkActionSerializer
@@ -211,18 +204,20 @@ class BulkActionView(CollectionView):
         try:
             super().check_permissions(request)
         except PermissionDenied:
-            if request.method != "POST" or get_rule(self._find_action(request)) == STATE_RULE:
+            rule = self._find_rule(request)
+            if request.method != "POST" or rule == STATE_RULE:
                 raise
-            self.require_rule(COMMAND_RULE)
+            self.require_rule(rule)
 
-    def _find_action(self, request: Request) -> Any:
-        """Return the action that the body or the row in the address names; None if there is none."""
+    def _find_rule(self, request: Request) -> str:
+        """Return the rule for the action that the body or the row in the address names; STATE_RULE if there is none."""
         if self.detail:
-            return Bulk.objects.filter(uuid=self.kwargs["uuid"]).values_list("action", flat=True).first()
+            bulk = Bulk.objects.filter(uuid=self.kwargs["uuid"]).first()
+            return get_rule(bulk.action, bulk.arguments) if bulk else STATE_RULE
         try:
-            return request.data.get("action") if isinstance(request.data, Mapping) else None
+            return get_rule(request.data.get("action")) if isinstance(request.data, Mapping) else STATE_RULE
         except APIException:
-            return None
+            return STATE_RULE
 
     def get_offered_actions(self, data: Mapping[str, Any]) -> Iterable[str]:
         """Offer `cancel` while it runs, and `retry` when it has ended."""
@@ -248,7 +243,7 @@ class BulkActionView(CollectionView):
         """Begin no further device. Devices that were changed stay as they are, and ordered commands go on."""
         self.validate_body()
         bulk = self.get_object()
-        self.require_rule(get_rule(bulk.action))
+        self.require_rule(get_rule(bulk.action, bulk.arguments))
         bulk_actions.cancel_bulk(bulk, self.caller, self.caller.event_source)
         return self.respond_with_stored_row(bulk.uuid, 202)
 
@@ -257,7 +252,7 @@ class BulkActionView(CollectionView):
         a new bulk action, 202. `dry_run` and `token` are used as for the first one."""
         values = self.validate_body()
         bulk = self.get_object()
-        self.require_rule(get_rule(bulk.action))
+        self.require_rule(get_rule(bulk.action, bulk.arguments))
         return self._preview_or_start(
             values,
             {"kind": "bulk retry", "bulk": str(bulk.uuid)},
@@ -267,25 +262,9 @@ class BulkActionView(CollectionView):
     def _preview_or_start(
         self, values: Mapping[str, Any], described: Mapping[str, Any], make_draft: Callable[[], Bulk]
     ) -> Response:
-        """Answer with a preview of the draft that `make_draft` stores, or start it; with a token, start the draft of
-        that preview.
-
-        `described` is what the token is bound to. Raises NotConfirmedError, and RefusedError STALE_PREVIEW.
-        """
-        reason = command_queue.check_reason(values.get("reason", ""))
-        if token := values.get("token"):
-            uuid = confirmations.read_token(token, self.caller, described)
-            draft = Bulk.objects.filter(uuid=uuid).first()
-            if draft is None or not bulk_actions.confirm_draft(draft, reason, held_too=True):
-                raise confirmations.stale_preview_error()
-            return self.respond_with_stored_row(uuid, 202)
-        draft = make_draft()
-        preview = bulk_actions.preview_bulk(draft)
-        if values.get("dry_run") or preview.needs_confirmation:
-            issued = confirmations.issue_token(draft.uuid, self.caller, described)
-            return respond_with_preview(_describe_preview(draft, preview), issued, values.get("dry_run", False))
-        bulk_actions.confirm_draft(draft, reason, held_too=False)
-        return self.respond_with_stored_row(draft.uuid, 202)
+        """Answer as `preview_or_start` does: with the bulk action if it was started, otherwise with its preview."""
+        answer = preview_or_start(self.caller, values, described, make_draft)
+        return answer if isinstance(answer, Response) else self.respond_with_stored_row(answer.uuid, 202)
 
 
 def select_devices(uuids: list[str], selector: Mapping[str, Any] | None) -> QuerySet[Device]:
@@ -305,35 +284,6 @@ def select_devices(uuids: list[str], selector: Mapping[str, Any] | None) -> Quer
         return devices
     selected: QuerySet[Device] = DeviceFilter(_build_query(selector), devices).qs
     return selected
-
-
-def _describe_preview(draft: Bulk, preview: bulk_actions.BulkPreview) -> dict[str, Any]:
-    """Return a preview as `BulkPreviewSerializer` shows it, without the token."""
-    return {
-        "action": draft.action,
-        "then": draft.then,
-        "total": draft.total,
-        "hosts": preview.host_count,
-        "held": preview.held_count,
-        "counts": {outcome.value: preview.count_devices(outcome) for outcome in DeviceOutcome},
-        "forecast": [
-            {"outcome": one.outcome.value, "number": one.number, "held": one.held, "text": one.text}
-            for one in preview.forecasts
-        ],
-        "devices": [
-            {
-                "device": item.device_uuid,
-                "name": item.device_name,
-                "host": item.host,
-                "state": item.stood,
-                "outcome": one.outcome.value,
-                "held": one.held,
-                "text": one.text,
-            }
-            for item, one in bulk_actions.forecast_first_items(draft, MAX_PREVIEW_DEVICES)
-        ],
-        "confirm": preview.needs_confirmation,
-    }
 
 
 class BulkResultFilter(filters.FilterSet):
@@ -362,10 +312,26 @@ class BulkResultSerializer(RowSerializer):
     reason = serializers.CharField(
         source="why", read_only=True, help_text="The stable code of the refusal; empty if it was not refused."
     )
+    command = serializers.UUIDField(
+        read_only=True, allow_null=True, help_text="The command that was ordered, see /api/commands/; null if none was."
+    )
 
     class Meta:
         model = BulkItem
-        fields = ("id", "url", "bulk_action", "device", "name", "host", "was", "outcome", "reason", "state", "text")
+        fields = (
+            "id",
+            "url",
+            "bulk_action",
+            "device",
+            "name",
+            "host",
+            "was",
+            "outcome",
+            "reason",
+            "state",
+            "text",
+            "command",
+        )
 
 
 class BulkResultView(CollectionView):
@@ -376,4 +342,4 @@ class BulkResultView(CollectionView):
     lookup_value_regex = "[0-9]{1,18}"
     serializer_class = BulkResultSerializer
     filterset_class = BulkResultFilter
-    queryset = BulkItem.objects.select_related("bulk")
+    queryset = bulk_actions.annotate_with_commands(BulkItem.objects.select_related("bulk"))

@@ -121,7 +121,7 @@ class CollectionView(GenericViewSet[Any]):
     """Actions for which the HTML page asks for confirmation."""
     collection_actions: ClassVar[Mapping[str, str]] = {}
     """Actions on several members at once: name in the URL → name of the method that handles it. An action is a POST to
-    the collection's address followed by its name. Its rule is `cyborg:<policy>:<name in the URL>`."""
+    the collection's address followed by its name. `get_collection_rule` returns its rule."""
     body_serializers: ClassVar[Mapping[str, type[Serializer[Any]]]] = {}
     """The serializer of an action's body, for actions whose body is not the row that is shown."""
     response_serializers: ClassVar[Mapping[str, tuple[int, type[Serializer[Any]]]]] = {}
@@ -143,11 +143,15 @@ class CollectionView(GenericViewSet[Any]):
         rule_by_method = {"POST": "create", "PATCH": "update", "DELETE": "delete"}
         if self.detail:
             rule_by_method["POST"] = "update"
-        if self.collection_action_name:
-            rule_by_method["POST"] = self.collection_action_name
         read_rule = f"cyborg:{self.read_policy or self.policy}:{'get_one' if self.detail else 'get_all'}"
         rules = {method: f"cyborg:{self.policy}:{rule}" for method, rule in rule_by_method.items()}
+        if self.collection_action_name:
+            rules["POST"] = self.get_collection_rule(self.collection_action_name)
         return {"GET": read_rule, "HEAD": read_rule} | rules
+
+    def get_collection_rule(self, name: str) -> str:
+        """Return the policy rule of an action on several members, given its name in the URL."""
+        return f"cyborg:{self.policy}:{name}"
 
     @property
     def collection_action_name(self) -> str:

@@ -107,9 +107,9 @@ def test_applying_rules_changes_only_inactive_devices(monkeypatch: pytest.Monkey
         Device.objects.filter(address="0000:05:00.0").update(state="maintenance")
     create_rule("nvidia", vendor="10de", order=1, action="inactive")
     create_rule("rest")
-    assert admission_rules.count_matching_devices() == {"rest": 5}
+    assert admission_rules.forecast_rules().by_rule == {"rest": 5}
     assert sum(admission_rules.apply_rules(OLGA)) == 5
-    assert admission_rules.count_matching_devices() == {}
+    assert admission_rules.forecast_rules().by_rule == {}
     assert Device.objects.filter(state="ready", state_by="rule rest").count() == 5
     event = Event.objects.filter(action="device.ready").first()
     assert (event.source, event.actor) == ("rule", "rest")

@@ -5,7 +5,7 @@ The holder check of these tests refuses to be asked while a transaction is open 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from datetime import UTC, datetime, timedelta
@@ -18,7 +18,7 @@ from django.db.models import F
 from accelerators import conductor, outbox, safety
 from accelerators.commands import command_queue
 from accelerators.devices import lifecycle, partitioning
-from accelerators.devices.partitioning import PartitionChange, PartitionTarget
+from accelerators.devices.partitioning import PartitionChange
 from accelerators.domain.caller import Caller
 from accelerators.domain.device_actions import Action
 from accelerators.domain.errors import RefusalReason, RefusedError
@@ -49,9 +49,14 @@ def apply(action: Action, drain_to: DrainTarget = DrainTarget.MAINTENANCE) -> Ca
     return act
 
 
-def run_bulk(action: Action | str, drain_to: DrainTarget = DrainTarget.MAINTENANCE) -> Callable[[Device], object]:
+def run_bulk(
+    action: Action | str,
+    drain_to: DrainTarget = DrainTarget.MAINTENANCE,
+    arguments: Mapping[str, object] | None = None,
+) -> Callable[[Device], object]:
     def act(device: Device) -> None:
-        bulk = bulk_actions.create_draft(action, drain_to, Device.objects.filter(pk=device.pk), OLGA)
+        devices = Device.objects.filter(pk=device.pk)
+        bulk = bulk_actions.create_draft(action, drain_to, devices, OLGA, arguments=arguments)
         bulk_actions.confirm_draft(bulk, "", held_too=True)
         bulk_actions.run()
 
@@ -59,8 +64,7 @@ def run_bulk(action: Action | str, drain_to: DrainTarget = DrainTarget.MAINTENAN
 
 
 def add_units(device: Device) -> None:
-    (result,) = partitioning.partition_devices([PartitionTarget(device.uuid)], PartitionChange(3), OLGA)
-    assert result.command or result.refused
+    partitioning.partition_device(device.uuid, PartitionChange(3), OLGA)
 
 
 def run_bulk_by_job(action: Action | str) -> Callable[[Device], object]:
@@ -102,6 +106,7 @@ ACTS = {
     "partition": order("partition", layout={"vfs": "4"}),
     "change the layout": lambda device: partitioning.update_layout(device.uuid, {"vfs": "4"}, OLGA),
     "add units": add_units,
+    "add units in bulk": run_bulk("partition", arguments=PartitionChange(3).to_arguments()),
     "uninstall its driver": change_driver(RolloutOp.UNINSTALL),
     "disable its driver": change_driver(RolloutOp.UPDATE, enabled=False),
     "uninstall its driver on several hosts": change_driver(RolloutOp.UNINSTALL, hosts=2),
@@ -109,7 +114,7 @@ ACTS = {
 }
 
 
-FAST = ("retire", "reset in bulk", "uninstall its driver", "sweep")
+FAST = ("retire", "reset in bulk", "add units in bulk", "uninstall its driver", "sweep")
 """Acts that each test tries in the fast lane: one of each kind."""
 
 
@@ -323,8 +328,8 @@ def test_no_service_is_asked_about_units_that_a_device_cannot_have(
 ) -> None:
     asked: list[int] = []
     with safety.HOLDER_CHECKS.replaced("nova", answer_each(lambda device: note(asked, device))):
-        (result,) = partitioning.partition_devices([PartitionTarget(device.uuid)], change, OLGA)
-        assert text in result.refused
+        with pytest.raises(RefusedError, match=text):
+            partitioning.partition_device(device.uuid, change, OLGA)
         with pytest.raises(RefusedError, match="A reason is at most"):
             partitioning.update_layout(device.uuid, {"vfs": "4"}, OLGA, reason="x" * 5000)
         with pytest.raises(RefusedError, match="its value at most"):

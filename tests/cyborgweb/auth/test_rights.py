@@ -494,9 +494,13 @@ def find_buttons() -> dict[str, tuple[str, Press]]:
             "accelerators_attachment_detach",
             lambda world: (world.attachment_to_detach(), {"sure": "yes"}),
         ),
+        "accelerator request: label": (
+            "accelerators_acceleratorrequest_label",
+            lambda world: (reverse("admin:accelerators_acceleratorrequest_label"), {"seen": f"{UUID} "}),
+        ),
         "admission rules: apply": (
             "accelerators_admissionrule_apply",
-            lambda world: (reverse("admin:accelerators_admissionrule_apply"), {}),
+            lambda world: (reverse("admin:accelerators_admissionrule_apply"), {"seen": "0"}),
         ),
         "maintenance: switch": (
             "cyborgweb_maintenance_change",

@@ -33,6 +33,15 @@ def test_an_announcement_key_is_private_and_made_once(tmp_path: Path) -> None:
     assert stat.S_IMODE((tmp_path / "key").stat().st_mode) == 0o600
 
 
+def test_a_dry_run_of_a_key_or_an_announcement_writes_no_file(tmp_path: Path) -> None:
+    assert "would be stored" in run("announcement-key", tmp_path / "key", "--dry-run").stdout
+    assert not (tmp_path / "key").exists()
+    run("announcement-key", tmp_path / "key")
+    shown = announce(tmp_path, OLD, NEW, "--dry-run")
+    assert shown.exit_code == 0 and "This line would be added" in shown.stdout
+    assert not (tmp_path / "file").exists()
+
+
 def test_announcements_are_signed_and_numbered_in_one_file(tmp_path: Path) -> None:
     public_key = run("announcement-key", tmp_path / "key").stdout.strip()
     pem = tmp_path / "new.pem"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import re
 import ssl
 import subprocess
 import sys
@@ -22,7 +23,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from accelerators import conductor
-from accelerators.models import Device
+from accelerators.models import Command, Device
 from cyborgweb.auth.keystone import service_session
 from cyborgweb.cli import connection, many_targets, options, output
 from cyborgweb.cli.exit_codes import ExitCode, to_printable_line
@@ -75,6 +76,32 @@ def test_the_manual_names_exactly_the_verbs_that_ask_for_confirmation() -> None:
         (ROOT / "docs" / "cli.md").read_text().partition("These verbs ask for confirmation:")[2].partition(";")[0]
     )
     assert set(sentence.split("`")[1::2]) - {"--count"} == asking
+
+
+def test_every_verb_that_changes_something_has_a_dry_run() -> None:
+    changing = [verb for verb in VERB_COMMANDS if not re.search(r"-list$|-show$", verb.name or "")]
+    missing = {verb.name for verb in changing if not any("--dry-run" in one.opts for one in verb.params)}
+    assert missing == {"completion", "load-census", "usage"}
+
+
+@uses_database
+def test_a_dry_run_prints_the_request_and_changes_nothing(cyborg: Cyborg) -> None:
+    host = create_heard_host("cmp1", 1)
+    revocation = f'POST /api/agents/{host.uuid}/revoke/ {{"reason": "stolen"}}'
+    for words, request in {
+        (
+            "agent-revoke",
+            host.name,
+            "--reason",
+            "stolen",
+        ): revocation,
+        ("join-token-delete", "12"): "DELETE /api/join_tokens/12/",
+        ("host-rescan", host.name): f'POST /api/commands/ {{"op": "rescan", "host": "{host.uuid}"}}',
+        ("discover-services", "--all-hosts"): f'POST /api/commands/ {{"op": "rescan", "host": "{host.uuid}"}}',
+    }.items():
+        done = cyborg(*words, "--dry-run")
+        assert (done.exit_code, done.stdout) == (0, f"{request}\n"), done.output
+    assert not Command.objects.exists()
 
 
 def test_shell_completion_offers_verbs_and_option_values() -> None:

@@ -18,13 +18,26 @@ from accelerators import conductor
 from accelerators.commands import command_queue
 from accelerators.commands.command_queue import CommandAnswer, CommandProgress
 from accelerators.images import store
-from accelerators.models import Attachment, Command, Deployable, Device, DriverWish, Host, Image, Rollout
+from accelerators.models import (
+    AcceleratorRequest,
+    AttachHandle,
+    Attachment,
+    Bulk,
+    Command,
+    Deployable,
+    Device,
+    DriverWish,
+    Host,
+    Image,
+    Rollout,
+)
 from accelerators.models.attachments import AttachmentState
 from accelerators.workflows import attachment_orders, command_endings, driver_rollouts
 from agents.models import Agent
 from cyborgweb.cli import following
 from cyborgweb.settings.keys import Keys
 from drivers.inventory import Backend, DriverReport, Service
+from tests.accelerators.api.own.test_units import UNKNOWN_UUID, create_bound_request
 from tests.cyborgweb.cli.conftest import Cyborg, assert_refused
 from tests.support.background import running_beside
 from tests.support.reports import apply_report, get_or_create_host, make_card, make_driver_report
@@ -140,6 +153,32 @@ def test_accelerator_create_reports_each_device_and_its_refusal(cyborg: Cyborg, 
     assert_refused(cyborg("accelerator-create", "--device", "cmp1/0000:01:00.0", "--layout", "vfs"), 2, "KEY=VALUE")
 
 
+def test_units_of_several_hosts_are_changed_after_a_preview_and_failed_ones_are_retried(
+    cyborg: Cyborg, host: Host
+) -> None:
+    twin = get_or_create_host("cmp2")
+    apply_report(twin, make_driver_report(make_card(1, **CARD_VALUES)))
+    Agent.objects.create(host=twin, public_key="other key", ops="partition")
+    words = ("accelerator-create", "cmp1/nics", "cmp2/nics", "--count", "2")
+    shown = cyborg(*words, "--dry-run", "-f", "csv", "-c", "number,outcome,text")
+    assert shown.exit_code == 0, shown.output
+    assert shown.stdout.splitlines()[1:] == ["3,will be done,is divided again with vfs=2; it has 0 units now"]
+    assert_refused(cyborg(*words, "--no-wait"), 2, "give --yes")
+    assert not Command.objects.exists()
+    done = cyborg(*words, "--yes", "--no-wait", "-f", "json")
+    assert done.exit_code == 0, done.output
+    assert [row["target"] for row in json.loads(done.stdout)] == ["cmp1 nics", "cmp1 nics", "cmp2 nics"]
+    assert {command.arguments["layout"]["vfs"] for command in Command.objects.all()} == {"2"}
+    first, bulk = Command.objects.earliest("id"), Bulk.objects.get(state="done")
+    command_queue.store_answers([CommandAnswer(first.host_id, first.pk, "failed", "no room")])
+    while command_endings.end_answered_commands():
+        pass
+    again = cyborg("accelerator-create", "--retry-failed", str(bulk.uuid), "--no-wait", "-f", "json")
+    assert again.exit_code == 0, again.output
+    assert [row["device"] for row in json.loads(again.stdout)] == [str(first.device and first.device.uuid)]
+    assert Command.objects.filter(device=first.device).count() == 2
+
+
 @pytest.mark.slow
 def test_accelerator_update_with_an_outdated_generation_is_refused(cyborg: Cyborg, host: Host) -> None:
     seen = json.loads(cyborg("device-show", "cmp1/0000:02:00.0", "-f", "json").stdout)["generation"]
@@ -184,8 +223,28 @@ def test_interrupting_the_wait_says_that_the_command_continues(
     assert Command.objects.get().state == "queued"
 
 
+def test_accelerators_are_labelled_by_filter_and_by_name(cyborg: Cyborg, host: Host) -> None:
+    instances = ["aaaaaaaa-0000-4000-8000-000000000000", "bbbbbbbb-0000-4000-8000-000000000000"]
+    requests = [
+        create_bound_request(handle, instance=instance)
+        for handle, instance in zip(AttachHandle.objects.order_by("id"), instances, strict=True)
+    ]
+    words = ("accelerator-label", "--filter", "host=cmp1", "--label", "training")
+    shown = cyborg(*words, "--dry-run", "-f", "csv", "-c", "number,outcome,text")
+    assert shown.stdout == "number,outcome,text\n2,will be done,gets the label 'training'\n", shown.output
+    done = cyborg(*words, "-f", "csv", "-c", "accelerator,outcome")
+    assert done.stdout.splitlines()[1:] == [f"{one.uuid},moved" for one in requests], done.output
+    done = cyborg("accelerator-label", str(requests[0].uuid), UNKNOWN_UUID, "--label", "")
+    assert done.exit_code == 6, done.output
+    assert [*AcceleratorRequest.objects.order_by("id").values_list("label", flat=True)] == ["", "training"]
+    with conductor.writing():
+        AcceleratorRequest.objects.filter(pk=requests[0].pk).update(hostname="cmp2")
+    assert_refused(cyborg("accelerator-label", *(str(one.uuid) for one in requests), "--label", "x"), 2, "give --yes")
+
+
 def test_accelerator_list_shows_held_and_free_units(cyborg: Cyborg, host: Host) -> None:
-    assert cyborg("accelerator-list").stderr == "No accelerators.\n"
+    assert cyborg("accelerator-list").stderr == "No accelerators are held. --all lists those that are free, too.\n"
+    assert cyborg("accelerator-list", "--all", "--host", "nowhere").stderr == "No accelerators.\n"
     rows: list[dict[str, Any]] = json.loads(cyborg("accelerator-list", "--free", "-f", "json").stdout)
     assert [(row["state"], row["host"]["name"], row["backend"]) for row in rows] == [("free", "cmp1", "nics")] * 2
     table = cyborg("accelerator-list", "--all", "--device", "cmp1/0000:02:00.0").stdout.splitlines()

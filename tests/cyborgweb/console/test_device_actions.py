@@ -139,6 +139,19 @@ def test_viewers_see_devices_and_rules_but_cannot_change_them(client: Client, op
 RULE = {"name": "fakes", "order": "10", "action": "ready", "driver": "test_*", "enabled": "on"}
 
 
+def test_rules_are_applied_to_several_hosts_only_after_the_number_was_typed(operator: Client) -> None:
+    for name in ("cmp1", "cmp2"):
+        apply_report(get_or_create_host(name), make_driver_report(make_card(1)))
+    operator.post(reverse("admin:accelerators_admissionrule_add"), RULE)
+    applying = reverse("admin:accelerators_admissionrule_apply")
+    assert "2 devices are moved on 2 hosts." in operator.get(applying).content.decode()
+    for typed in ({}, {"typed": "1"}):
+        assert "To confirm, type 2." in operator.post(applying, {"seen": "2"} | typed).content.decode()
+    assert Device.objects.filter(state="inactive").count() == 2
+    operator.post(applying, {"seen": "2", "typed": "2"})
+    assert Device.objects.filter(state="ready").count() == 2
+
+
 def test_admission_rules_are_created_changed_applied_and_deleted_in_the_console(operator: Client) -> None:
     apply_report(get_or_create_host(), make_driver_report(*(make_card(n) for n in range(3))))
     rules = reverse("admin:accelerators_admissionrule_changelist")
@@ -153,7 +166,9 @@ def test_admission_rules_are_created_changed_applied_and_deleted_in_the_console(
     applying = reverse("admin:accelerators_admissionrule_apply")
     assert "Move 3 devices" in operator.get(applying).content.decode()
     assert Device.objects.filter(state="inactive").count() == 3
-    operator.post(applying)
+    assert "The number of devices has changed." in operator.post(applying, {"seen": "2"}).content.decode()
+    assert Device.objects.filter(state="inactive").count() == 3
+    operator.post(applying, {"seen": "3"})
     assert Device.objects.filter(state="ready", state_by="rule fakes").count() == 3
     assert (
         operator.post(reverse("admin:accelerators_admissionrule_delete", args=[rule.pk]), {"post": "yes"}).status_code

@@ -13,9 +13,17 @@ from django.test import Client
 from django.test.utils import CaptureQueriesContext
 from django.urls import reverse
 
-from accelerators.models import Command, Device, Event
+from accelerators import conductor
+from accelerators.models import Bulk, Command, Device, Event
+from accelerators.ui import badges
 from accelerators.ui.extensions import DENIAL_REASON
-from tests.accelerators.api.own.test_units import build_divisible_card, create_bound_request, get_device, report_cards
+from tests.accelerators.api.own.test_units import (
+    build_divisible_card,
+    create_bound_request,
+    get_device,
+    report_cards,
+    report_two_hosts,
+)
 
 pytestmark = pytest.mark.django_db
 
@@ -51,7 +59,7 @@ def test_a_divisible_device_links_to_the_units_page_and_can_be_divided_there(ope
     assert "refused" in refused and "is at generation 1 now, not 0" in refused
 
 
-def test_devices_of_several_backends_are_divided_at_once_and_held_ones_refused(operator: Client) -> None:
+def test_devices_of_several_backends_are_divided_after_a_preview_and_held_ones_refused(operator: Client) -> None:
     report_cards(
         build_divisible_card(1, 4, "a"),
         build_divisible_card(2, 4, "b"),
@@ -63,9 +71,33 @@ def test_devices_of_several_backends_are_divided_at_once_and_held_ones_refused(o
     asked = operator.post("/admin/accelerators/device/", chosen).content.decode()
     uuids = re.findall(r'name="device" value="([^"]+)"', asked)
     assert uuids == [str(get_device(n).uuid) for n in (1, 2, 3)] and "bind=…" in asked
-    said = get_page_text(operator, UNITS_URL, change="none", device=uuids)
-    assert said.count("vfs=0") == 2 and f"request {held.uuid}" in said
+    said = get_page_text(operator, UNITS_URL, change="none", device=uuids, reason="new layout")
+    assert "Remove all units: 3 devices?" in said and said.count("vfs=0") == 3, "once in sum, and for each device"
+    assert str(held.uuid) in said and "is held: it cannot be partitioned" in said
+    assert not Command.objects.exists()
+    page = badges.page_url("bulk", Bulk.objects.get().uuid)
+    assert 'value="new layout"' in operator.get(page).content.decode()
+    said = get_page_text(operator, page, do="confirm", reason="new layout")
+    assert f"request {held.uuid}" in said and "Retry the 1 failed device" in said
+    assert {(one.arguments["layout"]["vfs"], one.reason) for one in Command.objects.all()} == {("0", "new layout")}
     assert Command.objects.count() == 2
+    with conductor.writing():
+        held.delete()
+    said = get_page_text(operator, page, do="again")
+    assert "Remove all units: 1 device?" in said
+    get_page_text(operator, badges.page_url("bulk", Bulk.objects.first().uuid), do="confirm")
+    assert Command.objects.count() == 3
+
+
+def test_units_on_several_hosts_are_changed_only_after_their_number_was_typed(operator: Client) -> None:
+    report_two_hosts()
+    uuids = [str(uuid) for uuid in Device.objects.values_list("uuid", flat=True)]
+    assert "The devices are on 2 hosts." in get_page_text(operator, UNITS_URL, change="more", count="1", device=uuids)
+    page = badges.page_url("bulk", Bulk.objects.get().uuid)
+    assert "Nothing was done" in get_page_text(operator, page, do="confirm")
+    assert not Command.objects.exists()
+    get_page_text(operator, page, do="confirm", typed="2")
+    assert sorted(command.arguments["layout"]["vfs"] for command in Command.objects.all()) == ["3", "5"]
 
 
 INVALID_CHANGES = (

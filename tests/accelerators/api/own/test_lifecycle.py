@@ -201,7 +201,8 @@ def test_a_rule_is_created_changed_and_deleted_with_events(ask: Ask) -> None:
     with CaptureQueriesContext(connection) as captured:
         response = ask("/api/rules/", method="POST", data=RULE)
     assert response.status_code == 201, response.content
-    assert not [query for query in captured if query["sql"].startswith('SELECT "accelerators_admissionrule"')]
+    read = [query for query in captured if query["sql"].startswith('SELECT "accelerators_admissionrule"')]
+    assert len(read) == 1, "by the forecast, not to show the row"
     rule = json.loads(response.content)
     assert json.loads(ask(rule["url"].removeprefix("http://testserver")).content) == rule
     assert (rule["order"], rule["host"], rule["enabled"]) == (10, "", True)
@@ -216,6 +217,33 @@ def test_a_rule_is_created_changed_and_deleted_with_events(ask: Ask) -> None:
     rule_events = Event.objects.filter(subject=rule["uuid"]).order_by("id").values_list("action", "actor")
     assert [*rule_events] == [("rule.created", "admin-p1"), ("rule.changed", "admin-p1"), ("rule.deleted", "admin-p1")]
     assert Event.objects.get(action="rule.changed").changes == {"enabled": [True, False]}
+
+
+def test_a_rule_that_reaches_several_hosts_is_stored_only_with_the_token_of_its_preview(ask: Ask) -> None:
+    for name in ("cmp1", "cmp2"):
+        apply_report(get_or_create_host(name), make_driver_report(make_card(1), make_card(2), driver="fake_driver"))
+    one_host = json.loads(ask("/api/rules/", method="POST", data=RULE | {"host": "cmp1", "dry_run": True}).content)
+    assert (one_host["total"], one_host["hosts"], one_host["confirm"]) == (2, 1, False)
+    answer = ask("/api/rules/", method="POST", data=RULE)
+    assert "2 hosts" in get_error_message(answer, 409, "not_confirmed")
+    preview = json.loads(answer.content)["preview"]
+    assert (preview["total"], preview["forecast"][0]["text"]) == (4, "becomes ready")
+    assert preview["first_hosts"] == [{"host": "cmp1", "devices": 2}, {"host": "cmp2", "devices": 2}]
+    token = {"token": preview["token"]}
+    for other in ({"driver": ""}, {"action": "quarantined"}):
+        get_error_message(ask("/api/rules/", method="POST", data=RULE | other | token), 409, "stale_preview")
+    assert not AdmissionRule.objects.exists()
+    created = ask("/api/rules/", method="POST", data=RULE | token)
+    assert created.status_code == 201, created.content
+    rule_path = json.loads(created.content)["url"].removeprefix("http://testserver")
+    assert ask(rule_path, method="PATCH", data={"name": "same"}).status_code == 200, "it reaches nothing new"
+    answer = ask(rule_path, method="PATCH", data={"action": "quarantined"})
+    get_error_message(answer, 409, "not_confirmed")
+    apply_report(get_or_create_host("cmp3"), make_driver_report(make_card(1), driver="other_driver"))
+    token = {"token": json.loads(answer.content)["preview"]["token"]}
+    assert ask(rule_path, method="PATCH", data={"action": "quarantined"} | token).status_code == 200
+    assert AdmissionRule.objects.get().action == "quarantined"
+    assert {*Device.objects.values_list("state", flat=True)} == {"inactive"}
 
 
 def test_a_row_that_was_deleted_after_its_creation_is_answered_with_404(

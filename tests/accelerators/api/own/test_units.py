@@ -19,7 +19,6 @@ from accelerators.domain.caller import Caller
 from accelerators.domain.errors import RefusalReason, RefusedError
 from accelerators.models import AcceleratorRequest, AttachHandle, Command, Device, DeviceProfile, Event, Host
 from accelerators.workflows import command_endings
-from cyborgweb.auth.read_only import ReadOnlyError
 from drivers.inventory import Device as Card
 from tests.accelerators.api.own.conftest import INSTANCES, Ask, get_error_message, get_results
 from tests.support.reports import apply_report, get_or_create_host, make_card, make_driver_report
@@ -120,28 +119,6 @@ def test_deleting_units_reduces_their_number_and_never_below_zero(ask: Ask) -> N
     assert "is 3; it cannot be changed to" in refused["refused"]
 
 
-def test_a_call_that_is_refused_after_its_first_command_says_which_devices_it_has_ordered(ask: Ask) -> None:
-    report_cards(*(build_divisible_card(n, 1) for n in (1, 2, 3)))
-    targets = [partitioning.PartitionTarget(get_device(n).uuid) for n in (1, 2, 3)]
-    answers = iter([None, "All of this is read only."])
-
-    def refuse_second() -> None:
-        if (text := next(answers)) is not None:
-            raise ReadOnlyError(text)
-
-    with conductor.checking_writes(refuse_second):
-        results = partitioning.partition_devices(targets, partitioning.PartitionChange(1), OLGA)
-    assert [(result.command is not None, result.reason) for result in results] == [
-        (True, None),
-        (False, RefusalReason.UNAVAILABLE),
-        (False, RefusalReason.UNAVAILABLE),
-    ]
-    assert {result.refused for result in results[1:]} == {"All of this is read only."}
-    answers = iter(["All of this is read only."])
-    with pytest.raises(ReadOnlyError), conductor.checking_writes(refuse_second):
-        partitioning.partition_devices(targets, partitioning.PartitionChange(1), OLGA)
-
-
 def test_a_refused_target_does_not_stop_the_others(ask: Ask) -> None:
     report_cards(
         build_divisible_card(1, 3),
@@ -164,6 +141,76 @@ def test_a_refused_target_does_not_stop_the_others(ask: Ask) -> None:
     assert Command.objects.get().device == get_device(3)
     (again,) = post_units(ask, targets=[{"device": uuids[2]}], count=1)
     assert again["reason"] == "conflict" and "is busy with partition" in again["refused"]
+
+
+def report_two_hosts() -> list[dict[str, str]]:
+    """Create a divisible card on each of two hosts, and return the targets of a request for both."""
+    report_cards(build_divisible_card(1, 2))
+    apply_report(get_or_create_host("cmp2"), make_driver_report(build_divisible_card(2, 4), driver="generic_driver"))
+    return [{"host": f"cmp{n}", "backend": "a"} for n in (1, 2)]
+
+
+def test_units_on_several_hosts_are_changed_only_with_the_token_of_the_preview(ask: Ask) -> None:
+    order = {"targets": report_two_hosts(), "count": 2, "layout": {"bind": "x"}}
+    answer = ask("/api/accelerators/", method="POST", data=order)
+    assert "2 hosts" in get_error_message(answer, 409, "not_confirmed")
+    preview = json.loads(answer.content)["preview"]
+    assert (preview["action"], preview["total"], preview["hosts"], preview["confirm"]) == ("partition", 2, 2, True)
+    assert sorted(one["text"] for one in preview["forecast"]) == [
+        "is divided again with bind=x, vfs=4; it has 2 units now",
+        "is divided again with bind=x, vfs=6; it has 4 units now",
+    ]
+    assert [one["state"] for one in preview["devices"]] == ["inactive, 2 units", "inactive, 4 units"]
+    token = {"token": preview["token"]}
+    for other in ({"count": 3}, {"layout": {}}, {"targets": order["targets"][:1]}):
+        get_error_message(ask("/api/accelerators/", method="POST", data=order | token | other), 409, "stale_preview")
+    get_error_message(ask("/api/accelerators/delete/", method="POST", data=order | token), 409, "stale_preview")
+    assert not Command.objects.exists()
+    answer = json.loads(ask("/api/accelerators/", method="POST", data=order | token | {"reason": "r"}).content)
+    assert [row["command"] for row in answer["results"]] == [
+        str(uuid) for uuid in Command.objects.order_by("id").values_list("uuid", flat=True)
+    ]
+    assert {command.reason for command in Command.objects.all()} == {"r"}
+    assert list_ordered_layouts() == [{"bind": "x", "vfs": "4"}, {"bind": "x", "vfs": "6"}]
+    stored = json.loads(ask(f"/api/bulk_actions/{answer['bulk_action']}/").content)
+    assert (stored["action"], stored["state"], stored["arguments"]["units"]) == ("partition", "done", 2)
+    assert stored["counts"] == {"moved": 2, "unchanged": 0, "refused": 0, "waiting": 0}
+
+
+def test_a_device_whose_units_have_changed_since_the_preview_is_refused(ask: Ask) -> None:
+    order = {"targets": report_two_hosts()}
+    shown = json.loads(ask("/api/accelerators/delete/", method="POST", data=order | {"dry_run": True}).content)
+    report_cards(build_divisible_card(1, 3), seq=2)
+    answer = ask("/api/accelerators/delete/", method="POST", data=order | {"token": shown["token"]})
+    first, second = json.loads(answer.content)["results"]
+    assert first["reason"] == "conflict" and "was inactive, 2 units when it was chosen" in first["refused"]
+    assert second["command"] and list_ordered_layouts() == [{"vfs": "0"}]
+
+
+def test_the_preview_of_units_names_what_is_refused_and_changes_nothing(ask: Ask) -> None:
+    report_cards(build_divisible_card(1, 3), build_divisible_card(2, 1))
+    create_bound_request(AttachHandle.objects.filter(deployable__device=get_device(1)).last())
+    order = {"targets": [{"host": "cmp1", "backend": "a"}], "count": 2, "dry_run": True}
+    preview = json.loads(ask("/api/accelerators/delete/", method="POST", data=order).content)
+    assert sorted((one["outcome"], one["held"], one["text"]) for one in preview["forecast"]) == [
+        ("refused", False, "The number of its units is 1; it cannot be changed to -1."),
+        ("refused", True, "is held: it cannot be partitioned"),
+    ]
+    assert not preview["confirm"] and not Command.objects.exists()
+
+
+def test_a_change_of_units_that_failed_is_retried_for_the_failed_devices(ask: Ask) -> None:
+    report_cards(build_divisible_card(1, 1), build_divisible_card(2, 1))
+    order = {"targets": [{"host": "cmp1", "backend": "a"}], "count": 2}
+    bulk = json.loads(ask("/api/accelerators/", method="POST", data=order).content)["bulk_action"]
+    first, second = Command.objects.order_by("id")
+    answer_and_settle(second, "failed", "no room")
+    answer = ask(f"/api/bulk_actions/{bulk}/retry/", "manager", method="POST", data={})
+    get_error_message(answer, 403)
+    answer = ask(f"/api/bulk_actions/{bulk}/retry/", method="POST", data={})
+    assert (answer.status_code, json.loads(answer.content)["total"]) == (202, 1), answer.content
+    assert Command.objects.order_by("id")[2].arguments["layout"] == {"vfs": "3"}
+    assert Command.objects.filter(device=first.device).count() == 1
 
 
 def test_a_device_that_is_named_twice_is_ordered_once(ask: Ask) -> None:
@@ -303,19 +350,21 @@ def test_pages_of_free_units_cover_all_units_in_at_most_five_statements_each(
 @pytest.mark.django_db(transaction=True)
 def test_of_two_concurrent_changes_of_units_exactly_one_succeeds(ask: Ask) -> None:
     report_cards(build_divisible_card(1, 2))
-    target, start = partitioning.PartitionTarget(get_device(1).uuid), threading.Barrier(2)
+    uuid, start = get_device(1).uuid, threading.Barrier(2)
 
-    def more(_: int) -> partitioning.PartitionResult:
+    def more(_: int) -> Command | RefusedError:
         start.wait(30)
         try:
-            (result,) = partitioning.partition_devices([target], partitioning.PartitionChange(2, generation=0), OLGA)
-            return result
+            return partitioning.partition_device(uuid, partitioning.PartitionChange(2, generation=0), OLGA)
+        except RefusedError as refused:
+            return refused
         finally:
             connection.close()
 
     with ThreadPoolExecutor(2) as threads:
-        won, lost = sorted(threads.map(more, range(2)), key=lambda result: result.command is None)
-    assert won.command == Command.objects.get() and won.command.arguments["layout"] == {"vfs": "4"}
-    assert lost.reason is RefusalReason.CONFLICT and "is at generation 1 now, not 0" in lost.refused
+        won, lost = sorted(threads.map(more, range(2)), key=lambda result: isinstance(result, RefusedError))
+    assert isinstance(won, Command) and won == Command.objects.get() and won.arguments["layout"] == {"vfs": "4"}
+    assert isinstance(lost, RefusedError) and lost.reason is RefusalReason.CONFLICT
+    assert "is at generation 1 now, not 0" in lost.text
     with pytest.raises(RefusedError, match="generation 1 now, not 0"):
         partitioning.update_layout(get_device(1).uuid, {"vfs": "8"}, OLGA, generation=0)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from accelerators import conductor
 from accelerators.models import AcceleratorRequest, DeviceProfile, Event
 from tests.accelerators.api.own.conftest import Ask, Fill, get_error_message, get_results
 
@@ -91,6 +92,44 @@ def test_only_admins_write_profiles(ask: Ask) -> None:
         where = "/api/profiles/" if method == "POST" else path
         denied = get_error_message(ask(where, "manager", method=method, data=SMALL_PROFILE), 403)
         assert denied.endswith(f"cyborg:device_profile:{verb}. The role admin would be sufficient.")
+
+
+def test_accelerators_on_several_hosts_are_labelled_only_with_the_token_of_the_preview(ask: Ask, fill: Fill) -> None:
+    fill(4)
+    with conductor.writing():
+        first = AcceleratorRequest.objects.filter(project_id="p1").earliest("id")
+        AcceleratorRequest.objects.filter(pk=first.pk).update(hostname="cmp2")
+    uuids = [str(uuid) for uuid in AcceleratorRequest.objects.order_by("id").values_list("uuid", flat=True)]
+    assert len(uuids) >= 2
+    order, path = {"accelerators": uuids, "label": "training"}, "/api/accelerators/label/"
+    answer = ask(path, method="POST", data=order)
+    assert "2 hosts" in get_error_message(answer, 409, "not_confirmed")
+    preview = json.loads(answer.content)["preview"]
+    assert preview["forecast"] == [
+        {"outcome": "moved", "number": len(uuids), "held": False, "text": "gets the label 'training'"}
+    ]
+    assert not AcceleratorRequest.objects.exclude(label="").exists()
+    token = {"token": preview["token"]}
+    get_error_message(ask(path, method="POST", data=order | token | {"label": "x"}), 409, "stale_preview")
+    results = json.loads(ask(path, method="POST", data=order | token).content)["results"]
+    assert [(one["accelerator"], one["outcome"]) for one in results] == [(uuid, "moved") for uuid in uuids]
+    assert {*AcceleratorRequest.objects.values_list("label", flat=True)} == {"training"}
+    assert Event.objects.filter(action="request.labelled").count() == len(uuids)
+    get_error_message(ask(path, method="POST", data=order | token), 409, "stale_preview")
+
+
+def test_labelling_several_accelerators_refuses_those_of_other_projects_only(ask: Ask, fill: Fill) -> None:
+    fill(4)
+    own, foreign = (AcceleratorRequest.objects.filter(project_id=project).first() for project in ("p1", "p2"))
+    order = {"accelerators": [str(own.uuid), str(foreign.uuid)], "label": "mine"}
+    path = "/api/accelerators/label/"
+    get_error_message(ask(path, "reader", method="POST", data=order), 403)
+    for by, reason in (("manager", "not_allowed"), ("member", "not_found")):
+        results = json.loads(ask(path, by, method="POST", data=order | {"label": by}).content)["results"]
+        assert [(one["outcome"], one["reason"]) for one in results] == [("moved", ""), ("refused", reason)]
+    assert [AcceleratorRequest.objects.get(pk=one.pk).label for one in (own, foreign)] == ["member", ""]
+    for bad in ({"accelerators": []}, {"label": "a" * 256}, {"accelerators": ["x"]}):
+        get_error_message(ask(path, method="POST", data=order | bad), 400)
 
 
 def test_a_member_can_label_accelerators_of_its_own_project_only(ask: Ask, fill: Fill) -> None:
