@@ -20,6 +20,7 @@ from tests.system.conftest import fresh_folder
 from tests.system.keystone import Keystone
 from tests.system.placement import Placement
 from tests.system.product import Product, running
+from tests.system.slow_proxy import http_proxy
 
 pytestmark = pytest.mark.system
 SOON_S = 20.0
@@ -95,15 +96,18 @@ def test_placement_and_nova_follow_the_hardware_through_binds_outages_and_kills(
     until(lambda: not list_intents(cloud), SOON_S)
 
 
-def test_L2_a_decommissioned_host_is_removed_with_its_providers_although_the_workers_are_killed(
+def test_L2_a_decommissioned_host_is_removed_although_the_workers_are_killed_in_the_middle(
     keystone: Keystone, placement: Placement, nova: FakeNova, folder: Path
 ) -> None:
-    """Refused while an allocation exists; then the workers are killed again and again while the host is removed."""
+    """Refused while a request or an allocation exists. Then the workers are killed while they delete in Placement."""
     host = f"cmp-{uuid.uuid4().hex[:8]}"
     settings = keystone.environment("service") | {"CYBORG_AUTH": "keystone", "CYBORG_NOVA_ENDPOINT": nova.url}
     settings |= {"CYBORG_HOST_NAME": host, "CYBORG_HOST_NODE": host, "CYBORG_ENABLED_DRIVERS": "fake_driver"}
     root = placement.create_compute_provider(host)
-    with running(Product(folder / "state", settings)) as product:
+    with (
+        http_proxy(placement.url) as between,
+        running(Product(folder / "state", settings | {"CYBORG_PLACEMENT_ENDPOINT": between.url})) as product,
+    ):
         cloud = KeystoneCloud(product, keystone).enable_card()
         until(lambda: fake_provider(placement, root), SOON_S)
         ((host_uuid,),) = product.rows("SELECT uuid FROM accelerators_host")
@@ -113,20 +117,41 @@ def test_L2_a_decommissioned_host_is_removed_with_its_providers_although_the_wor
                 f"{cloud.url}/api/hosts/{host_uuid}/remove/",
                 json={"confirm": host, "reason": "its lease is over"},
                 headers={"X-Auth-Token": cloud.token("admin")},
-                timeout=30,
+                timeout=60,
             )
 
-        consumer = placement.allocate(cloud.provider, 1)
-        refused = order_removal()
-        assert (refused.status_code, consumer in refused.text) == (409, True), refused.text
-        assert fake_provider(placement, root) and product.rows("SELECT 1 FROM accelerators_device")
-        placement.release(consumer)
+        def assert_refused(holder: str) -> None:
+            refused = order_removal()
+            assert (refused.status_code, holder in refused.text) == (409, True), refused.text
+            assert fake_provider(placement, root) and product.rows("SELECT 1 FROM accelerators_device")
 
-        assert order_removal().status_code == 202
+        consumer = placement.allocate(cloud.provider, 1)
+        assert_refused(consumer)
+        placement.release(consumer)
+        cloud.create_profile("fpga")
+        (request,) = cloud.http("member", "POST", "/accelerator_requests", {"device_profile_name": "fpga"}).json()[
+            "arqs"
+        ]
+        instance = str(uuid.uuid4())
+        values = {"hostname": host, "device_rp_uuid": cloud.provider, "instance_uuid": instance}
+        patch = {request["uuid"]: [{"path": f"/{key}", "op": "add", "value": value} for key, value in values.items()]}
+        assert cloud.http("member", "PATCH", "/accelerator_requests", patch, service=True).status_code == 202
+        assert_refused(request["uuid"])
+        cloud.http("member", "DELETE", f"/accelerator_requests?arqs={request['uuid']}", service=True)
+        ((endpoint,),) = product.rows("SELECT uuid FROM placement_sync_novaendpoint")
+        product.manage("nova", "confirm", str(endpoint))  # this Nova has never shown the instance
+
+        between.delay_s = 0.2
+        assert (answer := order_removal()).status_code == 202, answer.text
         for _ in range(3):
+            between.silent = True  # so the worker waits for Placement in the middle of the removal when it is killed
+            seen = between.delayed
+            until(lambda seen=seen: between.delayed > seen, SOON_S)
+            assert product.rows("SELECT 1 FROM accelerators_host WHERE removing_since IS NOT NULL")
             for worker in until(lambda: product.workers("work", 2), SOON_S):
                 os.kill(worker.pid, signal.SIGKILL)
-        until(lambda: not product.rows("SELECT 1 FROM accelerators_host"), 60.0)
+        between.silent, between.delay_s = False, 0.0
+        until(lambda: not product.rows("SELECT 1 FROM accelerators_host"), 120.0)
         assert placement.tree(root) == {}
         for table in ("accelerators_device", "accelerators_intent", "agents_agent"):
             assert not product.rows(f"SELECT 1 FROM {table}"), table
