@@ -170,7 +170,7 @@ def test_S1_the_resets_of_a_bulk_action_share_one_time_for_the_holder_checks(mon
     chosen = {one.uuid: one.lifecycle_text for one in Device.objects.filter(address__in=[FIRST, SAME_CARD])}
     with slow_holder_checks(monkeypatch) as asked:
         answers = command_queue.ask_holders_for_command("reset", Device.objects.filter(uuid__in=chosen))
-        results = bulk_commands.place_command_for_each("reset", chosen, OLGA, "", answers)
+        results = bulk_commands.place_command_for_each("reset", None, chosen, OLGA, "", answers)
     assert device.uuid in chosen and asked == [FIRST]
     assert [(result.outcome, result.reason) for result in results] == [("refused", RefusalReason.UNAVAILABLE)] * 2
     assert all("there was no time left to ask: try again" in result.text for result in results)
@@ -195,8 +195,8 @@ def test_S1_a_held_sibling_that_the_database_knows_is_named_without_asking_other
     with safety.HOLDER_CHECKS.replaced("placement", answer_each(check)):
         if is_bulk:
             chosen = {device.uuid: device.lifecycle_text}
-            answers = bulk_commands.ask_holders_for_each("reset", chosen)
-            (result,) = bulk_commands.place_command_for_each("reset", chosen, OLGA, "", answers)
+            answers = bulk_commands.ask_holders_for_each("reset", None, chosen)
+            (result,) = bulk_commands.place_command_for_each("reset", None, chosen, OLGA, "", answers)
             reason, text = result.reason, result.text
         else:
             with pytest.raises(RefusedError) as refused:
