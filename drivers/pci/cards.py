@@ -59,7 +59,7 @@ class AnyCard:
         return None
 
     def describe(self, function: PciFunction, *, divided: bool) -> CardDescription:
-        """Return how the card is reported. `divided` means that its virtual functions are handed out."""
+        """Return how the card is reported. `divided` means that virtual functions are handed out."""
         vendor = VENDORS.get(function.vendor)
         traits = [OWNER_TRAIT]
         if vendor:

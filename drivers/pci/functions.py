@@ -327,11 +327,12 @@ def _discover_function(
         )
         return
     handed_out = [part for part in parts if part not in unusable and (virtual_functions or not rule.vfs)]
-    if passthrough and (reason := selection.cards.explain_withheld(machine, function, divided=bool(virtual_functions))):
+    is_virtual = bool(virtual_functions or machine.link(f"{PCI_DEVICES}/{address}/physfn"))
+    if passthrough and (reason := selection.cards.explain_withheld(machine, function, divided=is_virtual)):
         yield Fault(address, reason)
         handed_out = []
     to_install = _describe_install_steps(view, address, rule) if passthrough else ""
-    is_divided = bool(virtual_functions or rule.vfs)
+    is_divided = is_virtual or bool(rule.vfs)
     yield _build_device(machine, function, device_type, selection.cards, rule, handed_out, to_install, is_divided)
 
 

@@ -15,7 +15,9 @@ from drivers.inventory import Attribute, PciAddress, Word
 
 CUSTOM = "CUSTOM_"
 OWNER_TRAIT, NOVA_OWNER_TRAIT = "OWNER_CYBORG", "OWNER_NOVA"
-MAX_TRAITS, MAX_DEVICES = 32, 256
+MAX_TRAITS, MAX_DEVICES = 24, 256
+"""Maximum traits of an offer and of an exception, which fit together into the attributes of a deployable, and maximum
+exceptions of a rule."""
 
 PlacementName = Annotated[str, Meta(pattern=r"^[A-Z0-9_]+$", min_length=1, max_length=255)]
 """A resource class or a trait (placement/schemas/{resource_class,trait}.py)."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+import msgspec
 import pytest
 
 from drivers.base import Settings
@@ -11,6 +12,7 @@ from drivers.errors import Invalid
 from drivers.generic import GenericDriver
 from drivers.inventory import Device
 from drivers.pci.functions import PciDriver
+from drivers.pci.offer import MAX_TRAITS
 from tests.drivers.pci.test_pci import make_config_space
 from tests.drivers.tree import FakeHost
 
@@ -56,6 +58,14 @@ def test_an_entry_for_one_device_takes_precedence_over_the_offer_of_the_rule(
     assert {"CUSTOM_RACK_7", "CUSTOM_ON_LOAN"} <= read_attributes(devices[T4])[1]
     assert read_attributes(devices[OTHER])[0] == "PGPU"
     assert "CUSTOM_ON_LOAN" not in read_attributes(devices[OTHER])[1]
+
+
+def test_the_greatest_number_of_traits_fits_into_a_report(host: FakeHost) -> None:
+    host.pci(T4, "0x10de", "0x1eb8", "0x030200")
+    offer, exception = ([f"CUSTOM_{letter}{number}" for number in range(MAX_TRAITS)] for letter in "AB")
+    devices = discover(host, offer={"traits": offer}, devices=[{"address": T4, "traits": exception}])
+    assert msgspec.convert(msgspec.to_builtins(devices[T4]), Device) == devices[T4]
+    assert {*offer, *exception} <= read_attributes(devices[T4])[1]
 
 
 def test_an_entry_with_a_serial_number_does_not_apply_to_a_card_without_one(host: FakeHost) -> None:

@@ -158,6 +158,18 @@ def test_virtual_functions_of_nvidia_are_shown_and_not_offered(host: FakeHost) -
     assert "sriov-manage -d" in fault.reason
 
 
+def test_a_virtual_function_of_nvidia_that_a_rule_selects_alone_is_not_offered_either(host: FakeHost) -> None:
+    card = host.pci(CARD, "0x10de", "0x2bb5", "0x030200", sriov_totalvfs="48", sriov_numvfs="1")
+    function = host.pci("0000:3b:00.4", "0x10de", "0x2bb5", "0x030200")
+    host.link(card / "virtfn0", function)
+    host.link(function / "physfn", card)
+    findings = discover(NvidiaGpuDriver, host, rules=[{"address": "0000:3b:00.4"}])
+    (device,) = findings.devices
+    assert device.address == "0000:3b:00.4"
+    assert device.deployables[0].handles == ()
+    assert ["sriov-manage" in fault.reason for fault in findings.faults] == [True]
+
+
 def test_virtual_functions_of_other_gpus_are_vgpus(host: FakeHost) -> None:
     card = host.pci(CARD, "0x8086", "0x56c0", "0x038000", sriov_totalvfs="31", sriov_numvfs="1")
     function = host.pci("0000:3b:00.1", "0x8086", "0x56c0", "0x038000")
