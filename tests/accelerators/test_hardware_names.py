@@ -149,6 +149,7 @@ def test_lists_and_pages_show_the_name_with_an_icon_and_the_ids(cards: Client) -
     assert "NVIDIA A100 PCIe 80GB" in page
 
 
+@pytest.mark.slow
 def test_devices_are_found_by_their_names(cards: Client) -> None:
     for term, vendors in (("a100", {"10de"}), ("mellanox connectx", {"15b3"}), ("gaudi", {"Habana"}), ("4xxx", set())):
         page = cards.get("/admin/accelerators/device/", {"q": term})

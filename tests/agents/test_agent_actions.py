@@ -100,6 +100,7 @@ def test_the_api_lets_only_an_admin_revoke_an_agent(agents: list[Agent], client:
     assert Event.objects.get(action="agent.revoked").source == "api"
 
 
+@pytest.mark.slow
 def test_the_console_lets_only_an_administrator_revoke_admit_and_rotate_agents(
     agents: list[Agent], client: Client
 ) -> None:

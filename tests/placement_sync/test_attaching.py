@@ -85,6 +85,7 @@ def test_an_attachment_is_claimed_and_bound_and_detaching_releases_claim_and_req
     assert (told[0].actor, told[0].reason, told[5].reason) == ("olga", "he asked for it", "no more")
 
 
+@pytest.mark.slow
 def test_attaching_and_detaching_keep_the_other_allocations_of_the_instance(cloud: FakeCloud) -> None:
     """The instance also has a request of Nova's on the same provider, and a second attachment."""
     make_ready_cards(handles=4)

@@ -130,6 +130,7 @@ def test_an_attachment_waits_for_another_of_its_instance_and_names_it(cloud: Fak
 
 
 @database
+@pytest.mark.slow
 def test_detaching_keeps_the_unbound_claim_of_another_attachment(cloud: FakeCloud) -> None:
     """A resize by Nova has removed the claim of the attachment that is detached."""
     make_ready_cards(handles=4)
@@ -147,6 +148,7 @@ def test_detaching_keeps_the_unbound_claim_of_another_attachment(cloud: FakeClou
 
 
 @database
+@pytest.mark.slow
 def test_of_a_pci_and_another_attachment_chosen_at_once_the_second_fails(cloud: FakeCloud) -> None:
     make_ready_cards(2)
     pci, other = Device.objects.order_by("id")

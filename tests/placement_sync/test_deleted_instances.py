@@ -98,6 +98,7 @@ def test_a_request_is_freed_when_nova_names_its_instance_as_deleted_and_answers_
     assert not Vanished.objects.exists()
 
 
+@pytest.mark.slow
 def test_S1_a_listing_that_names_our_instances_does_not_prove_an_address_whose_look_ups_show_none(
     nova: FakeNova,
 ) -> None:
@@ -123,6 +124,7 @@ def test_an_instance_that_nova_has_purged_is_found_in_turn(nova: FakeNova) -> No
     assert instances_with_requests() == set(alive)
 
 
+@pytest.mark.slow
 def test_nova_is_asked_for_deleted_instances_only_and_for_a_bounded_number_of_single_ones(nova: FakeNova) -> None:
     nova.servers = instances = bind_instances(40)
     run_job_after_a_minute()
@@ -366,6 +368,7 @@ def test_instances_that_nova_has_never_shown_are_freed_once_a_person_confirms_it
     assert NovaEndpoint.objects.get().unknown_instances == 0
 
 
+@pytest.mark.slow
 def test_the_number_of_unknown_instances_counts_those_of_all_turns_not_only_of_the_last(
     nova: FakeNova, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -421,6 +424,7 @@ def test_an_address_that_is_not_used_any_more_is_no_alert(nova: FakeNova, settin
     assert backlog.read_backlog().unknown_to_nova == 0
 
 
+@pytest.mark.slow
 def test_all_instances_that_are_deleted_at_once_are_freed_at_an_address_that_has_shown_one(nova: FakeNova) -> None:
     nova.servers = bind_instances(5)
     run_job_after_a_minute()
@@ -430,6 +434,7 @@ def test_all_instances_that_are_deleted_at_once_are_freed_at_an_address_that_has
     assert instances_with_requests() == set()
 
 
+@pytest.mark.slow
 def test_up_to_three_instances_that_nova_has_purged_are_freed_although_it_shows_no_other_one(nova: FakeNova) -> None:
     nova.servers = bind_instances(5)
     run_job_after_a_minute()
@@ -440,6 +445,7 @@ def test_up_to_three_instances_that_nova_has_purged_are_freed_although_it_shows_
     assert instances_with_requests() == set()
 
 
+@pytest.mark.slow
 def test_S1_a_proven_nova_that_suddenly_knows_none_of_our_instances_frees_nothing_until_it_is_confirmed(
     nova: FakeNova,
 ) -> None:
@@ -457,6 +463,7 @@ def test_S1_a_proven_nova_that_suddenly_knows_none_of_our_instances_frees_nothin
     assert backlog.read_backlog().unknown_to_nova == 0
 
 
+@pytest.mark.slow
 def test_S1_instances_that_become_unknown_one_after_the_other_are_counted_together(
     nova: FakeNova, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -482,6 +489,7 @@ def test_S1_a_confirmation_from_before_the_first_404_does_not_count(nova: FakeNo
     assert not NovaEndpoint.objects.get().is_trusted
 
 
+@pytest.mark.slow
 def test_an_address_that_is_distrusted_is_trusted_again_when_it_shows_one_of_our_instances(nova: FakeNova) -> None:
     nova.servers = [_, *alive] = bind_instances(4)
     run_job_after_a_minute()

@@ -140,6 +140,7 @@ def test_a_bound_request_without_an_allocation_is_a_discrepancy_until_it_has_one
     assert Event.objects.get(action="discrepancy.mended").changes["discrepancy"] == ["attached but unclaimed", None]
 
 
+@pytest.mark.slow
 def test_pages_of_the_host_the_device_and_the_request_show_a_discrepancy(client: Client) -> None:
     instance, _ = make_bound_cards(2)
     client.force_login(User.objects.create(username="olga", is_staff=True, is_superuser=True))
@@ -221,6 +222,7 @@ def test_an_allocation_whose_request_is_bound_or_being_bound_meanwhile_is_no_dis
     assert list_discrepancies() == []
 
 
+@pytest.mark.slow
 def test_an_active_instance_whose_device_is_missing_or_failed_is_a_discrepancy(nova: FakeNova) -> None:
     (instance,) = make_bound_cards()
     with conductor.writing():
@@ -338,6 +340,7 @@ def leave_provider_behind(*traits: str, resource_class: str = "FPGA") -> None:
     )
 
 
+@pytest.mark.slow
 def test_a_provider_that_another_installation_left_behind_is_a_discrepancy_until_it_is_deleted(client: Client) -> None:
     make_bound_cards()
     leave_provider_behind("CUSTOM_FPGA_INTEL", "OWNER_CYBORG")
@@ -361,6 +364,7 @@ def test_a_provider_that_another_installation_left_behind_is_a_discrepancy_until
     assert Event.objects.filter(action="discrepancy.mended").count() == 1
 
 
+@pytest.mark.slow
 def test_a_foreign_provider_counts_only_if_a_request_could_be_scheduled_to_it() -> None:
     make_bound_cards()
     with conductor.writing():
@@ -379,6 +383,7 @@ def test_a_foreign_provider_counts_only_if_a_request_could_be_scheduled_to_it() 
     assert list_discrepancies() == [("foreign", "cmp1_other")]
 
 
+@pytest.mark.slow
 def test_an_unchanged_foreign_provider_costs_no_call() -> None:
     make_bound_cards()
     compare_again()

@@ -253,6 +253,7 @@ def test_S1_what_one_address_of_nova_does_not_know_another_is_asked_for(
         assert ask_nova(device).holders
 
 
+@pytest.mark.slow
 def test_retiring_is_refused_while_nova_is_away_or_unclear(device: Device, nova: FakeNova) -> None:
     instance = make_former_instance(device)
     nova.status = 503

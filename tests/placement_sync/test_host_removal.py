@@ -136,6 +136,7 @@ def test_a_free_host_is_removed_with_its_agent_devices_providers_and_wanted_driv
     assert Device.objects.get().state == "inactive", "the name joins again"
 
 
+@pytest.mark.slow
 def test_a_host_is_kept_while_a_request_or_an_allocation_exists_or_nobody_can_tell(
     host: Host, placement: PlacementModelSession
 ) -> None:
@@ -286,6 +287,7 @@ def _run_and_kill_at(number: int) -> bool:
     return executed.count >= number
 
 
+@pytest.mark.slow
 def test_the_console_shows_what_is_deleted_and_wants_the_name(host: Host, client: Client) -> None:
     client.force_login(User.objects.create(username="root", is_staff=True, is_superuser=True))
     page = reverse("admin:accelerators_host_change", args=[host.pk])
@@ -338,6 +340,7 @@ def _make_slow_host(placement: PlacementModelSession, monkeypatch: pytest.Monkey
     return clock
 
 
+@pytest.mark.slow
 def test_a_slow_placement_is_given_up_in_time_and_each_call_leaves_less_to_do(
     host: Host, placement: PlacementModelSession, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -361,6 +364,7 @@ def test_a_slow_placement_is_given_up_in_time_and_each_call_leaves_less_to_do(
     assert not Host.objects.exists()
 
 
+@pytest.mark.slow
 def test_other_hosts_are_written_between_the_chunks_of_a_removal(
     host: Host, placement: PlacementModelSession, monkeypatch: pytest.MonkeyPatch
 ) -> None:

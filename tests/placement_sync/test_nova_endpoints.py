@@ -121,6 +121,7 @@ def test_an_administrator_confirms_an_address_by_the_api_and_nobody_else(
     assert Event.objects.get(action="nova.confirmed").reason == "all are gone"
 
 
+@pytest.mark.slow
 def test_an_administrator_confirms_an_address_in_the_console_and_nobody_else(
     client: Client, endpoint: NovaEndpoint
 ) -> None:

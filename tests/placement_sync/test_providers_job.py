@@ -111,6 +111,7 @@ def test_L4_reconciling_twice_writes_once(placement: PlacementModelSession) -> N
     assert take_write_calls(placement) == []
 
 
+@pytest.mark.slow
 def test_the_placement_job_costs_the_same_statements_at_any_number_of_devices() -> None:
     make_ready_host()
     providers.step()

@@ -22,6 +22,7 @@ from placement_sync.mapping import DeployableRecord, compute_desired_providers
 from placement_sync.reconcile import ObservedProvider, WrittenRecord
 from tests.placement_sync.model import CONCURRENT_UPDATE, PlacementModel
 from tests.placement_sync.session import PlacementModelSession
+from tests.support.clocks import replace_sleep
 
 HOST, ROOT = "cmp1", "11111111-1111-1111-1111-111111111111"
 
@@ -140,7 +141,7 @@ def test_reconciling_gives_up_after_seven_backed_off_conflicts_and_succeeds_late
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     pauses: list[float] = []
-    monkeypatch.setattr("time.sleep", pauses.append)
+    replace_sleep(monkeypatch, pauses.append)
     monkeypatch.setattr("random.uniform", lambda _, longest: longest)
     placement = make_placement()
     written = sync(placement, [make_part()], {}).written
@@ -281,6 +282,7 @@ def _tamper(placement: PlacementModel, name: str, how: str) -> None:
 @example([({"cmp1_dev0": {"total": 1}}, []), ({}, [("cmp1_dev0", "allocate")])])
 @example([({"cmp1_dev0": {"total": 1}}, []), ({"cmp1_dev0": {"rc": "CUSTOM_A"}}, [("cmp1_dev0", "allocate")])])
 @given(st.lists(st.tuples(PARTS, TAMPERS), min_size=1, max_size=4))
+@pytest.mark.slow
 def test_L4_reconciling_converges_and_a_second_run_writes_nothing(
     rounds: list[tuple[dict[str, Any], list[tuple[str, str]]]],
 ) -> None:

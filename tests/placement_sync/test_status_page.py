@@ -153,6 +153,7 @@ def make_discrepancy(host: Host) -> Discrepancy:
     )
 
 
+@pytest.mark.slow
 def test_a_discrepancy_is_listed_searchable_and_shown_on_its_host_page(operator: Client) -> None:
     listing = reverse("admin:placement_sync_discrepancy_changelist")
     assert "agree with what is bound" in operator.get(listing).content.decode()

@@ -221,6 +221,7 @@ def test_the_management_commands_show_and_switch_the_writer(host: Host) -> None:
         call_command("placement_writer", "agents", reason="x" * 501)
 
 
+@pytest.mark.slow
 def test_the_console_switches_the_writer_and_lists_hosts_that_cannot_write(host: Host, client: Client) -> None:
     client.force_login(User.objects.create(username="olga", is_staff=True, is_superuser=True))
     Agent.objects.update(writes="the host has no credentials")

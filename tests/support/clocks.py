@@ -1,10 +1,11 @@
-"""Shift the clock of this process, as if it ran on a machine whose clock differs from the database's."""
+"""Shift the clock of this process, or let a test decide what happens while the code that it calls sleeps."""
 
 from __future__ import annotations
 
 import sys
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import datetime, timedelta, tzinfo
 
@@ -38,3 +39,16 @@ def shifted_clock(seconds: float) -> Iterator[None]:
         patch.setattr(database_clock, "_difference_s", None)
         patch.setattr(database_clock, "_measured_at", float("-inf"))
         yield
+
+
+def replace_sleep(patch: pytest.MonkeyPatch, action: Callable[[float], object]) -> None:
+    """Let `time.sleep` call `action` in the calling thread; other threads of the process, such as a server's, sleep."""
+    calling_thread, sleep = threading.get_ident(), time.sleep
+
+    def act_or_sleep(seconds: float) -> None:
+        if threading.get_ident() == calling_thread:
+            action(seconds)
+        else:
+            sleep(seconds)
+
+    patch.setattr(time, "sleep", act_or_sleep)

@@ -284,6 +284,7 @@ class EventReplayMachine(RuleBasedStateMachine):
 
 @few_or_many(2, 12)
 @pytest.mark.django_db
+@pytest.mark.slow
 def test_X6_replayed_events_equal_the_stored_state(cloud: FakeCloud, examples: int) -> None:
     EventReplayMachine.cloud = cloud
     run_state_machine_as_test(EventReplayMachine, settings=settings(max_examples=examples, stateful_step_count=20))
@@ -325,6 +326,7 @@ def test_X6_replayed_events_equal_the_stored_images_from_upload_to_removal(cloud
 
 
 @pytest.mark.django_db
+@pytest.mark.slow
 def test_X6_replayed_events_equal_the_stored_attachments_in_each_state(cloud: FakeCloud) -> None:
     apply_report(get_or_create_host(), make_driver_report(make_card(1)))
     lifecycle.enable_device(Device.objects.get().uuid, NOVA)

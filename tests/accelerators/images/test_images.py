@@ -361,6 +361,7 @@ def test_a_run_ends_in_time_although_glance_answers_byte_by_byte(
     assert store.get_image_path(uuid).read_bytes() == IMAGE_CONTENT
 
 
+@pytest.mark.slow
 def test_the_longest_unused_copies_are_dropped_first_and_uploads_never(
     wait: OrderCommand, cloud: FakeGlance, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -68,6 +68,7 @@ def test_numbers_that_do_not_fit_each_other_are_refused(numbers: dict[str, int])
     assert not Host.objects.exists()
 
 
+@pytest.mark.slow
 def test_the_pages_of_seeded_rows_can_be_opened(admin_client: Client) -> None:
     run_seed()
     for model in (Host, Device, Event):

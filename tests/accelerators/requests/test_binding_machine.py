@@ -405,6 +405,7 @@ STEPS_PER_EXAMPLE = scaled(22, 50)
 
 @few_or_many(4, scaled(20, 1000))
 @pytest.mark.django_db
+@pytest.mark.slow
 def test_no_sequence_of_calls_stores_an_illegal_state(examples: int) -> None:
     RequestsMachine.providers = make_cards()
     profiles.clear_profile_cache()

@@ -184,6 +184,7 @@ class FunctionMachine(RuleBasedStateMachine):
 
 @few_or_many(6, scaled(30, 1000))
 @pytest.mark.django_db
+@pytest.mark.slow
 def test_S1_no_sequence_of_reports_and_binds_gives_one_function_twice(examples: int) -> None:
     with conductor.writing():
         DeviceProfile.objects.create(name="p", groups=[{"resources:FPGA": "1"}])

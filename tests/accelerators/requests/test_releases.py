@@ -498,6 +498,7 @@ def test_what_a_failed_bind_may_have_made_on_the_host_is_removed_before_the_hand
     assert Command.objects.filter(COMMAND_IS_OPEN, op="detach").exists() is waits
 
 
+@pytest.mark.slow
 def test_after_a_restore_a_release_from_long_ago_does_not_quarantine_its_device() -> None:
     offer_card()
     unbind(bind())

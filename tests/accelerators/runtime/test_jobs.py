@@ -13,6 +13,7 @@ from psycopg.errors import AdminShutdown, DeadlockDetected, LockNotAvailable
 
 from accelerators.models import Tick
 from accelerators.runtime import jobs
+from tests.support.clocks import replace_sleep
 
 pytestmark = pytest.mark.django_db(transaction=True)
 
@@ -87,7 +88,7 @@ def test_the_pause_before_a_step_is_repeated_grows_until_a_step_succeeds(
     """A step outside a transaction repeats its calls of Placement and Nova, too."""
     fails = [*[True] * 8, False, True, True, False]
     pauses: list[float] = []
-    monkeypatch.setattr(jobs.time, "sleep", pauses.append)
+    replace_sleep(monkeypatch, pauses.append)
 
     def step() -> bool:
         if fails.pop(0):

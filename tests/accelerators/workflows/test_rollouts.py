@@ -223,6 +223,7 @@ def test_a_host_whose_agent_does_not_take_the_command_in_time_fails() -> None:
     assert rollout.steps.get().text == "the agent of cmp0 did not accept it in time"
 
 
+@pytest.mark.slow
 def test_S1_changing_a_driver_whose_devices_are_held_is_refused(fill: Fill) -> None:
     (host,) = fill(10)
     held = Device.objects.filter(deployables__attach_handles__request__isnull=False).first()

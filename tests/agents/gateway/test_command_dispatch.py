@@ -154,6 +154,7 @@ def test_C2_an_agent_without_command_support_is_sent_none_and_commands_are_refus
             place_logs_command()
 
 
+@pytest.mark.slow
 def test_no_command_is_lost_when_notifications_are_lost(agent: WireAgent, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(command_dispatch, "RESEND_S", 5.0)
     dice = random.Random(1)

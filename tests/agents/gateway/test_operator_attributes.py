@@ -87,6 +87,7 @@ def traits_in_placement() -> set[str]:
     return set(placement_session.model.providers[str(compute_provider_uuid("cmp1_0000:01:00.0"))].traits)
 
 
+@pytest.mark.slow
 def test_an_operators_attribute_survives_reports_and_reaches_placement(
     agent: WireAgent, client: Client, placement: PlacementModelSession
 ) -> None:

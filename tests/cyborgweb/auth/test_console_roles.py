@@ -47,6 +47,7 @@ def device_page(device: Device) -> str:
     return f"/admin/accelerators/device/{device.pk}/change/"
 
 
+@pytest.mark.slow
 def test_each_role_sees_only_its_actions_and_why_others_are_missing(enter: LogInAs, device: Device) -> None:
     shown = {role.group: enter(role.group).get(device_page(device)).content.decode() for role in roles.ROLES}
     assert ['value="disable"' in page or 'value="enable"' in page for page in shown.values()] == [
@@ -61,6 +62,7 @@ def test_each_role_sees_only_its_actions_and_why_others_are_missing(enter: LogIn
     assert "Why can’t I do anything else?" in shown["role:administrator"]
 
 
+@pytest.mark.slow
 def test_operators_may_rescan_hosts_but_not_read_logs_and_viewers_neither(enter: LogInAs, device: Device) -> None:
     host = f"/admin/accelerators/host/{device.host_id}/"
     operator, viewer = enter("role:operator"), enter("role:viewer")
@@ -77,6 +79,7 @@ def test_operators_may_rescan_hosts_but_not_read_logs_and_viewers_neither(enter:
     assert operator.get("/admin/accelerators/attachment/attach/").status_code == 200
 
 
+@pytest.mark.slow
 def test_auditors_see_users_and_tokens_and_viewers_do_not(enter: LogInAs) -> None:
     pages = "/admin/auth/user/", "/admin/cyborgweb/apitoken/", "/admin/accelerators/event/"
     auditor, viewer = enter("role:auditor"), enter("role:viewer")
@@ -84,6 +87,7 @@ def test_auditors_see_users_and_tokens_and_viewers_do_not(enter: LogInAs) -> Non
     assert [viewer.get(page).status_code for page in pages] == [403, 403, 200]
 
 
+@pytest.mark.slow
 def test_a_tenant_sees_only_requests_of_its_own_project_on_every_page(enter: LogInAs, device: Device) -> None:
     with conductor.writing():
         profile = DeviceProfile.objects.create(name="small", groups=[{"resources:FPGA": "1"}])
@@ -130,6 +134,7 @@ def test_a_django_permission_suffices_to_perform_device_actions(device: Device, 
 
 
 @pytest.mark.django_db(transaction=True)
+@pytest.mark.slow
 def test_read_only_mode_refuses_changes_in_console_and_apis_with_the_reason(enter: LogInAs, device: Device) -> None:
     ada = enter("role:administrator")
     token = {

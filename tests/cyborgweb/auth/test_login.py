@@ -106,6 +106,7 @@ def test_after_ten_wrong_passwords_the_name_is_refused_for_a_while_from_this_add
     assert client.post("/admin/login/", right, REMOTE_ADDR="192.0.2.1")["Location"] == "/admin/"
 
 
+@pytest.mark.slow
 def test_ten_wrong_passwords_are_not_passed_on_to_keystone_any_more(client: Client, keystone: Keystone) -> None:
     for _ in range(12):
         last = log_in(client, "admin", password="wrong")
@@ -153,6 +154,7 @@ def test_the_keystone_roles_of_viewers_can_be_configured(client: Client, console
         assert [group.name for group in get_user(keystone, "rita").groups.all()] == [roles.VIEWERS.group]
 
 
+@pytest.mark.slow
 def test_each_keystone_role_is_mapped_to_its_console_group(client: Client, console: None) -> None:
     places = {
         "accelerator_operator": "role:operator",
@@ -183,6 +185,7 @@ def test_keystone_roles_are_mapped_again_at_every_login(client: Client, keystone
     assert client.get("/admin/").status_code == 302  # the earlier session has lost its access, too
 
 
+@pytest.mark.slow
 def test_every_change_of_a_persons_rights_by_a_login_is_an_event(client: Client, keystone: Keystone) -> None:
     person = next(user for user in keystone.users if user.name == "manager")
     for words in (["manager"], ["manager"], ROLES_BY_USER["admin"], ["member"]):

@@ -299,6 +299,7 @@ def test_the_policy_sample_names_every_rule_and_equals_the_published_file() -> N
     assert published.read_text() == text, "run `manage.py policy_sample > docs/policy.yaml.sample`"
 
 
+@pytest.mark.slow
 def test_the_uncommented_policy_sample_equals_the_new_defaults(tmp_path: Path) -> None:
     lines = [line[1:] for line in render_policy_sample().splitlines() if line.startswith('#"')]
     (tmp_path / "policy.yaml").write_text("\n".join(lines))

@@ -231,6 +231,7 @@ def find_rule(view: Any, cls: Any, method: str) -> str:
     return str(instance.policy_rules[method])
 
 
+@pytest.mark.slow
 def test_the_page_has_every_policy_rule_with_its_routes_and_the_roles_that_it_allows(people: dict[str, Any]) -> None:
     operations_by_rule: dict[str, list[str]] = {}
     for operation, rule in find_api_operations().items():
@@ -289,6 +290,7 @@ def test_every_route_refuses_a_caller_who_lacks_only_its_rule_and_then_writes_no
             assert f"Access was denied to the following resource: {rule}" in answer.content.decode(), operation
 
 
+@pytest.mark.slow
 def test_a_token_without_a_role_is_refused_by_every_route_of_our_own_api(client: Client) -> None:
     token = ApiToken.create_with_secret("bare", User.objects.create(username="ann"), [], "p1")
     refused = 0
@@ -544,6 +546,7 @@ def test_the_page_names_every_other_address_of_the_product() -> None:
         assert f"`{path}`" in text
 
 
+@pytest.mark.slow
 def test_the_page_has_every_action_of_the_console_and_who_may_use_it(
     people: dict[str, Any], exact_rules: ExactRules
 ) -> None:

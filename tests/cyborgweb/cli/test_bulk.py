@@ -13,11 +13,11 @@ from django.db import connection
 from accelerators import conductor
 from accelerators.models import AcceleratorRequest, AttachHandle, Bulk, Device, DeviceProfile
 from accelerators.workflows import bulk_actions
-from cyborgweb.cli import following
 from cyborgweb.cli.connection import HttpApiClient
 from tests.cyborgweb.cli.conftest import Cyborg, assert_refused
 from tests.cyborgweb.cli.terminal import Terminal
 from tests.support.background import running_beside
+from tests.support.clocks import replace_sleep
 from tests.support.reports import create_heard_host
 
 pytestmark = pytest.mark.django_db(transaction=True)
@@ -50,6 +50,7 @@ def run_job() -> Iterator[None]:
         yield
 
 
+@pytest.mark.slow
 def test_150_devices_are_one_job_that_is_followed_to_its_end(cyborg: Cyborg, sent: list[str]) -> None:
     create_heard_host("cmp1", 75)
     create_heard_host("cmp2", 75)
@@ -146,7 +147,7 @@ def test_an_interruption_names_the_bulk_action_that_goes_on(cyborg: Cyborg, monk
     def interrupt(seconds: float) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(following.time, "sleep", interrupt)
+    replace_sleep(monkeypatch, interrupt)
     left = cyborg("device-quarantine", "--filter", "host=cmp1")
     assert_refused(left, 130, "the ordered work goes on", f"cyborg bulk-show {Bulk.objects.get().uuid} --wait")
 

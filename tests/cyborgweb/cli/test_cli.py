@@ -158,6 +158,7 @@ def test_pages_are_followed_to_the_end_or_the_limit(cyborg: Cyborg, monkeypatch:
 
 
 @uses_database
+@pytest.mark.slow
 def test_a_device_can_be_named_by_uuid_beginning_of_uuid_or_host_and_address(cyborg: Cyborg) -> None:
     create_heard_host("cmp1", 2)
     device = Device.objects.get(address="0000:01:00.0")
@@ -180,6 +181,7 @@ def test_a_device_can_be_named_by_uuid_beginning_of_uuid_or_host_and_address(cyb
 
 
 @uses_database
+@pytest.mark.slow
 def test_refusals_have_their_exit_codes_and_say_what_to_do(cyborg: Cyborg, url: str, tmp_path: Path) -> None:
     create_heard_host("cmp1", 1)
     assert_refused(run_cyborg("device-list"), 4, "CYBORG_URL", "OS_…")
@@ -259,6 +261,7 @@ clouds:
 
 
 @uses_database
+@pytest.mark.slow
 def test_the_cloud_is_taken_from_clouds_yaml_or_from_the_environment(url: str, tmp_path: Path) -> None:
     with vouching() as keystone:
         keystone.users.append(User("alice", "secret", {"p1": ["admin"]}))

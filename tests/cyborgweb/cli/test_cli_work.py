@@ -40,6 +40,7 @@ from drivers.inventory import Backend, DriverReport, Service
 from tests.accelerators.api.own.test_units import UNKNOWN_UUID, create_bound_request
 from tests.cyborgweb.cli.conftest import Cyborg, assert_refused
 from tests.support.background import running_beside
+from tests.support.clocks import replace_sleep
 from tests.support.reports import apply_report, get_or_create_host, make_card, make_driver_report
 
 pytestmark = pytest.mark.django_db(transaction=True)
@@ -111,6 +112,7 @@ def get_device_uuid(address: str) -> str:
     return str(Device.objects.get(address=address).uuid)
 
 
+@pytest.mark.slow
 def test_device_ready_waits_until_the_installation_is_done(cyborg: Cyborg, host: Host) -> None:
     one, other = get_device_uuid("0000:01:00.0"), get_device_uuid("0000:02:00.0")
     with run_agents():
@@ -153,6 +155,7 @@ def test_accelerator_create_reports_each_device_and_its_refusal(cyborg: Cyborg, 
     assert_refused(cyborg("accelerator-create", "--device", "cmp1/0000:01:00.0", "--layout", "vfs"), 2, "KEY=VALUE")
 
 
+@pytest.mark.slow
 def test_units_of_several_hosts_are_changed_after_a_preview_and_failed_ones_are_retried(
     cyborg: Cyborg, host: Host
 ) -> None:
@@ -216,7 +219,7 @@ def test_interrupting_the_wait_says_that_the_command_continues(
     def interrupted(seconds: float) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(following.time, "sleep", interrupted)
+    replace_sleep(monkeypatch, interrupted)
     uuid = get_device_uuid("0000:02:00.0")
     left = cyborg("accelerator-create", "--device", uuid)
     assert_refused(left, 130, "the ordered work goes on", f"cyborg device-show {uuid}")

@@ -102,6 +102,7 @@ def test_discover_services_without_hosts_asks_for_the_number_of_hosts(terminal: 
     assert Command.objects.filter(op="rescan").count() == 2
 
 
+@pytest.mark.slow
 def test_declining_a_confirmation_changes_nothing(terminal: Terminal) -> None:
     create_heard_host("cmp1", 1)
     with terminal("device-retire", "cmp1/0000:00:00.0") as declining:

@@ -26,7 +26,7 @@ from accelerators.models import AttachHandle, Attachment, Command, Device, Event
 from accelerators.models.commands import COMMAND_IS_OPEN
 from accelerators.workflows import command_endings, driver_rollouts
 from cyborgweb.auth import authentication, policy, read_only
-from cyborgweb.cli import connection, device_commands, following
+from cyborgweb.cli import connection, device_commands
 from cyborgweb.management.operator_verbs import SPELLINGS, VERBS
 from cyborgweb.settings.keys import Keys
 from drivers.inventory import DriverReport
@@ -34,6 +34,7 @@ from tests.accelerators.api.own.conftest import Fill, fill
 from tests.accelerators.api.own.test_units import build_divisible_card, create_bound_request, get_device, report_cards
 from tests.accelerators.workflows import test_rollouts
 from tests.cyborgweb.cli.conftest import Cyborg
+from tests.support.clocks import replace_sleep
 from tests.support.manage import run_verb
 from tests.support.reports import apply_report, get_or_create_host, make_card, make_driver_report
 
@@ -89,7 +90,7 @@ def agent(monkeypatch: pytest.MonkeyPatch) -> Agent:
                 )
                 command_endings.end_answered_commands()
 
-        monkeypatch.setattr(following.time, "sleep", step)
+        replace_sleep(monkeypatch, step)
 
     return play
 
@@ -229,6 +230,7 @@ def test_device_list_filters_devices_and_prints_uuids_with_quiet(cards: list[str
     assert run_verb("device", "list", "--state", "ready", "--quiet")[:2] == (0, "")
 
 
+@pytest.mark.slow
 def test_an_action_moves_every_named_device_and_a_refusal_exits_with_1(
     cards: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -389,7 +391,7 @@ def test_interrupting_the_wait_says_that_the_command_continues(device: Device, m
     def stop(seconds: float) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(following.time, "sleep", stop)
+    replace_sleep(monkeypatch, stop)
     with pytest.raises(CommandError, match=r"work goes on\. To look again: manage\.py command show .* --wait"):
         run_verb("command", "reset", str(device.uuid), "--wait")
     assert Command.objects.filter(COMMAND_IS_OPEN).count() == 1

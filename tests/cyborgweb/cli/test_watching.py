@@ -14,6 +14,7 @@ from cyborgweb.cli.exit_codes import CliError, ExitCode
 from cyborgweb.cli.output import OutputOptions
 from tests.cyborgweb.cli.conftest import Cyborg
 from tests.cyborgweb.cli.terminal import Terminal
+from tests.support.clocks import replace_sleep
 from tests.support.reports import create_heard_host
 
 pytestmark = pytest.mark.django_db(transaction=True)
@@ -36,11 +37,12 @@ def at_pauses(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
                 raise KeyboardInterrupt
             pending.pop(0)()
 
-        monkeypatch.setattr(watching.time, "sleep", sleep)
+        replace_sleep(monkeypatch, sleep)
 
     return plan
 
 
+@pytest.mark.slow
 def test_without_a_terminal_new_and_changed_rows_are_appended(cyborg: Cyborg, at_pauses: Callable[..., None]) -> None:
     create_heard_host("cmp1", 3)
     at_pauses(lambda: None, lambda: set_state("maintenance", address="0000:01:00.0"), lambda: None)

@@ -60,6 +60,7 @@ def test_a_device_whose_backend_alone_failed_is_found_as_stale_and_not_as_live(o
     assert found == {"yes": ["gpus"], "no": ["nics"]}
 
 
+@pytest.mark.slow
 def test_the_lists_of_backends_and_services_show_and_filter_those_of_all_hosts(operator: Client) -> None:
     works = Backend("nics", "pci", {"rack": "r1"}, services=(READY_SERVICE, UNAVAILABLE_SERVICE))
     failed = Backend("gpus", "mdev", error="the kernel holds it")

@@ -93,6 +93,7 @@ def test_a_small_bulk_action_is_done_at_once_and_only_once(operator: Client, fil
 
 
 @pytest.mark.django_db(transaction=True)
+@pytest.mark.slow
 def test_devices_that_changed_after_the_question_are_refused_with_the_reason(operator: Client, fill: Fill) -> None:
     fill(10)
     with conductor.writing():
@@ -115,6 +116,7 @@ def test_devices_that_changed_after_the_question_are_refused_with_the_reason(ope
 
 
 @pytest.mark.django_db(transaction=True)
+@pytest.mark.slow
 def test_a_bulk_action_on_held_devices_needs_their_number_typed(operator: Client, fill: Fill) -> None:
     fill(10)
     bulk = choose_devices(operator, "disable", Device.objects.filter(state="ready"))
@@ -146,6 +148,7 @@ def test_devices_bound_after_the_question_are_refused(operator: Client, fill: Fi
 
 
 @pytest.mark.django_db(transaction=True)
+@pytest.mark.slow
 def test_a_dry_run_checks_every_device_and_changes_nothing(operator: Client, fill: Fill) -> None:
     fill(10)
     with conductor.writing():
@@ -234,6 +237,7 @@ def test_of_two_concurrent_actions_on_a_device_one_wins_and_the_other_is_refused
 
 
 @pytest.mark.django_db
+@pytest.mark.slow
 def test_only_the_operator_who_chose_a_set_and_may_change_devices_can_confirm_it(operator: Client, fill: Fill) -> None:
     fill(10)
     bulk = choose_devices(operator, "enable")
@@ -255,6 +259,7 @@ def test_only_the_operator_who_chose_a_set_and_may_change_devices_can_confirm_it
 
 
 @pytest.mark.django_db
+@pytest.mark.slow
 def test_too_large_or_empty_sets_are_refused_and_old_bulk_actions_are_deleted(
     operator: Client, fill: Fill, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -344,6 +349,7 @@ def test_a_bulk_reset_orders_commands_for_free_devices_and_refuses_held_ones(ope
 
 @pytest.mark.django_db
 @pytest.mark.parametrize("scope", ["host", "bus"])
+@pytest.mark.slow
 def test_a_bulk_reset_lists_the_devices_outside_of_it_that_it_affects_before_it_is_confirmed(
     operator: Client, fill: Fill, scope: str
 ) -> None:

@@ -170,6 +170,7 @@ def test_an_invalid_command_is_refused_on_the_page_of_the_device(
     assert sentence in answered.content.decode() and not Command.objects.exists()
 
 
+@pytest.mark.slow
 def test_hosts_offer_rescan_logs_and_report_and_rescan_of_one_failing_driver(operator: Client, fill: Fill) -> None:
     (host,) = fill(2)
     shown = operator.get(change_page(host)).content.decode()
@@ -220,6 +221,7 @@ def test_the_page_of_a_command_shows_its_progress_live_and_then_its_result(opera
     assert "command.succeeded" in shown
 
 
+@pytest.mark.slow
 def test_the_list_of_commands_shows_outcomes_and_can_be_filtered(operator: Client, device: Device) -> None:
     answer_and_settle(start_command(device), "failed", "no sensor answers")
     start_command(device)
@@ -233,6 +235,7 @@ def test_the_list_of_commands_shows_outcomes_and_can_be_filtered(operator: Clien
     assert operator.get(of_device[0]).context["cl"].result_count == 2
 
 
+@pytest.mark.slow
 def test_viewers_see_commands_but_cannot_order_any(operator: Client, device: Device) -> None:
     command = start_command(device)
     viewer, user = Client(), User.objects.create(username="vera", is_staff=True)

@@ -47,6 +47,7 @@ def read_conflict(response: HttpResponse) -> tuple[dict[str, tuple[str, str]], d
     return {html.unescape(name): tuple(map(html.unescape, pair)) for name, pair in rows.items()}, fields
 
 
+@pytest.mark.slow
 def test_a_changed_rule_shows_both_versions_and_mine_can_be_applied_after_all(client: Client) -> None:
     client.force_login(User.objects.create_superuser("olga"))
     rule = admission_rules.create_rule({"name": "gpus", "action": "ready", "vendor": "10de"}, THEO)
@@ -81,6 +82,7 @@ def test_a_form_with_a_mistake_keeps_the_generation_with_which_it_was_shown(clie
     assert AdmissionRule.objects.get().order == 8
 
 
+@pytest.mark.slow
 def test_a_changed_subscription_shows_both_versions(client: Client) -> None:
     olga = User.objects.create_superuser("olga")
     client.force_login(olga)
@@ -98,6 +100,7 @@ def test_a_changed_subscription_shows_both_versions(client: Client) -> None:
     assert (row.name, row.kinds, row.generation) == ("other", ["request.bound"], 3)
 
 
+@pytest.mark.slow
 def test_a_changed_driver_shows_both_versions_and_mine_can_be_applied_after_all(operator: Client) -> None:
     host = get_or_create_host("cmp0")
     apply_report(host, DriverReport("pci_driver", state="absent"))

@@ -65,6 +65,7 @@ def test_the_page_of_a_device_offers_its_possible_actions_and_performs_them(oper
     assert "burnt in" in answered.content.decode()
 
 
+@pytest.mark.slow
 def test_a_drain_needs_the_typed_address_and_is_shown_on_the_page_and_in_the_list(operator: Client, fill: Fill) -> None:
     fill(3)
     make_ready(get_held_device())
@@ -84,6 +85,7 @@ def test_a_drain_needs_the_typed_address_and_is_shown_on_the_page_and_in_the_lis
     assert "draining" in found.content.decode()
 
 
+@pytest.mark.slow
 def test_a_refused_action_shows_the_reason_and_changes_nothing(operator: Client, fill: Fill) -> None:
     fill(3)
     with conductor.writing():
@@ -98,6 +100,7 @@ def test_a_refused_action_shows_the_reason_and_changes_nothing(operator: Client,
     assert operator.get(action_url(get_free_device())).status_code == 405
 
 
+@pytest.mark.slow
 def test_an_action_on_a_device_that_changed_since_the_page_was_shown_is_refused(operator: Client, fill: Fill) -> None:
     fill(3)
     shown = operator.get(device_page(get_free_device())).content.decode()
@@ -116,6 +119,7 @@ def test_an_action_on_a_device_that_changed_since_the_page_was_shown_is_refused(
     assert get_message(answered) == "1044 0000:02:00.0 is already quarantined."
 
 
+@pytest.mark.slow
 def test_viewers_see_devices_and_rules_but_cannot_change_them(client: Client, operator: Client, fill: Fill) -> None:
     fill(3)
     viewer = Client()
@@ -152,6 +156,7 @@ def test_rules_are_applied_to_several_hosts_only_after_the_number_was_typed(oper
     assert Device.objects.filter(state="ready").count() == 2
 
 
+@pytest.mark.slow
 def test_admission_rules_are_created_changed_applied_and_deleted_in_the_console(operator: Client) -> None:
     apply_report(get_or_create_host(), make_driver_report(*(make_card(n) for n in range(3))))
     rules = reverse("admin:accelerators_admissionrule_changelist")

@@ -39,6 +39,7 @@ def press_button(client: Client, address: str, **fields: str) -> str:
     return response.content.decode()
 
 
+@pytest.mark.slow
 def test_a_driver_is_installed_from_its_page_and_its_rollout_is_shown_to_the_end(operator: Client) -> None:
     shown = operator.get(driver_page()).content.decode()
     assert "its host&#x27;s own file decides" in shown and 'value="install"' in shown
@@ -67,6 +68,7 @@ def test_the_reason_why_a_driver_drifts_is_shown_on_its_page_and_in_the_list(ope
     assert "there is no such package" in operator.get(driver_page()).content.decode()
 
 
+@pytest.mark.slow
 def test_a_rollout_to_all_hosts_can_be_cancelled_on_its_page(operator: Client) -> None:
     shown = press_button(
         operator, driver_page("test_driver"), do="disable", where="all", max_parallel="1", reason="recall"
@@ -100,6 +102,7 @@ def test_a_rollout_to_all_hosts_can_be_cancelled_on_its_page(operator: Client) -
     assert (retried.state, retried.enabled, retried.total, retried.max_parallel) == ("draft", False, 3, 1)
 
 
+@pytest.mark.slow
 def test_a_rollout_reaches_the_hosts_whose_names_match_the_pattern(operator: Client) -> None:
     get_or_create_host("gpu1")
     chosen = {"where": "named", "pattern": "cmp[01]", "do": "install"}
@@ -140,6 +143,7 @@ def test_viewers_see_drivers_but_cannot_change_them(client: Client) -> None:
     assert client.get(LIST).status_code == 302
 
 
+@pytest.mark.slow
 def test_the_list_of_drivers_takes_the_same_statements_for_many_hosts(operator: Client) -> None:
     few = count_statements(operator, LIST)
     for n in range(3, 30):

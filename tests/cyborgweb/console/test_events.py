@@ -70,6 +70,7 @@ SEARCHES: list[tuple[str, set[str]]] = [
 """Search terms, and the actions of the events that each of them finds."""
 
 
+@pytest.mark.slow
 def test_search_finds_events_that_contain_a_word_beginning_with_each_typed_word(
     operator: Client, events: list[Event]
 ) -> None:
@@ -79,6 +80,7 @@ def test_search_finds_events_that_contain_a_word_beginning_with_each_typed_word(
         assert {event.action for event in shown.context["cl"].result_list} == found, asked
 
 
+@pytest.mark.slow
 def test_search_terms_that_the_database_cannot_hold_cause_no_server_error(
     operator: Client, events: list[Event]
 ) -> None:

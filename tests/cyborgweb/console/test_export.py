@@ -165,6 +165,7 @@ def fill_the_other_lists(hosts: list[Host]) -> None:
     Delivery.objects.create(subscription=subscription, event=Event.objects.order_by("id")[0].pk, kind="device.found")
 
 
+@pytest.mark.slow
 def test_every_list_can_be_exported_with_its_stored_rows_and_values(
     operator: Client, fill: Fill, rf: RequestFactory
 ) -> None:

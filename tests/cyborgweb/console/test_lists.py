@@ -51,6 +51,7 @@ def test_P3_lists_take_the_same_statements_at_any_size(operator: Client, fill: F
     assert max(large.values()) <= LIST_BUDGET
 
 
+@pytest.mark.slow
 def test_P3_pages_of_devices_and_hosts_take_at_most_twelve_statements_at_any_size(operator: Client, fill: Fill) -> None:
     small = fill(3)[0]
     wide = get_or_create_host("wide")
@@ -145,6 +146,7 @@ def test_pages_of_devices_and_hosts_can_be_opened_by_uuid_and_by_name(operator: 
         assert fact in page
 
 
+@pytest.mark.slow
 def test_texts_from_agents_are_escaped_on_every_page(operator: Client) -> None:
     host = get_or_create_host()
     evil = "<script>alert(1)</script>"

@@ -49,6 +49,7 @@ def list_keys(operator: Client, url: str) -> list[int]:
 
 
 @pytest.mark.parametrize("model", [Host, Device, Deployable, Event, Command])
+@pytest.mark.slow
 def test_lists_continue_after_their_last_page(model: type, operator: Client, fill: Fill, short_pages: None) -> None:
     fill(23)
     url = reverse(f"admin:accelerators_{model._meta.model_name}_changelist")
@@ -59,6 +60,7 @@ def test_lists_continue_after_their_last_page(model: type, operator: Client, fil
 
 @pytest.mark.parametrize("column", range(1, 9))
 @pytest.mark.parametrize("sign", ["", "-"])
+@pytest.mark.slow
 def test_lists_continue_in_every_order_with_equal_and_empty_values(
     column: int, sign: str, operator: Client, fill: Fill, short_pages: None
 ) -> None:
@@ -71,6 +73,7 @@ def test_lists_continue_in_every_order_with_equal_and_empty_values(
     assert list_keys(operator, f"{DEVICES}?o={sign}{column}") == expected
 
 
+@pytest.mark.slow
 def test_a_continued_list_links_to_its_first_page_and_loses_its_place_with_another_filter(
     operator: Client, fill: Fill, short_pages: None
 ) -> None:
@@ -84,6 +87,7 @@ def test_a_continued_list_links_to_its_first_page_and_loses_its_place_with_anoth
         assert operator.get(DEVICES, {"after": wrong}).status_code == 400, wrong
 
 
+@pytest.mark.slow
 def test_select_all_says_how_many_rows_match(operator: Client, fill: Fill, monkeypatch: pytest.MonkeyPatch) -> None:
     fill(60)
     monkeypatch.setattr(BoundedPaginator, "EXACT", 50)

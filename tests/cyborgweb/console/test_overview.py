@@ -37,6 +37,7 @@ def test_P3_the_overview_takes_at_most_ten_statements_at_any_size(operator: Clie
     assert len(captured) <= 10
 
 
+@pytest.mark.slow
 def test_device_counts_of_the_overview_link_to_lists_of_the_same_size(operator: Client, fill: Fill) -> None:
     fill(23)
     table = operator.get(INDEX_URL).context["devices"]
@@ -47,6 +48,7 @@ def test_device_counts_of_the_overview_link_to_lists_of_the_same_size(operator: 
         assert operator.get(cell.url).context["cl"].result_count == cell.number
 
 
+@pytest.mark.slow
 def test_agents_are_counted_up_late_or_down_by_the_age_of_their_lease(operator: Client, fill: Fill) -> None:
     hosts = fill(40)
     now = datetime.now(UTC)

@@ -284,6 +284,7 @@ def test_P3_the_request_page_costs_at_most_ten_statements(operator: Client) -> N
     assert "lacks its device" in page.content.decode()
 
 
+@pytest.mark.slow
 def test_pages_of_unknown_rows_cause_no_server_error(operator: Client) -> None:
     for model in ("host", "device", "acceleratorrequest"):
         for key in ("0", "999999999999999999999", "x'y", "00000000-0000-4000-8000-000000000000", "%00"):

@@ -106,6 +106,7 @@ def test_a_free_profile_is_deleted_after_a_confirmation_and_a_used_one_is_kept(o
     assert Event.objects.get(action="profile.deleted").actor == "olga"
 
 
+@pytest.mark.slow
 def test_only_people_with_the_right_create_and_delete_profiles_and_the_refusal_names_the_role(fill: Fill) -> None:
     administrator, viewer, tenant = map(login_as, (roles.ADMINISTRATORS.group, roles.VIEWERS.group, "project:p1"))
     prepare_ready_host()

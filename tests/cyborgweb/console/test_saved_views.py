@@ -37,6 +37,7 @@ def list_columns(client: Client, **query: str) -> list[str]:
     return [name for name in client.get(DEVICES, query).context["cl"].list_display if name != "action_checkbox"]
 
 
+@pytest.mark.slow
 def test_a_view_is_saved_shown_and_deleted_by_its_owner(operator: Client, viewer: Client) -> None:
     query = "q=cmp0&state__exact=ready"
     answered = operator.post(SAVE_URL, {"name": "  what is ready ", "query": query})
@@ -53,6 +54,7 @@ def test_a_view_is_saved_shown_and_deleted_by_its_owner(operator: Client, viewer
     assert list_view_names(viewer) == []
 
 
+@pytest.mark.slow
 def test_nobody_deletes_the_private_view_of_another_user(operator: Client, viewer: Client) -> None:
     operator.post(SAVE_URL, {"name": "of the operator", "query": ""})
     viewer.post(SAVE_URL, {"name": "of the viewer", "query": ""})
@@ -62,6 +64,7 @@ def test_nobody_deletes_the_private_view_of_another_user(operator: Client, viewe
     assert SavedView.objects.count() == 2
 
 
+@pytest.mark.slow
 def test_the_own_views_and_columns_are_shown_however_many_views_others_share(operator: Client, viewer: Client) -> None:
     other = User.objects.create(username="other")
     views = (
@@ -100,6 +103,7 @@ def test_saving_a_view_again_replaces_it_and_views_beyond_the_maximum_are_refuse
     assert SavedView.objects.count() == 1
 
 
+@pytest.mark.slow
 def test_columns_are_chosen_by_url_or_saved_for_the_user(operator: Client, viewer: Client) -> None:
     every = list_columns(operator)
     assert list_columns(operator, columns="type,state") == ["type", "shown_state"]

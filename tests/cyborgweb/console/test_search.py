@@ -93,6 +93,7 @@ def test_search_finds_only_rows_that_the_user_may_view(
     assert client.get(reverse("find"), {"q": "XFL1A2"}).status_code == 302
 
 
+@pytest.mark.slow
 def test_search_uses_indexes_only(operator: Client, known: dict[str, object]) -> None:
     with connection.cursor() as cursor:
         cursor.execute("SET LOCAL enable_seqscan = off")

@@ -41,6 +41,7 @@ def device_page(row: Device) -> str:
     return reverse("admin:accelerators_device_change", args=[row.pk])
 
 
+@pytest.mark.slow
 def test_a_divisible_device_links_to_the_units_page_and_can_be_divided_there(operator: Client) -> None:
     report_cards(build_divisible_card(1, 2), build_divisible_card(2, 2, sized_by=""))
     assert (
@@ -59,6 +60,7 @@ def test_a_divisible_device_links_to_the_units_page_and_can_be_divided_there(ope
     assert "refused" in refused and "is at generation 1 now, not 0" in refused
 
 
+@pytest.mark.slow
 def test_devices_of_several_backends_are_divided_after_a_preview_and_held_ones_refused(operator: Client) -> None:
     report_cards(
         build_divisible_card(1, 4, "a"),
@@ -89,6 +91,7 @@ def test_devices_of_several_backends_are_divided_after_a_preview_and_held_ones_r
     assert Command.objects.count() == 3
 
 
+@pytest.mark.slow
 def test_units_on_several_hosts_are_changed_only_after_their_number_was_typed(operator: Client) -> None:
     report_two_hosts()
     uuids = [str(uuid) for uuid in Device.objects.values_list("uuid", flat=True)]

@@ -144,6 +144,7 @@ def set_state(state: str, *pks: int) -> None:
         Device.objects.filter(pk__in=pks or list(Device.objects.values_list("pk", flat=True))).update(state=state)
 
 
+@pytest.mark.slow
 def test_live_cells_equal_the_rendered_list_and_only_changed_cells_are_sent_again(port: int, page: Client) -> None:
     apply_report(get_or_create_host(), make_driver_report(make_card(1), make_card(2)))
     tab = LivePage(port, page)
@@ -192,6 +193,7 @@ def test_changes_of_models_without_a_generation_are_sent_as_well(port: int, page
     tab.receive_until(lambda: "9.9" in tab.cells[str(agent.pk)]["field-version"])
 
 
+@pytest.mark.slow
 def test_the_feed_sends_a_tenant_only_the_rows_of_its_project(port: int) -> None:
     with conductor.writing():
         profile = DeviceProfile.objects.create(name="small", groups=[{"resources:FPGA": "1"}])
@@ -259,6 +261,7 @@ def test_pages_of_a_host_and_its_devices_reload_only_for_changes_of_that_host(
         assert [said.get("moved") for said in tab.messages].count(True) == 2 and tab.live
 
 
+@pytest.mark.slow
 def test_many_pages_stay_live_while_data_changes_all_the_time(person: User) -> None:
     """The feed's looks run here without its thread, with 200 pages of several hosts and a change before each look."""
     hosts = [get_or_create_host(f"cmp{number}") for number in range(10)]
@@ -281,6 +284,7 @@ def test_many_pages_stay_live_while_data_changes_all_the_time(person: User) -> N
     assert max(1050 - one.hinted_at for one in pages if one.host_id is None) < 15
 
 
+@pytest.mark.slow
 def test_the_feed_reports_a_database_outage_and_then_sends_every_missed_change(port: int, page: Client) -> None:
     apply_report(get_or_create_host(), make_driver_report(*(make_card(bus) for bus in range(1, 31))))
     tab = LivePage(port, page)
@@ -303,6 +307,7 @@ def test_the_feed_reports_a_database_outage_and_then_sends_every_missed_change(p
     assert without_ages(tab.cells) == without_ages(parse_cells(page.get(DEVICES).content.decode(), DEVICES))
 
 
+@pytest.mark.slow
 def test_the_feed_is_closed_after_a_logout_or_a_lost_permission(port: int, page: Client, person: User) -> None:
     other = Client()
     other.force_login(person)
@@ -390,6 +395,7 @@ def test_invalid_messages_close_the_feed_and_crafted_keys_are_ignored(port: int,
     assert tab.receive_close_code() == 4429
 
 
+@pytest.mark.slow
 def test_a_failing_list_closes_the_feed_of_its_viewers_only(
     port: int, page: Client, person: User, monkeypatch: pytest.MonkeyPatch
 ) -> None:

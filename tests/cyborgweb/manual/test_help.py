@@ -59,6 +59,7 @@ def test_a_page_has_the_strict_policy_and_is_marked_in_the_contents(reader: Clie
     assert not re.search(r"<script(?![^>]*src=)|\son\w+=|\sstyle=", text)
 
 
+@pytest.mark.slow
 def test_every_link_of_every_page_has_an_existing_target_and_anchor(reader: Client) -> None:
     found = {site.SERVED_EDITION.page_url(name): LinkCollector(site.complete_page(name)) for name in PAGE_NAMES}
     checked: set[str] = set()
@@ -93,6 +94,7 @@ def test_the_manual_written_as_files_links_only_to_its_own_files(tmp_path: Path)
     assert "quarantine" in index
 
 
+@pytest.mark.slow
 def test_search_finds_sections_with_all_words_and_ranks_headings_first(reader: Client) -> None:
     hits = site.search_sections("join TOKEN")
     assert [hit.url for hit in hits[:3]].count("/help/first-day/#join-a-host") == 1

@@ -286,6 +286,7 @@ def test_metrics_without_the_database_show_it_down_and_still_contain_counters(cl
     assert get_value(scrape(), "cyborg_database_up") == 1
 
 
+@pytest.mark.slow
 def test_device_load_series_appear_only_if_configured_and_their_number_is_bounded(
     port: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

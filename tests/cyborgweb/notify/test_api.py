@@ -241,6 +241,7 @@ def test_p3_lists_of_notifications_take_at_most_five_statements(ask: Ask, subscr
             assert len(captured) <= 5, collection
 
 
+@pytest.mark.slow
 def test_subscriptions_and_the_inbox_are_managed_in_the_console(client: Client, receiver: Receiver) -> None:
     user = User.objects.create(username="vera", is_staff=True, is_superuser=True)
     client.force_login(user)
@@ -272,6 +273,7 @@ def test_subscriptions_and_the_inbox_are_managed_in_the_console(client: Client, 
         assert b"in-the-url" not in shown.content
 
 
+@pytest.mark.slow
 def test_auditors_neither_see_nor_can_filter_by_the_url_of_a_webhook(client: Client, subscribe: Subscribe) -> None:
     hook = subscribe(
         "webhook", caller=replace(OLGA, project_id="local"), scope="project", target=WEBHOOK_DATA["target"]

@@ -208,6 +208,7 @@ def test_while_everything_is_read_only_mails_can_be_ended_but_not_confirmed(
     assert (row.standing, new.is_unconfirmed) == ("off", True)
 
 
+@pytest.mark.slow
 def test_requests_to_confirm_are_limited_by_mailbox_and_by_user() -> None:
     row = create_mails("victim@example.org")
     subscriptions.delete(row.pk, OLGA)
@@ -260,6 +261,7 @@ def test_an_address_that_the_owner_has_proven_is_not_confirmed_again(subscribe: 
     assert subscriptions.edit(row.pk, {"target": "third@example.org"}, OLGA).is_unconfirmed
 
 
+@pytest.mark.slow
 def test_the_request_to_confirm_can_be_sent_again_but_not_replayed(ask: Ask, client: Client) -> None:
     response = ask("/api/subscriptions/", "member", "p1", "POST", MAILS)
     row = response.json()

@@ -100,6 +100,7 @@ def test_an_address_that_is_not_plain_is_refused_in_the_configuration_and_for_us
     assert user.email == "t@b.org"
 
 
+@pytest.mark.slow
 def test_what_has_a_stored_address_that_is_not_plain_can_be_switched_off(subscribe: Subscribe, client: Client) -> None:
     client.force_login(User.objects.create(username="vera", is_staff=True, is_superuser=True))
     user = User.objects.create(username="tim", email="admin@corp")
@@ -221,6 +222,7 @@ def test_any_exception_while_mailing_is_settled_with_its_own_mail(
 @pytest.mark.parametrize(
     ("answer", "progress"), [("550 5.7.1 not by our policy", "given up"), ("451 4.7.1 try later", "waiting")]
 )
+@pytest.mark.slow
 def test_many_letters_refused_after_one_another_for_their_content_postpone_no_other_letter(
     subscribe: Subscribe, smtp: SmtpServer, answer: str, progress: str
 ) -> None:
@@ -293,6 +295,7 @@ def test_a_mail_server_that_loses_every_connection_is_left_alone_for_a_while(
     "answer",
     ["554 5.7.1 Relay access denied", "550 relay not permitted", "553 not in my list of allowed rcpthosts (#5.7.1)"],
 )
+@pytest.mark.slow
 def test_L3_a_relay_that_denies_everybody_for_an_hour_loses_no_mail(
     subscribe: Subscribe, smtp: SmtpServer, answer: str
 ) -> None:

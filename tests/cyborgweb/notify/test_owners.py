@@ -442,6 +442,7 @@ def test_a_recipient_who_ends_the_mails_of_an_ended_subscription_leaves_it_ended
     assert get_state(row) == ("ended", "Because.") and row.confirmed_at is None
 
 
+@pytest.mark.slow
 def test_a_manager_sees_ended_subscriptions_of_members_and_hands_them_over(ask: Ask) -> None:
     ann, bob = create_member(), create_member("bob")
     reader = create_member("rolf", ["reader"])
@@ -508,6 +509,7 @@ def test_a_manager_deletes_an_ended_subscription_of_a_member_but_does_not_read_i
     assert not Subscription.objects.filter(pk=hook.pk).exists()
 
 
+@pytest.mark.slow
 def test_a_viewer_does_not_see_ended_personal_subscriptions_of_others_in_the_local_project(client: Client) -> None:
     root, viewer = User.objects.create_superuser("root"), User.objects.create(username="vera", is_staff=True)
     viewer.groups.add(roles.get_group(roles.VIEWERS.group))
@@ -611,6 +613,7 @@ def test_with_keystone_the_new_owners_rights_are_asked_of_keystone(keystone: Key
     assert row.owner == "u-mary"
 
 
+@pytest.mark.slow
 def test_an_administrator_hands_over_in_the_console_and_sees_why_it_ended(client: Client, subscribe: Subscribe) -> None:
     ann = create_member()
     create_member("bob")

@@ -183,6 +183,7 @@ def test_a_project_is_slow_for_a_time_that_doubles_each_time_it_is_slow_again(
 
 
 @pytest.mark.django_db
+@pytest.mark.slow
 def test_the_due_messages_of_slow_projects_do_not_hide_those_of_others(
     subscribe: Subscribe, hanging_targets: list[str]
 ) -> None:

@@ -150,6 +150,7 @@ def test_a_restore_that_cannot_put_back_the_secret_key_says_how_to_go_on(
 
 
 @pytest.mark.parametrize("is_killed", [True, False])
+@pytest.mark.slow
 def test_L2_the_product_does_not_start_on_a_database_whose_restore_was_interrupted(
     state: Path, monkeypatch: pytest.MonkeyPatch, is_killed: bool
 ) -> None:
@@ -208,6 +209,7 @@ def interrupted(state: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return programs
 
 
+@pytest.mark.slow
 def test_L2_a_restore_interrupted_before_the_secret_key_was_put_back_is_finished_by_the_same_command(
     state: Path, interrupted: list[str]
 ) -> None:
@@ -292,6 +294,7 @@ def test_L2_after_a_restore_a_started_bind_waits_for_its_agent_despite_passed_de
     assert (restore_event.actor, restore_event.changes) == ("olga", {"binds waiting for their agents": [None, 1]})
 
 
+@pytest.mark.slow
 def test_a_signed_seal_records_a_restore_with_its_actor_and_reason(settings: Any, tmp_path: Path) -> None:
     settings.KEYS = replace(settings.KEYS, audit_key_file=str(tmp_path / "audit.pem"))
     seal = Seal(
@@ -309,6 +312,7 @@ def test_a_signed_seal_records_a_restore_with_its_actor_and_reason(settings: Any
     assert "cannot be read" in settle_restored_database()
 
 
+@pytest.mark.slow
 def test_a_second_restore_of_the_same_backup_uses_no_number_of_the_first_one() -> None:
     read = "SELECT nextval(pg_get_serial_sequence('accelerators_command', 'id')), (SELECT min(value) FROM generation)"
     found = []
@@ -322,6 +326,7 @@ def test_a_second_restore_of_the_same_backup_uses_no_number_of_the_first_one() -
     assert second[0] > first[0] + 1 and second[1] > first[1] + 1
 
 
+@pytest.mark.slow
 def test_after_a_restore_numbers_are_not_reused_sessions_end_and_all_is_read_only(
     handle: AttachHandle, client: Client, django_user_model: Any
 ) -> None:

@@ -82,6 +82,7 @@ def test_an_unusable_setting_is_reported_in_one_line_without_a_traceback() -> No
     assert done.stderr == "manage.py: CYBORG_AUTH='ldap' is not usable: write local or keystone\n"
 
 
+@pytest.mark.slow
 def test_prepare_creates_the_first_login_only_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prepare, "get_keys", lambda: Keys(state_dir=str(tmp_path)))
     facts = json.loads(run_manage_command("prepare", "--address", "http://127.0.0.1:1")[-1])
@@ -96,6 +97,7 @@ def test_prepare_creates_the_first_login_only_once(tmp_path: Path, monkeypatch: 
     assert sorted(facts["jobs"]) == sorted([*named.split(), "mails", "owners", "releases", "removals", "verification"])
 
 
+@pytest.mark.slow
 def test_prepare_never_prints_the_password(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prepare, "get_keys", lambda: Keys(state_dir=str(tmp_path)))
     printed = [line for _ in range(2) for line in run_manage_command("prepare")]

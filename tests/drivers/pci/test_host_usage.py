@@ -12,6 +12,7 @@ from drivers.errors import DriverError
 from drivers.machine import MAX_TABLE, Machine
 from drivers.pci import host_usage
 from tests.drivers.tree import FakeHost
+from tests.support.clocks import replace_sleep
 
 DISK, OTHER_ADDRESS = "0000:00:02.0", "0000:00:05.0"
 
@@ -336,7 +337,7 @@ def test_nodes_that_are_open_only_briefly_and_those_of_the_agent_do_not_count(
     host.file(host.proc / "61/stat", f"61 (driver) S {os.getpid()} 61\n")
     host.opened(os.getpid(), "cyborg-agent", "nvme0n1")
     assert find_use(host) == "the host uses it: blkid has nvme0n1 open"
-    monkeypatch.setattr("drivers.machine.time.sleep", lambda _: (host.proc / "60/fd/0").unlink(missing_ok=True))
+    replace_sleep(monkeypatch, lambda _: (host.proc / "60/fd/0").unlink(missing_ok=True))
     assert find_use(host) == ""
 
 

@@ -451,6 +451,7 @@ def test_every_function_of_this_machine_is_offered_or_refused_with_a_reason() ->
     assert seen == {name for name, pci_class in classes.items() if not pci_class.startswith("0x06")} - companions
 
 
+@pytest.mark.slow
 def test_no_function_that_this_machine_uses_is_offered() -> None:
     found = discover_real_bus()
     used = find_functions_used_by_host(Machine("here"), Machine("here").pci_functions())

@@ -53,6 +53,7 @@ def test_infrastructure_is_shown_to_managers_and_admins_only(ask: Ask, fill: Fil
         assert [ask(element_path, by).status_code for by in ("manager", "member", "")] == [200, 403, 401], element_path
 
 
+@pytest.mark.slow
 def test_x4_a_project_sees_its_own_requests_accelerators_and_events(ask: Ask, fill: Fill) -> None:
     fill(12)
     foreign = AcceleratorRequest.objects.filter(project_id="p2").first()

@@ -21,6 +21,7 @@ from tests.accelerators.api.own.conftest import Ask, get_error_message, get_resu
 from tests.accelerators.api.own.test_lifecycle import send_confirmed
 from tests.placement_sync import attaching as lab
 from tests.placement_sync.attaching import INSTANCE, FakeCloud, make_ready_cards, run_steps
+from tests.support.clocks import replace_sleep
 from tests.support.manage import run_verb
 
 pytestmark = pytest.mark.django_db
@@ -53,6 +54,7 @@ def get_json(ask: Ask, url: str, by: str = "admin") -> dict[str, Any]:
     return json.loads(response.content)
 
 
+@pytest.mark.slow
 def test_an_attachment_is_requested_followed_and_detached(ask: Ask, cloud: FakeCloud) -> None:
     row = request_attachment(ask, reason="ticket 4711")
     assert (row["state"], row["by"], row["reason"], row["project"]) == ("asked", "admin-p1", "ticket 4711", "p1")
@@ -77,6 +79,7 @@ def test_an_attachment_is_requested_followed_and_detached(ask: Ask, cloud: FakeC
     assert (get_json(ask, row["url"])["state"], cloud.device_allocations()) == ("detached", {})
 
 
+@pytest.mark.slow
 def test_an_attachment_that_holds_units_is_detached_only_with_the_token_of_its_preview(ask: Ask) -> None:
     row, other = request_attachment(ask), request_attachment(ask)
     path, other_path = (one["url"].removeprefix("http://testserver") + "detach/" for one in (row, other))
@@ -117,6 +120,7 @@ def test_an_attachment_that_gets_units_after_the_forecast_is_answered_with_a_new
     assert json.loads(answer.content)["preview"]["state"] == Attachment.objects.get().state == "attached"
 
 
+@pytest.mark.slow
 def test_the_console_detaches_nothing_that_has_changed_since_it_was_shown(ask: Ask, client: Client) -> None:
     client.force_login(User.objects.create_superuser("nils"))
     request_attachment(ask)
@@ -138,6 +142,7 @@ def get_hidden_value(page: str, name: str) -> str:
     return html.unescape(value)
 
 
+@pytest.mark.slow
 def test_attachments_are_filtered_and_a_page_takes_three_statements(ask: Ask, django_assert_num_queries: Any) -> None:
     first = request_attachment(ask)
     second = request_attachment(ask, profile="", device=str(Device.objects.get().uuid))
@@ -194,6 +199,7 @@ def test_x4_only_admins_and_operators_may_attach_and_detach(ask: Ask, cloud: Fak
     assert ask(f"{attachment_path}detach/", "operator", project="p2", method="POST").status_code == 202
 
 
+@pytest.mark.slow
 def test_attachments_are_requested_shown_and_detached_in_the_console(client: Client) -> None:
     client.force_login(User.objects.create_superuser("rita"))
     page = client.get("/admin/accelerators/attachment/attach/?profile=one").content.decode()
@@ -245,13 +251,14 @@ def test_an_attachment_that_holds_nothing_is_undone_after_a_second_step_without_
     assert row.state == "undoing"
 
 
+@pytest.mark.slow
 def test_the_attachment_command_attaches_shows_lists_and_detaches(monkeypatch: pytest.MonkeyPatch) -> None:
     def said(*words: str) -> str:
         return " ".join(run_verb("attachment", *words)[1].split())
 
     assert " state asked " in said("attach", INSTANCE, "--profile", "one", "--reason", "why")
     row = Attachment.objects.get()
-    monkeypatch.setattr("time.sleep", lambda _: run_steps())
+    replace_sleep(monkeypatch, lambda _: run_steps())
     assert json.loads(said("show", str(row.uuid), "--json"))["state"] == "asked"
     assert " state attached " in said("attach", INSTANCE, "--device", str(Device.objects.get().uuid), "--wait")
     assert LIBVIRT_ELEMENT in said("show", str(row.uuid))

@@ -63,6 +63,7 @@ def installed(ask: Ask) -> None:
     finish(ask("/api/rollouts/", "operator", method="POST", data=body))
 
 
+@pytest.mark.slow
 def test_backends_are_added_changed_disabled_and_removed_one_at_a_time(ask: Ask, installed: None) -> None:
     answer = finish(add(ask, "nics", NICS, reason="new cards", generation=1))
     assert answer["url"].endswith(f"/api/rollouts/{Rollout.objects.latest('id').uuid}/")

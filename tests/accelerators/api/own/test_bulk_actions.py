@@ -70,6 +70,7 @@ def test_free_devices_of_one_host_are_changed_at_once(ask: Ask, fill: Fill) -> N
     assert set(Event.objects.filter(action="device.quarantined").values_list("source", flat=True)) == {"api"}
 
 
+@pytest.mark.slow
 def test_devices_of_several_hosts_are_changed_only_with_the_token_of_the_preview(ask: Ask, fill: Fill) -> None:
     fill(20)
     set_states("inactive")
@@ -131,6 +132,7 @@ def test_a_token_confirms_only_its_own_preview(ask: Ask, fill: Fill, monkeypatch
     get_body(post(ask, action="quarantine", devices=uuids[::-1], token=token))  # the order of devices means nothing
 
 
+@pytest.mark.slow
 def test_what_changed_since_the_preview_is_refused_and_can_be_retried(ask: Ask, fill: Fill) -> None:
     fill(20)
     set_states("ready")

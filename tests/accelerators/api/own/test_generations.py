@@ -93,6 +93,7 @@ def get_settings() -> Any:
     return DriverWish.objects.get(driver="pci_driver").settings
 
 
+@pytest.mark.slow
 def test_edits_change_single_settings_and_leave_all_others(ask: Ask, installed: None) -> None:
     start_and_finish(ask, edits={"set": {"mtu": 9000, "backends/nics": {"kind": "pci"}}})
     assert get_settings() == {"mtu": 9000, "backends": {"gpus": {"kind": "pci"}, "nics": {"kind": "pci"}}}

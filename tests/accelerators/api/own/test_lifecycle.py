@@ -61,6 +61,7 @@ def test_an_action_returns_the_device_and_records_an_event(ask: Ask, fill: Fill)
 
 
 @pytest.mark.parametrize("state", DeviceState)
+@pytest.mark.slow
 def test_next_actions_are_exactly_those_that_do_something(ask: Ask, fill: Fill, state: str) -> None:
     fill(1)
     address = device_path("0000:00:00.0")

@@ -97,6 +97,7 @@ FILTERS = [
 ]
 
 
+@pytest.mark.slow
 def test_p3_a_list_takes_at_most_five_statements_at_any_size(ask: Ask, fill: Fill) -> None:
     fill(3)
     ask("/api/hosts/")
@@ -115,6 +116,7 @@ def count_list_statements(ask: Ask, query: str = "") -> dict[str, int]:
     return {collection: count_call_statements(partial(fetch, collection)) for collection in COLLECTIONS}
 
 
+@pytest.mark.slow
 def test_an_element_is_the_same_in_its_list_and_in_its_detail(ask: Ask, fill: Fill) -> None:
     fill(2)
     for collection in COLLECTIONS:
@@ -163,6 +165,7 @@ def test_a_cursor_pages_through_many_rows_with_equal_sort_values(ask: Ask) -> No
     assert len(seen) == len(set(seen)) == 30
 
 
+@pytest.mark.slow
 def test_filters_select_the_expected_number_of_rows(ask: Ask, fill: Fill) -> None:
     fill(15)
     for collection, query, number in FILTERS:

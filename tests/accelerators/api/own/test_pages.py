@@ -33,6 +33,7 @@ def list_forms(text: str) -> set[tuple[str, str]]:
     return set(re.findall(r'data-method="(\w+)" data-url="([^"]+)"', text))
 
 
+@pytest.mark.slow
 def test_every_collection_and_element_has_an_html_page(ask: Ask, fill: Fill) -> None:
     fill(3)
     for name in ("hosts", "agents", "devices", "deployables", "attach_handles", "accelerators", "requests", "events"):

@@ -115,6 +115,7 @@ def test_the_progress_of_a_rollout_is_read_without_its_hosts_and_its_failed_host
     assert "step_state: say one of" in get_error_message(ask(made["url"] + "?step_state=broken"), 400)
 
 
+@pytest.mark.slow
 def test_a_rollout_to_one_held_host_is_refused_and_to_many_hosts_fails_only_there(ask: Ask, fill: Fill) -> None:
     fill(20)
     assert " is held by request " in get_error_message(post_rollout(ask, op="uninstall", hosts=["cmp0"]), 409)
@@ -204,6 +205,7 @@ def create_hosts(number: int) -> None:
 DISABLE_EVERYWHERE = {"driver": "test_driver", "op": "update", "enabled": False, "selector": {"all": True}}
 
 
+@pytest.mark.slow
 def test_a_driver_is_disabled_on_several_hosts_only_with_the_token_of_the_preview(ask: Ask) -> None:
     create_hosts(3)
     body = get_body(post_rollout(ask, **DISABLE_EVERYWHERE), 409)
@@ -231,6 +233,7 @@ def test_a_driver_is_disabled_on_several_hosts_only_with_the_token_of_the_previe
     assert Command.objects.count() == 3
 
 
+@pytest.mark.slow
 def test_a_host_whose_driver_was_changed_after_the_preview_fails_and_is_retried(ask: Ask) -> None:
     create_hosts(3)
     order = DISABLE_EVERYWHERE | {"stop_on_failure": False}

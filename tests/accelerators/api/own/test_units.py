@@ -199,6 +199,7 @@ def test_the_preview_of_units_names_what_is_refused_and_changes_nothing(ask: Ask
     assert not preview["confirm"] and not Command.objects.exists()
 
 
+@pytest.mark.slow
 def test_a_change_of_units_that_failed_is_retried_for_the_failed_devices(ask: Ask) -> None:
     report_cards(build_divisible_card(1, 1), build_divisible_card(2, 1))
     order = {"targets": [{"host": "cmp1", "backend": "a"}], "count": 2}

@@ -53,6 +53,7 @@ def read_commands_and_units(ask: Ask) -> tuple[dict[str, str], dict[str, int]]:
     return states, numbers
 
 
+@pytest.mark.slow
 def test_a_command_is_shown_succeeded_only_together_with_its_new_units(ask: Ask, agent: WireAgent) -> None:
     with agent.connect_and_say_hello(OPS) as socket:
         send(socket, build_report(build_divisible_card(1, 2, "a"), build_divisible_card(2, 1, "b"), seq=1))

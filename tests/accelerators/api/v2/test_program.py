@@ -94,6 +94,7 @@ def part(offered: Offered) -> Deployable:
 
 
 @pytest.mark.django_db(transaction=True)
+@pytest.mark.slow
 def test_programming_returns_the_deployable_with_its_new_bitstream_and_function(call: Call, part: Deployable) -> None:
     image = upload_image(**{"accel:function_id": "dma-1"})
     with run_agents():

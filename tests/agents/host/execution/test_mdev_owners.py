@@ -18,6 +18,7 @@ from pathlib import Path
 from uuid import UUID
 
 import msgspec
+import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
@@ -310,6 +311,7 @@ class TwoOwners(RuleBasedStateMachine):
 
 
 @few_or_many(8, 400)
+@pytest.mark.slow
 def test_a_host_has_as_many_mediated_devices_and_definitions_as_handles_are_held(examples: int) -> None:
     checked = settings(
         max_examples=examples,

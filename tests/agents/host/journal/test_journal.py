@@ -135,6 +135,7 @@ def test_first_values_belong_to_one_device_of_one_driver(tmp_path: Path) -> None
     assert log.get_first_values("d2", "card1") == {"/sys/numvfs": "d2 of card1"}
 
 
+@pytest.mark.slow
 def test_a_write_ahead_log_cut_at_any_byte_opens_at_a_committed_state(tmp_path: Path) -> None:
     live = tmp_path / "live"
     live.mkdir()
