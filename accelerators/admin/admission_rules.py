@@ -1,4 +1,4 @@
-"""Console list and form of admission rules, and the page that applies them to devices found before.
+"""Console list and form of admission rules, and the button that applies them to devices found before.
 
 All changes are written by `accelerators.devices.admission_rules`.
 """
@@ -11,25 +11,26 @@ from django.contrib import admin, messages
 from django.core.exceptions import PermissionDenied
 from django.db.models import Model, QuerySet
 from django.forms import ModelForm
-from django.http import HttpRequest, HttpResponse, HttpResponseRedirect
-from django.template.response import TemplateResponse
+from django.http import HttpRequest, HttpResponse, HttpResponseNotAllowed, HttpResponseRedirect
 from django.urls import path, reverse
 from django.utils.safestring import SafeString
 from unfold.decorators import display
 
 from accelerators.admin import device_actions
 from accelerators.devices import admission_rules
+from accelerators.domain.errors import RefusedError
 from accelerators.domain.states import EventSource
 from accelerators.models import AdmissionRule
 from accelerators.ui import badges, permissions
 from accelerators.ui.changelist import ConsoleModelAdmin
 from accelerators.ui.conflicts import ConflictPage, read_generation
 from accelerators.ui.explained_admin import Rights
+from accelerators.workflows import bulk_actions
 
 
 @admin.register(AdmissionRule)
 class AdmissionRuleAdmin(ConflictPage, ConsoleModelAdmin):
-    """List of admission rules in the order in which they are tried, the form of one, and the page that applies them."""
+    """List of admission rules in the order in which they are tried, the form of one, and the button to apply them."""
 
     list_display = ("order", "name", "shown_enabled", "shown_action", "shown_fits", "updated")
     list_display_links = ("name",)
@@ -114,41 +115,24 @@ class AdmissionRuleAdmin(ConflictPage, ConsoleModelAdmin):
         return [path("apply/", apply_view, name="accelerators_admissionrule_apply"), *super().get_urls()]
 
     def apply_view(self, request: HttpRequest) -> HttpResponse:
-        """GET: show how many inactive devices each rule would move. POST: move them and redirect to the list.
+        """Store the devices that the rules would move now as a draft bulk action; redirect to its page.
 
-        If their number is not the one that the user has seen, or if they are on several hosts and the user has not
-        typed it, nothing is moved and the page is shown again. Devices are moved in slices, each in one transaction.
-        Raises PermissionDenied for a user who may not view rules,
-        or lacks one of the rights `permissions.APPLY_RULES`.
+        That page predicts the result and asks for confirmation; until then no device is changed. Redirects to the list
+        with a message if there are no such devices, or too many. Answers 405 to other methods than POST. Raises
+        PermissionDenied for a user who may not view rules, or lacks one of the rights `permissions.APPLY_RULES`.
         """
+        if request.method != "POST":
+            return HttpResponseNotAllowed(["POST"])
         permissions.require_permission(request, *permissions.APPLY_RULES)
         if not self.has_view_permission(request):
             raise PermissionDenied
-        reach, error = admission_rules.forecast_rules(), ""
-        if request.method == "POST":
-            if request.POST.get("seen", "") != str(reach.total):
-                error = "The number of devices has changed. Nothing was done."
-            elif reach.needs_confirmation and request.POST.get("typed", "").strip() != str(reach.total):
-                error = f"To confirm, type {reach.total}. Nothing was done."
-        if request.method == "POST" and not error:
-            moved = sum(admission_rules.apply_rules(device_actions.get_caller(request)))
-            messages.success(request, f"The rules moved {moved} device{'' if moved == 1 else 's'}.")
-            return HttpResponseRedirect(reverse("admin:accelerators_admissionrule_changelist"))
-        counts = reach.by_rule
-        context = self.admin_site.each_context(request) | {
-            "title": "Apply the rules",
-            "opts": self.opts,
-            "rows": [
-                (rule, badges.render_device_state(rule.action), counts[rule.name])
-                for rule in self._select_counted_rules(counts)
-            ],
-            "total": reach.total,
-            "host_count": len(reach.by_host),
-            "needs_typed_total": reach.needs_confirmation,
-            "error": error,
-        }
-        return TemplateResponse(request, "accelerators/admin/apply_admission_rules.html", context)
-
-    def _select_counted_rules(self, counts: dict[str, int]) -> QuerySet[AdmissionRule]:
-        """Query the rules whose names are keys of `counts`, in the order in which they are tried."""
-        return AdmissionRule.objects.filter(name__in=counts)
+        choice, devices = device_actions.ADMISSION_CHOICE, admission_rules.query_devices_to_move()
+        target_url = reverse("admin:accelerators_admissionrule_changelist")
+        try:
+            caller = device_actions.get_caller(request)
+            bulk = bulk_actions.create_draft(choice.action, choice.then, devices, caller, "state=inactive")
+            target_url = badges.page_url("bulk", bulk.uuid)
+        except RefusedError as refused:
+            none_text = "The enabled rules would change no device that is inactive now."
+            messages.error(request, refused.text if devices.exists() else none_text)
+        return HttpResponseRedirect(target_url)

@@ -29,7 +29,7 @@ from accelerators.domain.states import DrainTarget, EventSource, IllegalTransiti
 from accelerators.models import Bulk, Device
 from accelerators.ui import badges, permissions
 from accelerators.ui.permissions import Right
-from accelerators.workflows import bulk_actions, bulk_commands
+from accelerators.workflows import bulk_actions, bulk_admission, bulk_commands
 
 
 @dataclass(frozen=True)
@@ -140,7 +140,32 @@ class CommandChoice:
 
 COMMAND_CHOICES = {ask.name: ask for ask in (CommandChoice("health", "Check health"), CommandChoice("reset", "Reset"))}
 
-LIST_CHOICES: tuple[StateChoice | CommandChoice, ...] = (*STATE_CHOICES.values(), *COMMAND_CHOICES.values())
+
+@dataclass(frozen=True)
+class AdmissionChoice:
+    """The action of the device list that applies the admission rules. It has the attributes of `StateChoice` that bulk
+    actions need."""
+
+    name: str = bulk_admission.ADMIT
+    label: str = "Apply the admission rules"
+    action: str = bulk_admission.ADMIT
+    then: DrainTarget = DrainTarget.MAINTENANCE
+    danger: bool = False
+    meaning: str = "Each inactive device gets the state that the first matching rule gives to newly found devices."
+
+    @property
+    def right(self) -> Right:
+        """Return the right that the action needs, on one device or on many."""
+        return permissions.UPDATE_DEVICE
+
+
+ADMISSION_CHOICE = AdmissionChoice()
+
+LIST_CHOICES: tuple[StateChoice | AdmissionChoice | CommandChoice, ...] = (
+    *STATE_CHOICES.values(),
+    ADMISSION_CHOICE,
+    *COMMAND_CHOICES.values(),
+)
 """All actions of the device list, in their order, except for changes of units."""
 
 
@@ -173,7 +198,7 @@ class UnitsChoice:
         return f"Each device is divided again{layout_text}. A device is refused while anybody holds one of its units."
 
 
-def find_choice_of_bulk(bulk: Bulk) -> StateChoice | CommandChoice | UnitsChoice:
+def find_choice_of_bulk(bulk: Bulk) -> StateChoice | AdmissionChoice | CommandChoice | UnitsChoice:
     """Return the action of the list with which a bulk action was made.
 
     Raises StopIteration if the list has no such action any more.
@@ -255,7 +280,7 @@ def iterate_list_actions() -> Iterator[Callable[..., HttpResponse | None]]:
         yield _build_list_action(choice)
 
 
-def _build_list_action(choice: StateChoice | CommandChoice) -> Callable[..., HttpResponse | None]:
+def _build_list_action(choice: StateChoice | AdmissionChoice | CommandChoice) -> Callable[..., HttpResponse | None]:
     """Build an admin action that stores the selected devices as a draft bulk action and redirects to its page.
 
     That page predicts the result and asks for confirmation; until then no device is changed.

@@ -1,14 +1,15 @@
-"""Create, change and delete admission rules, and apply them to devices that were found before the rules were made.
+"""Create, change and delete admission rules, and forecast which devices a rule would move.
 
 Rules decide what becomes of a device that is found: inactive, ready or quarantined. A merge of reports applies them to
-new devices by itself (`diff.apply_admission_rules`).
+new devices by itself (`diff.apply_admission_rules`); a bulk action applies them to devices that were found before
+(`accelerators.workflows.bulk_admission`).
 """
 
 from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 from uuid import UUID
@@ -17,16 +18,9 @@ from django.db import IntegrityError, connection
 from django.db.models import Count, QuerySet
 
 from accelerators import conductor
-from accelerators.devices.lifecycle import (
-    SLICE_SIZE,
-    DeviceStateChange,
-    build_lifecycle_state,
-    store_state_changes,
-)
 from accelerators.domain import admission, generations
 from accelerators.domain.admission import AdmissionFacts, EnabledRule
 from accelerators.domain.caller import Caller
-from accelerators.domain.device_actions import Action, state_after_action
 from accelerators.domain.errors import RefusalReason, RefusedError
 from accelerators.domain.states import AdmittedState, EventSource
 from accelerators.models import AdmissionRule, Device
@@ -35,8 +29,10 @@ from accelerators.runtime import database_clock
 MAX_RULES = 200
 """Maximum number of rules; each device that is found is compared with all of them."""
 RULE_FIELDS = ("name", "order", "host", "driver", "vendor", "model", "type", "action", "enabled")
-ACTION_BY_ADMISSION = {AdmittedState.READY: Action.ENABLE, AdmittedState.QUARANTINED: Action.QUARANTINE}
-"""The action that a rule takes on an inactive device; a rule for `inactive` leaves it as it is."""
+FACT_COLUMNS = ("host__name", "driver", "vendor", "model", "type")
+"""The columns of a device that are its `AdmissionFacts`."""
+DECIDING_ADMISSIONS = (AdmittedState.READY, AdmittedState.QUARANTINED)
+"""The admissions that change an inactive device; a rule for `inactive` leaves it as it is."""
 
 _RULES_LOCK_KEY = 0x72756C65
 
@@ -121,11 +117,6 @@ class RuleReach:
         return len(self.by_host) > 1
 
 
-def forecast_rules() -> RuleReach:
-    """Return which inactive devices `apply_rules` would move now. Two statements; changes nothing."""
-    return _compute_reach(_load_enabled_rules(), lambda facts, rule: True)
-
-
 def forecast_rule(values: Mapping[str, Any], rule: AdmissionRule | None = None) -> RuleReach:
     """Return which inactive devices a rule would move if it were created with these values, or changed to them, and the
     rules were applied. Devices that `rule` would move to the same state without the change do not count. Two
@@ -156,17 +147,12 @@ def forecast_rule(values: Mapping[str, Any], rule: AdmissionRule | None = None) 
 def _compute_reach(rules: Sequence[EnabledRule], counts: Callable[[AdmissionFacts, EnabledRule], bool]) -> RuleReach:
     """Return the devices that these rules would move, if `counts` says so for the device's facts and the deciding
     rule."""
-    facts_of_devices = (
-        _query_undecided_devices()
-        .order_by()
-        .values_list("host__name", "driver", "vendor", "model", "type")
-        .annotate(number=Count("id"))
-    )
+    facts_of_devices = query_undecided_devices().order_by().values_list(*FACT_COLUMNS).annotate(number=Count("id"))
     reach = RuleReach(Counter(), Counter())
     for *columns, number in facts_of_devices.iterator():
         facts = AdmissionFacts(*columns)
         rule = admission.first_matching_rule(rules, facts)
-        if rule and rule.action in ACTION_BY_ADMISSION and counts(facts, rule):
+        if rule and rule.action in DECIDING_ADMISSIONS and counts(facts, rule):
             reach.by_rule[rule.name] += number
             reach.by_host[facts.host] += number
     return reach
@@ -177,51 +163,26 @@ def _to_enabled_rule(row: AdmissionRule) -> EnabledRule:
     return EnabledRule(*(getattr(row, name) for name in EnabledRule.__struct_fields__))
 
 
-def _query_undecided_devices() -> QuerySet[Device]:
+def query_undecided_devices() -> QuerySet[Device]:
     """Return the devices that rules may decide about: inactive, not draining, and not busy with a command."""
     return Device.objects.filter(state="inactive", drain_to__isnull=True, busy_with__isnull=True)
 
 
-def apply_rules(caller: Caller) -> Iterator[int]:
-    """Apply the rules to every inactive device, in slices; yield the number of devices that each slice moved.
-
-    Each slice is one transaction, which locks its devices and their hosts, so slices that are done stay done if the
-    caller stops. The actor of each event is the
-    rule; its reason names the caller.
-    """
-    last_id = 0
-    while True:
-        ids = list(
-            _query_undecided_devices().filter(id__gt=last_id).order_by("id").values_list("id", flat=True)[:SLICE_SIZE]
-        )
-        if not ids:
-            return
-        last_id = ids[-1]
-        with conductor.writing():
-            rules = _load_enabled_rules()
-            changes = [
-                change
-                for device in conductor.lock_devices(_query_undecided_devices().filter(id__in=ids))
-                if (change := _plan_change(rules, device, caller))
-            ]
-            store_state_changes(changes, EventSource.RULE)
-        yield len(changes)
+def query_devices_to_move() -> QuerySet[Device]:
+    """Return the inactive devices that the enabled rules would move now. Two statements, and one for the result."""
+    rules, moved_groups = load_enabled_rules(), dict[AdmissionFacts, bool]()
+    ids = []
+    for pk, *columns in query_undecided_devices().order_by().values_list("id", *FACT_COLUMNS).iterator():
+        facts = AdmissionFacts(*columns)
+        if facts not in moved_groups:
+            rule = admission.first_matching_rule(rules, facts)
+            moved_groups[facts] = rule is not None and rule.action in DECIDING_ADMISSIONS
+        if moved_groups[facts]:
+            ids.append(pk)
+    return Device.objects.filter(id__in=ids)
 
 
-def _plan_change(rules: tuple[EnabledRule, ...], device: Device, caller: Caller) -> DeviceStateChange | None:
-    """Return the change that the first matching rule makes to an inactive device; None if it stays as it is."""
-    rule = admission.first_matching_rule(
-        rules, AdmissionFacts(device.host.name, device.driver, device.vendor, device.model, device.type)
-    )
-    action = ACTION_BY_ADMISSION.get(AdmittedState(rule.action)) if rule else None
-    if rule is None or action is None:
-        return None
-    before = build_lifecycle_state(device)
-    reason = f"admitted by rule {rule.name}, applied by {caller.name}"
-    return DeviceStateChange(device, before, state_after_action(action, before), rule.name, reason, rule.state_by)
-
-
-def _load_enabled_rules() -> tuple[EnabledRule, ...]:
+def load_enabled_rules() -> tuple[EnabledRule, ...]:
     """Return the enabled rules in the order in which they are tried."""
     rules = AdmissionRule.objects.filter(enabled=True).order_by("order", "id")
     return tuple(EnabledRule(*row) for row in rules.values_list(*EnabledRule.__struct_fields__))

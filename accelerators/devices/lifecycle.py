@@ -161,13 +161,15 @@ def apply_action(
     source: EventSource = EventSource.API,
     seen: SeenStates | None = None,
     answers: safety.HolderAnswers | None = None,
+    state_by: str = "",
 ) -> list[ActionResult]:
     """Apply an action to at most SLICE_SIZE devices in one transaction; return one ActionResult per uuid.
 
     The results have the order of `uuids`, each uuid once; an unknown uuid gives a result that is refused as NOT_FOUND.
     A refusal of one device stops no other. A device whose state differs from the one that was `seen` is refused, unless
     nothing has to be changed. `drain_to` is the final state of a drain. After a drain, devices that nobody holds get
-    that state at once, in a second transaction. Locks the devices and their hosts. `answers` are those of
+    that state at once, in a second transaction. `state_by` is stored as the cause of the new state; by default the
+    caller's name. Locks the devices and their hosts. `answers` are those of
     `ask_holders_for_action`; a caller that is inside a transaction must have asked before it was opened. Without them,
     this function asks. Raises RefusedError INVALID for a reason that cannot be stored.
     """
@@ -194,13 +196,15 @@ def apply_action(
             else:
                 if after != before:
                     name = "draining" if action is Action.DRAIN else ""
-                    changes.append(DeviceStateChange(device, before, after, caller.name, reason, caller.name, name))
+                    cause = state_by or caller.name
+                    changes.append(DeviceStateChange(device, before, after, caller.name, reason, cause, name))
                 results[uuid] = _build_result(device, after, "unchanged" if after == before else "moved")
         store_state_changes(changes, source)
     if draining := [change.device.uuid for change in changes if change.after.drain_to]:
         for device, after in _finish_drains(Device.objects.filter(uuid__in=draining), answers):
             results[device.uuid] = _build_result(device, after, "moved")
-    return [results.get(uuid) or _build_unknown_result(uuid) for uuid in dict.fromkeys(uuids)]
+    unknown = {result.uuid: result for result in refuse_unknown_devices(uuid for uuid in uuids if uuid not in results)}
+    return [results.get(uuid) or unknown[uuid] for uuid in dict.fromkeys(uuids)]
 
 
 def ask_holders_for_action(
@@ -426,9 +430,12 @@ def _build_refused_result(device: Device, reason: RefusalReason, text: str) -> A
     return ActionResult(device.uuid, "refused", str(device), device.host.name, device.state, text, reason)
 
 
-def _build_unknown_result(uuid: UUID) -> ActionResult:
-    """Return the result for a uuid that no device has."""
-    return ActionResult(uuid, "refused", text=f"Device not found with uuid={uuid}", reason=RefusalReason.NOT_FOUND)
+def refuse_unknown_devices(uuids: Iterable[UUID]) -> list[ActionResult]:
+    """Return the results for uuids that no device has."""
+    return [
+        ActionResult(uuid, "refused", text=f"Device not found with uuid={uuid}", reason=RefusalReason.NOT_FOUND)
+        for uuid in uuids
+    ]
 
 
 def describe_requests_left(number: int) -> str:

@@ -1,6 +1,7 @@
 """Bulk actions: apply one action to many devices. A person chooses the set, sees a forecast, confirms, can cancel.
 
-An action either changes the devices' state (`Action`) or places a command for each device (`bulk_commands.BULK_OPS`).
+An action changes the devices' state (`Action`), applies the admission rules to them (`bulk_admission.ADMIT`), or places
+a command for each device (`bulk_commands.BULK_OPS`).
 The job `bulks` works on confirmed sets, one slice per transaction. The outcome of each device is written in the
 transaction that moves the device: a worker that is killed in a slice has done nothing of it, and no device is moved
 twice.
@@ -9,7 +10,7 @@ twice.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
@@ -24,8 +25,9 @@ from django.db.models.functions import Now
 
 from accelerators import conductor, outbox, safety
 from accelerators.commands import command_queue
-from accelerators.devices import lifecycle, partitioning
+from accelerators.devices import admission_rules, lifecycle, partitioning
 from accelerators.devices.lifecycle import ActionResult, SeenStates
+from accelerators.domain.admission import AdmissionFacts
 from accelerators.domain.caller import Caller, request_id
 from accelerators.domain.device_actions import Action, LifecycleState, state_after_action, state_after_last_request
 from accelerators.domain.errors import RefusalReason, RefusedError
@@ -42,7 +44,7 @@ from accelerators.models import AcceleratorRequest, Bulk, BulkItem, Command, Dev
 from accelerators.models.bulks import BULK_IS_RUNNING, ITEM_IS_WAITING
 from accelerators.runtime import database_clock, jobs
 from accelerators.runtime.after_commit import call_after_commit
-from accelerators.workflows import bulk_commands
+from accelerators.workflows import bulk_admission, bulk_commands
 from drivers.plan import DESTRUCTIVE
 
 IS_DUE = Q(next_at=None) | Q(next_at__lte=Now())
@@ -119,14 +121,16 @@ def create_draft(
 ) -> Bulk:
     """Store a set of devices with the present state of each as a draft, on which nothing is done until `confirm_draft`.
 
-    `action` may also be one of `bulk_commands.BULK_OPS`, with its `arguments`; `drain_to` is the final state of a
-    drain; `selection` describes the list's filters; `reason` is the one that its page proposes. Raises
-    RefusedError INVALID if there are no devices, or more than MAX_BULK_DEVICES.
+    `action` may also be one of `bulk_commands.BULK_OPS`, with its `arguments`, or `bulk_admission.ADMIT`; `drain_to` is
+    the final state of a drain; `selection` describes the list's filters; `reason` is the one that its page proposes.
+    Raises RefusedError INVALID if there are no devices, or more than MAX_BULK_DEVICES.
     """
     number = devices.order_by()[: MAX_BULK_DEVICES + 1].count()
     if not 0 < number <= MAX_BULK_DEVICES:
         too_many_text = f"More than {MAX_BULK_DEVICES} devices are chosen: narrow the list by filters first."
         raise RefusedError(RefusalReason.INVALID, too_many_text if number else "No device is chosen.")
+    if action == bulk_admission.ADMIT:
+        arguments = bulk_admission.build_arguments()
     chosen, params = devices.order_by().values("id").query.sql_with_params()
     with conductor.writing():
         _delete_old_drafts(caller)
@@ -209,7 +213,7 @@ def query_failed_items(bulk: Bulk) -> QuerySet[BulkItem]:
         of_device = Command.objects.filter(device=OuterRef("device"), op=bulk.action, request_id=bulk.request_id)
         failed_commands = of_device.filter(ended_at__isnull=False).exclude(state=CommandState.SUCCEEDED)
         has_failed |= Q(Exists(failed_commands), outcome=DeviceOutcome.MOVED)
-    elif bulk.action == Action.ENABLE:
+    elif bulk.action in (Action.ENABLE, bulk_admission.ADMIT):
         has_failed |= Q(outcome=DeviceOutcome.MOVED, device__state=DeviceState.FAILED)
     return bulk.items.filter(has_failed)
 
@@ -226,12 +230,14 @@ def annotate_with_commands(items: QuerySet[BulkItem]) -> QuerySet[BulkItem]:
 def forecast_bulk(bulk: Bulk) -> list[BulkForecast]:
     """Predict what confirming a set now would do: each kind of outcome with its number of devices.
 
-    Sorted by outcome, and then by number, the largest first. Costs one statement, whatever the size of the set; for a
-    change of units three.
+    Sorted by outcome, and then by number, the largest first. Costs one statement, whatever the size of the set; for
+    admission rules two, and for a change of units three.
     """
     if bulk.action == bulk_commands.PARTITION:
         unit_changes = Counter(one for _, one in _forecast_unit_changes(bulk, _query_items_with_facts(bulk)))
         return _sort_forecasts(unit_changes)
+    if bulk.action == bulk_admission.ADMIT:
+        return _sort_forecasts(_count_admissions(bulk))
     fact_groups = (
         _query_items_with_facts(bulk).order_by().values_list("stood", *FACT_COLUMNS).annotate(number=Count("id"))
     )
@@ -246,6 +252,53 @@ def _sort_forecasts(count_by_forecast: Counter[BulkForecast]) -> list[BulkForeca
     return sorted(
         (replace(entry, number=n) for entry, n in count_by_forecast.items()), key=lambda one: (one.outcome, -one.number)
     )
+
+
+ADMISSION_COLUMNS = (
+    "stood",
+    "device__state",
+    "device__returns_to",
+    "device__drain_to",
+    "installs",
+    "busy",
+    *(f"device__{name}" for name in admission_rules.FACT_COLUMNS),
+)
+"""The columns of an item that decide what the admission rules do to its device; the last ones are `AdmissionFacts`."""
+
+
+def _count_admissions(bulk: Bulk) -> Counter[BulkForecast]:
+    """Predict what the admission rules would do to the devices of a set: each forecast with its number of devices."""
+    groups = _query_items_with_facts(bulk).order_by().values_list(*ADMISSION_COLUMNS).annotate(number=Count("id"))
+    predict, numbers = _build_admission_forecaster(bulk), Counter[BulkForecast]()
+    for *columns, number in groups:
+        numbers[predict(*columns)] += number
+    return numbers
+
+
+def _build_admission_forecaster(bulk: Bulk) -> Callable[..., BulkForecast]:
+    """Return a function that predicts, from the ADMISSION_COLUMNS of an item, what the admission rules would do."""
+    chosen_rules, present_rules = bulk_admission.read_rules(bulk.arguments), admission_rules.load_enabled_rules()
+
+    def predict(
+        word_when_chosen: str,
+        state: str | None,
+        returns: str | None,
+        drains: str | None,
+        installs: bool,
+        busy: bool,
+        *facts: str,
+    ) -> BulkForecast:
+        """Return the forecast of one device; `state` is None if it is gone."""
+        if state is None:
+            return BulkForecast(DeviceOutcome.REFUSED, "does not exist any more", held=False)
+        returns_to, drain_to = returns and DeviceState(returns), drains and DrainTarget(drains)
+        state_now = LifecycleState(DeviceState(state), returns_to or None, drain_to or None, 0, installs)
+        outcome, text = bulk_admission.predict_admission(
+            chosen_rules, present_rules, AdmissionFacts(*facts), word_when_chosen, state_now, is_busy=busy
+        )
+        return BulkForecast(outcome, text, held=False)
+
+    return predict
 
 
 def _forecast_unit_changes(bulk: Bulk, items: QuerySet[BulkItem]) -> list[tuple[BulkItem, BulkForecast]]:
@@ -289,6 +342,10 @@ def forecast_first_items(bulk: Bulk, maximum: int, held_only: bool = False) -> l
     chosen = (annotated.filter(Q(is_held=True)) if held_only else annotated)[:maximum]
     if bulk.action == bulk_commands.PARTITION:
         return _forecast_unit_changes(bulk, chosen)
+    if bulk.action == bulk_admission.ADMIT:
+        predict = _build_admission_forecaster(bulk)
+        columns_by_item = {pk: columns for pk, *columns in chosen.values_list("pk", *ADMISSION_COLUMNS)}
+        return [(item, predict(*columns_by_item[item.pk])) for item in chosen]
     items = list(chosen)
     return [
         (item, predict_outcome(bulk, item.stood, *(getattr(item, name) for name in FACT_ATTRIBUTES))) for item in items
@@ -514,6 +571,8 @@ def _process_slice(found: Bulk, max_attempts: int) -> None:
 
 def _ask_holders(bulk: Bulk, items: list[BulkItem]) -> safety.HolderAnswers:
     """Make the holder checks of these items, if the action needs any."""
+    if bulk.action == bulk_admission.ADMIT:
+        return safety.NO_ANSWERS
     seen = _build_seen_states(bulk, items)
     if bulk.action in bulk_commands.BULK_OPS:
         return bulk_commands.ask_holders_for_each(bulk.action, bulk.arguments, seen.words_by_device)
@@ -533,7 +592,9 @@ def _apply_to_items(bulk: Bulk, items: list[BulkItem], answers: safety.HolderAns
     caller, source = Caller(bulk.actor, bulk.caller_id, frozenset(), ""), EventSource(bulk.source)
     try:
         with transaction.atomic():
-            if bulk.action in bulk_commands.BULK_OPS:
+            if bulk.action == bulk_admission.ADMIT:
+                results = bulk_admission.admit_each(bulk.arguments, seen.words_by_device, caller, bulk.reason)
+            elif bulk.action in bulk_commands.BULK_OPS:
                 results = bulk_commands.place_command_for_each(
                     bulk.action, bulk.arguments, seen.words_by_device, caller, bulk.reason, answers, source
                 )

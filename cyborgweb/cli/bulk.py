@@ -11,6 +11,7 @@ from uuid import UUID
 import click
 
 from cyborgweb.cli import completion, names, options
+from cyborgweb.cli.confirmation import build_forecast_rows
 from cyborgweb.cli.connection import ApiClient
 from cyborgweb.cli.exit_codes import ExitCode
 from cyborgweb.cli.following import WorkProgress, follow_until_ended
@@ -111,11 +112,11 @@ def apply_action_to_many(
     path, request = _build_request(cli_context.api, action, selection, body)
     preview = cli_context.api.preview(path, request)
     if how.dry_run:
-        print_rows(preview["forecast"], PREVIEW_COLUMNS, cli_context.output, "No devices.")
+        print_rows(build_forecast_rows(preview), PREVIEW_COLUMNS, cli_context.output, "No devices.")
         click.echo(_describe_preview(preview), err=True)
         return []
     if (preview["confirm"] or how.always_ask) and not how.yes:
-        for line in format_row_lines(preview["forecast"], PREVIEW_COLUMNS, OutputOptions()):
+        for line in format_row_lines(build_forecast_rows(preview), PREVIEW_COLUMNS, OutputOptions()):
             click.echo(line, err=True)
         options.confirm_number(_describe_preview(preview), preview["total"], is_confirmed=False)
     bulk = cli_context.api.post(path, {**request, "token": preview["token"]})

@@ -182,6 +182,35 @@ def device_retire(cli_context: CliContext, **selection_options: Any) -> None:
     _apply_action(cli_context, "retire", {}, question="Retire {} permanently?", **selection_options)
 
 
+@verb_command(
+    "device-admit",
+    "device-admit --dry-run\ndevice-admit --filter host=cmp1",
+    "Apply the admission rules to inactive devices, as if they were found now: the first rule that matches a device"
+    " decides its state. Without devices and filters, all inactive devices are meant. A device is refused if the rules"
+    f" about it change after the preview.\n\n{DASH_HELP}",
+)
+@bulk.add_selection_options
+@pass_cli_context
+def device_admit(
+    cli_context: CliContext,
+    devices: Sequence[str],
+    filters: Sequence[str],
+    retried: UUID | None,
+    reason: str,
+    **how: bool,
+) -> None:
+    """Apply the admission rules to the selected devices, and show a row for each."""
+    if not (devices or filters or retried):
+        filters = ["state=inactive"]
+    selection = bulk.Selection((*devices,), (*filters,), retried)
+    body = options.drop_empty({"reason": reason})
+    rows = bulk.apply_action_to_many(cli_context, "admit", selection, body, bulk.BulkOptions(**how))
+    if rows:
+        if how["wait"]:
+            _wait_until_installed(cli_context, [row for row in rows if row.get("state") == "installing"])
+        show_and_exit(rows, bulk.RESULT_COLUMNS, cli_context.output)
+
+
 @verb_command("agent-list", "agent-list --state down")
 @click.option("--host", shell_complete=completion.complete_hosts, help="Only of this host.")
 @click.option("--state", type=click.Choice(AGENT_STATES), help="Only in this state.")

@@ -106,6 +106,7 @@ VERB_COMMANDS = (
     devices.device_list,
     devices.device_show,
     devices.device_ready,
+    devices.device_admit,
     devices.device_maintain,
     devices.device_drain,
     devices.device_quarantine,

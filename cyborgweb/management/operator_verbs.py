@@ -15,13 +15,11 @@ from typing import Any
 import click
 from django.core.management.base import BaseCommand, CommandError, CommandParser
 
-from accelerators.devices import admission_rules
 from accelerators.management import shell
 from cyborgweb.cli import accelerators, attachments, bulk, device_commands, devices, drivers, images, nova
 from cyborgweb.cli.exit_codes import CliError
 from cyborgweb.cli.main import VerbGroup
-from cyborgweb.cli.options import CliContext, pass_cli_context, verb_command
-from cyborgweb.cli.output import print_rows
+from cyborgweb.cli.options import CliContext
 from cyborgweb.management.local_api import LocalApiClient
 
 DEFAULTS = {"wait": False, "yes": True, "history": True, "which": "all", "limit": 1_000_000}
@@ -44,19 +42,6 @@ def _drop_django_options(verb: click.Command) -> click.Command:
     return copied
 
 
-@verb_command("admit", "admit --dry-run")
-@click.option("--dry-run", is_flag=True, help="Only print how many devices each rule would change.")
-@pass_cli_context
-def admit_devices(cli_context: CliContext, dry_run: bool) -> None:
-    """Apply the admission rules to devices that are inactive now."""
-    counts = admission_rules.forecast_rules().by_rule
-    if not dry_run:
-        for _ in admission_rules.apply_rules(shell.current_operator()):
-            pass
-    rows = [{"rule": name, "devices": number} for name, number in counts.items()]
-    print_rows(rows, ("rule", "devices"), cli_context.output, "No rule matches a device that is inactive.")
-
-
 VERBS: Mapping[str, Mapping[str, click.Command]] = {
     "device": {
         "list": devices.device_list,
@@ -70,7 +55,7 @@ VERBS: Mapping[str, Mapping[str, click.Command]] = {
         "retire": devices.device_retire,
         "bulk": bulk.bulk_show,
         "bulk-cancel": bulk.bulk_cancel,
-        "admit": admit_devices,
+        "admit": devices.device_admit,
     },
     "driver": {
         "list": drivers.driver_list,

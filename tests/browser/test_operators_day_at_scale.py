@@ -131,12 +131,12 @@ def admit_its_devices(page: Page, site: LargeSite, shot: Shot) -> None:
     page.get_by_label("Action").select_option("ready")
     shot(page, "rule")
     page.get_by_role("button", name="Save", exact=True).click()
-    page.get_by_role("link", name="Apply them to devices that are inactive now").click()
-    expect(page.get_by_role("button", name=f"Move {NEW_DEVICES} devices")).to_be_visible()
+    page.get_by_role("button", name="Apply them to devices that are inactive now").click()
+    expect(page.get_by_text("becomes ready by rule hall3").first).to_be_visible()
     shot(page, "apply")
     with within(JOB_S, "the rule"):
-        page.get_by_role("button", name=f"Move {NEW_DEVICES} devices").click()
-        expect(page.get_by_text(f"The rules moved {NEW_DEVICES} devices.")).to_be_visible(timeout=1000 * JOB_S)
+        page.get_by_role("button", name=f"Apply the admission rules {NEW_DEVICES} of {NEW_DEVICES}").click()
+        expect(page.get_by_text(f"{NEW_DEVICES} done").first).to_be_visible(timeout=1000 * JOB_S)
     with within(PAGE_S, "the admitted devices"):
         page.goto(f"{DEVICES}?host__name={HOST}&state=ready")
         expect(page.get_by_text(f"{NEW_DEVICES} devices", exact=True)).to_be_visible()

@@ -91,7 +91,10 @@ class StartBulkActionSerializer(ConfirmationSerializer):
     """The body that starts an action on many devices. Send `devices` or `selector`. The set of devices is fixed by the
     preview."""
 
-    action = serializers.ChoiceField([(word, word) for word in LISTED_ACTIONS])
+    action = serializers.ChoiceField(
+        [(word, word) for word in LISTED_ACTIONS],
+        help_text="`admit` applies the admission rules to inactive devices.",
+    )
     then = serializers.ChoiceField(
         DrainTarget.choices(), required=False, help_text="Only for drain: the state after the last request."
     )
@@ -133,7 +136,9 @@ class BulkActionSerializer(RowSerializer):
     url = UrlField("bulk_actions", source="uuid")
     action = serializers.ChoiceField([(word, word) for word in ALL_ACTIONS], read_only=True)
     arguments = serializers.JSONField(
-        read_only=True, help_text="Only for partition: `units` to add (negative: to remove, null: all), and `layout`."
+        read_only=True,
+        help_text="Only for partition: `units` to add (negative: to remove, null: all), and `layout`; only for admit:"
+        " the `rules` at the time of the preview.",
     )
     by = serializers.CharField(source="actor", read_only=True)
     counts = serializers.SerializerMethodField()

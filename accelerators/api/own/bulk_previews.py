@@ -14,10 +14,10 @@ from accelerators.domain.caller import Caller
 from accelerators.domain.device_actions import Action
 from accelerators.domain.states import DeviceOutcome, DrainTarget
 from accelerators.models import Bulk
-from accelerators.workflows import bulk_actions, bulk_commands, confirmations
+from accelerators.workflows import bulk_actions, bulk_admission, bulk_commands, confirmations
 
 MAX_PREVIEW_DEVICES = 20
-LISTED_ACTIONS = (*(action.value for action in Action), *bulk_commands.LISTED_OPS)
+LISTED_ACTIONS = (*(action.value for action in Action), bulk_admission.ADMIT, *bulk_commands.LISTED_OPS)
 """The actions that a bulk action of the list of devices can have."""
 ALL_ACTIONS = (*LISTED_ACTIONS, bulk_commands.PARTITION)
 """The actions that a stored bulk action can have; the changes of units are started below `/api/accelerators/`."""

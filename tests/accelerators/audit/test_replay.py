@@ -39,7 +39,7 @@ from accelerators.models import (
 from accelerators.models.commands import COMMAND_IS_OPEN
 from accelerators.requests import binding, profiles
 from accelerators.requests.binding import BindSpec
-from accelerators.workflows import attachment_orders, command_endings, retention_sweep
+from accelerators.workflows import attachment_orders, bulk_actions, bulk_admission, command_endings, retention_sweep
 from accelerators.workflows.attachment_orders import NovaInstance
 from drivers.inventory import Device as Card
 from placement_sync.jobs import attachments as attaching
@@ -164,7 +164,10 @@ class EventReplayMachine(RuleBasedStateMachine):
 
     @rule()
     def the_rules_are_applied(self) -> None:
-        list(admission_rules.apply_rules(NOVA))
+        if Device.objects.exists():
+            devices = Device.objects.all()
+            bulk = bulk_actions.create_draft(bulk_admission.ADMIT, DrainTarget.MAINTENANCE, devices, NOVA)
+            bulk_actions.confirm_draft(bulk, "", held_too=False)
 
     @rule(data=st.data(), project=st.sampled_from(["", "p2"]))
     def a_request_is_made_and_bound(self, data: st.DataObject, project: str) -> None:

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
+from django.db.models import QuerySet
+from django.utils import timezone
 from hypothesis import given
 from hypothesis import strategies as st
 
 from accelerators import conductor
+from accelerators.commands import command_queue
 from accelerators.devices import admission_rules, lifecycle
 from accelerators.domain.admission import AdmissionFacts, EnabledRule, first_matching_rule
 from accelerators.domain.caller import Caller
+from accelerators.domain.device_actions import Action
 from accelerators.domain.errors import RefusalReason, RefusedError
-from accelerators.models import AdmissionRule, Deployable, Device, Event, Intent
+from accelerators.domain.states import DrainTarget
+from accelerators.models import AdmissionRule, AttachHandle, Bulk, Deployable, Device, Event, Host, Intent
+from accelerators.workflows import bulk_actions, bulk_admission
 from tests.support.reports import apply_report, get_or_create_host, make_card, make_driver_report
 
 OLGA = Caller("olga", "u", frozenset({"admin"}), "p1")
@@ -95,9 +103,23 @@ def test_rules_decide_about_new_devices_but_not_about_changed_or_returned_ones()
     assert [*Device.objects.order_by("id").values_list("state", flat=True)] == ["inactive", "maintenance"]
 
 
+def draft_admission(devices: QuerySet[Device] | None = None) -> Bulk:
+    """Store a draft that applies the present rules to these devices, or to all."""
+    chosen = Device.objects.all() if devices is None else devices
+    return bulk_actions.create_draft(bulk_admission.ADMIT, DrainTarget.MAINTENANCE, chosen, OLGA)
+
+
+def describe_forecast(draft: Bulk) -> set[tuple[str, int, str]]:
+    """Return the outcome, the number of devices and the text of each forecast."""
+    forecasts = {(one.outcome.value, one.number, one.text) for one in bulk_actions.preview_bulk(draft).forecasts}
+    first = Counter((one.outcome.value, one.text) for _, one in bulk_actions.forecast_first_items(draft, 100))
+    assert {(outcome, number, text) for (outcome, text), number in first.items()} == forecasts
+    return forecasts
+
+
 @pytest.mark.django_db
 def test_applying_rules_changes_only_inactive_devices(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(admission_rules, "SLICE_SIZE", 2)
+    monkeypatch.setattr(bulk_actions, "BULK_SLICE_SIZE", 4)
     host = get_or_create_host()
     apply_report(
         host, make_driver_report(*(make_card(n) for n in range(6)), *(make_card(n, vendor="10de") for n in range(6, 8)))
@@ -107,14 +129,70 @@ def test_applying_rules_changes_only_inactive_devices(monkeypatch: pytest.Monkey
         Device.objects.filter(address="0000:05:00.0").update(state="maintenance")
     create_rule("nvidia", vendor="10de", order=1, action="inactive")
     create_rule("rest")
-    assert admission_rules.forecast_rules().by_rule == {"rest": 5}
-    assert sum(admission_rules.apply_rules(OLGA)) == 5
-    assert admission_rules.forecast_rules().by_rule == {}
+    assert admission_rules.query_devices_to_move().count() == 5
+    draft = draft_admission()
+    assert describe_forecast(draft) == {
+        ("moved", 5, "becomes ready by rule rest"),
+        ("unchanged", 2, "no rule makes it ready or quarantined"),
+        ("unchanged", 1, "is maintenance: rules decide about inactive devices only"),
+    }
+    assert bulk_actions.confirm_draft(draft, "hall 3", held_too=False)
+    while bulk_actions.process_next_slice():
+        pass
+    draft.refresh_from_db()
+    assert (draft.state, draft.moved, draft.unchanged, draft.refused) == ("done", 5, 3, 0)
     assert Device.objects.filter(state="ready", state_by="rule rest").count() == 5
     event = Event.objects.filter(action="device.ready").first()
     assert (event.source, event.actor) == ("rule", "rest")
-    assert event.reason == "admitted by rule rest, applied by olga"
+    assert event.reason == "admitted by rule rest, applied by olga: hall 3"
     assert Deployable.objects.filter(rp_uuid__isnull=False).count() == 5
+
+
+@pytest.mark.django_db
+def test_a_device_about_which_the_rules_decide_otherwise_since_the_preview_is_refused_and_retried() -> None:
+    host = get_or_create_host()
+    apply_report(host, make_driver_report(make_card(1), make_card(2, vendor="10de"), make_card(3, vendor="10de")))
+    create_rule("rest", order=5)
+    draft = draft_admission()
+    create_rule("nvidia", vendor="10de", order=1, action="quarantined")
+    lifecycle.apply_action(Action.QUARANTINE, [Device.objects.get(address="0000:03:00.0").uuid], OLGA)
+    assert describe_forecast(draft) == {
+        ("moved", 1, "becomes ready by rule rest"),
+        ("refused", 1, "the rules have changed since it was chosen"),
+        ("refused", 1, "was inactive when it was chosen, is quarantined now"),
+    }
+    bulk_actions.confirm_draft(draft, "", held_too=True)
+    draft.refresh_from_db()
+    assert (draft.state, draft.moved, draft.refused) == ("done", 1, 2)
+    assert [*Device.objects.order_by("address").values_list("state", flat=True)] == ["ready", "inactive", "quarantined"]
+    again = bulk_actions.create_retry_draft(draft, OLGA)
+    bulk_actions.confirm_draft(again, "", held_too=False)
+    assert Device.objects.get(address="0000:02:00.0").state_by == "rule nvidia"
+
+
+@pytest.mark.django_db
+def test_applying_rules_refuses_devices_that_are_gone_busy_or_whose_host_is_removed() -> None:
+    hosts = [get_or_create_host(name) for name in ("cmp1", "cmp2")]
+    for host in hosts:
+        apply_report(host, make_driver_report(make_card(1), make_card(2, acts="health")))
+    create_rule("rest")
+    draft = draft_admission()
+    gone, busy = Device.objects.filter(host=hosts[0]).order_by("id")
+    with conductor.writing():
+        command = command_queue.order_device_command("health", busy.uuid, OLGA)
+        Device.objects.filter(pk=busy.pk).update(busy_with=command.uuid)
+        Host.objects.filter(pk=hosts[1].pk).update(removing_since=timezone.now())
+        AttachHandle.objects.filter(deployable__device=gone).delete()
+        Deployable.objects.filter(device=gone).delete()
+        gone.delete()
+    bulk_actions.confirm_draft(draft, "", held_too=True)
+    texts = draft.items.order_by("id").values_list("outcome", "why", "text")
+    assert [(outcome, why) for outcome, why, _ in texts] == [
+        ("refused", "not_found"),
+        *[("refused", "conflict")] * 3,
+    ]
+    assert "busy" in texts[1][2] and "Host cmp2" in texts[2][2]
+    assert set(Device.objects.values_list("state", flat=True)) == {"inactive"}
 
 
 @pytest.mark.django_db

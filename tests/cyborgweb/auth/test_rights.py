@@ -502,7 +502,7 @@ def find_buttons() -> dict[str, tuple[str, Press]]:
         ),
         "admission rules: apply": (
             "accelerators_admissionrule_apply",
-            lambda world: (reverse("admin:accelerators_admissionrule_apply"), {"seen": "0"}),
+            lambda world: (reverse("admin:accelerators_admissionrule_apply"), {}),
         ),
         "maintenance: switch": (
             "cyborgweb_maintenance_change",

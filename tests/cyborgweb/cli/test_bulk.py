@@ -11,7 +11,7 @@ import pytest
 from django.db import connection
 
 from accelerators import conductor
-from accelerators.models import AcceleratorRequest, AttachHandle, Bulk, Device, DeviceProfile
+from accelerators.models import AcceleratorRequest, AdmissionRule, AttachHandle, Bulk, Device, DeviceProfile
 from accelerators.workflows import bulk_actions
 from cyborgweb.cli.connection import HttpApiClient
 from tests.cyborgweb.cli.conftest import Cyborg, assert_refused
@@ -69,7 +69,7 @@ def test_a_dry_run_prints_the_forecast_and_changes_nothing(cyborg: Cyborg) -> No
     create_heard_host("cmp1", 3)
     shown = cyborg("device-ready", "--filter", "host=cmp1", "--filter", "state=inactive", "--dry-run", "-f", "csv")
     assert shown.exit_code == 0, shown.output
-    assert shown.stdout.splitlines()[1].startswith("3,moved,no,")
+    assert shown.stdout.splitlines()[1].startswith("3,will be done,no,")
     assert "This applies enable to 3 devices on 1 host; 0 held devices would be changed." in shown.stderr
     assert Device.objects.filter(state="inactive").count() == 3
 
@@ -82,7 +82,7 @@ def test_devices_of_several_hosts_need_the_typed_number(cyborg: Cyborg, terminal
     assert_refused(cyborg(*words), 2, "give --yes")
     assert not Device.objects.filter(state="quarantined").exists()
     with terminal(*words) as program:
-        program.expect("moved")
+        program.expect("will be done")
         program.expect("This applies quarantine to 2 devices on 2 hosts")
         program.expect("type the number 2: ")
         program.type("2\n")
@@ -101,7 +101,7 @@ def test_a_single_held_device_is_changed_only_after_a_confirmation(cyborg: Cybor
         Device.objects.update(state="ready")
     words = ("device-quarantine", "cmp1/0000:00:00.0")
     shown = cyborg(*words, "--dry-run", "-f", "csv")
-    assert shown.stdout.splitlines()[1].startswith("1,moved,yes,")
+    assert shown.stdout.splitlines()[1].startswith("1,will be done,yes,")
     assert_refused(cyborg(*words), 2, "give --yes")
     with terminal(*words) as program:
         program.expect("will be done: becomes quarantined (held)")
@@ -175,3 +175,21 @@ def test_a_short_uuid_and_an_address_cost_one_request_of_few_rows(cyborg: Cyborg
         sent.clear()
         assert json.loads(cyborg("device-show", name, "-f", "json").stdout)["uuid"] == uuid
         assert sent == ["GET devices/", f"GET devices/{uuid}/"]
+
+
+def test_admission_rules_are_applied_after_a_preview_to_all_inactive_devices_or_to_chosen_ones(cyborg: Cyborg) -> None:
+    for name in ("cmp1", "cmp2"):
+        create_heard_host(name, 2)
+    with conductor.writing():
+        Device.objects.update(state="inactive")
+        AdmissionRule.objects.create(name="all", action="ready")
+    shown = cyborg("device-admit", "--dry-run", "--format", "csv")
+    assert shown.stdout.splitlines()[1] == "4,will be done,no,becomes ready by rule all"
+    assert Device.objects.filter(state="inactive").count() == 4
+    assert cyborg("device-admit", "--filter", "host=cmp1").exit_code == 0
+    assert Device.objects.filter(host__name="cmp1", state_by="rule all").count() == 2
+    one = Device.objects.filter(host__name="cmp2").first()
+    assert cyborg("device-admit", str(one.uuid), "--reason", "hall 3").exit_code == 0
+    assert Device.objects.get(pk=one.pk).state_reason.endswith(": hall 3")
+    assert cyborg("device-admit", "--yes").exit_code == 0
+    assert set(Device.objects.values_list("state", flat=True)) == {"ready"}

@@ -148,11 +148,13 @@ def test_rules_are_applied_to_several_hosts_only_after_the_number_was_typed(oper
         apply_report(get_or_create_host(name), make_driver_report(make_card(1)))
     operator.post(reverse("admin:accelerators_admissionrule_add"), RULE)
     applying = reverse("admin:accelerators_admissionrule_apply")
-    assert "2 devices are moved on 2 hosts." in operator.get(applying).content.decode()
+    draft_url = operator.post(applying).headers["Location"]
+    assert "becomes ready by rule fakes" in operator.get(draft_url).content.decode()
     for typed in ({}, {"typed": "1"}):
-        assert "To confirm, type 2." in operator.post(applying, {"seen": "2"} | typed).content.decode()
+        refused = operator.post(draft_url, {"do": "confirm"} | typed, follow=True)
+        assert "The devices are on 2 hosts. To confirm, type 2." in refused.content.decode()
     assert Device.objects.filter(state="inactive").count() == 2
-    operator.post(applying, {"seen": "2", "typed": "2"})
+    operator.post(draft_url, {"do": "confirm", "typed": "2"})
     assert Device.objects.filter(state="ready").count() == 2
 
 
@@ -169,11 +171,13 @@ def test_admission_rules_are_created_changed_applied_and_deleted_in_the_console(
     assert operator.post(rule_url, RULE | {"order": "5"}).status_code == 302
     assert operator.post(rule_url, RULE | {"name": "no good"}).status_code == 200
     applying = reverse("admin:accelerators_admissionrule_apply")
-    assert "Move 3 devices" in operator.get(applying).content.decode()
+    assert operator.get(applying).status_code == 405
+    draft_url = operator.post(applying).headers["Location"]
+    assert "Apply the admission rules: 3 devices" in operator.get(draft_url).content.decode()
     assert Device.objects.filter(state="inactive").count() == 3
-    assert "The number of devices has changed." in operator.post(applying, {"seen": "2"}).content.decode()
-    assert Device.objects.filter(state="inactive").count() == 3
-    operator.post(applying, {"seen": "3"})
+    operator.post(draft_url, {"do": "confirm"})
+    applied_again = operator.post(applying, follow=True).content.decode()
+    assert "The enabled rules would change no device that is inactive now." in applied_again
     assert Device.objects.filter(state="ready", state_by="rule fakes").count() == 3
     assert (
         operator.post(reverse("admin:accelerators_admissionrule_delete", args=[rule.pk]), {"post": "yes"}).status_code
