@@ -587,7 +587,7 @@ def refuse_unknown_words(device: Device, layout: Mapping[str, str]) -> None:
         known_text = f"{device.driver} takes {', '.join(known_words)}"
         refused = ", ".join(unknown_words)[:200]
         raise RefusedError(
-            RefusalReason.INVALID, f"The layout of device {device.uuid} has no word {refused}; {known_text}."
+            RefusalReason.INVALID, f"The layout of device {device.uuid} has no setting {refused}; {known_text}."
         )
 
 

@@ -117,6 +117,8 @@ def order_removal(uuid: UUID, typed_name: str, caller: Caller, reason: str, sour
         raise RefusedError(
             RefusalReason.CONFLICT, f"To confirm that host {host.name} is to be removed, enter exactly this name."
         )
+    if host.removing_since:
+        return
     _, answers = _ask_holders(host)
     with conductor.writing():
         for revoke in AGENT_REVOKERS.values():

@@ -321,7 +321,7 @@ def test_no_service_is_asked_about_a_device_that_has_changed_since_it_was_chosen
 @pytest.mark.parametrize("act", ["partition"], indirect=True)
 @pytest.mark.parametrize(
     ("change", "text"),
-    [(PartitionChange(-1), "cannot be changed to -1"), (PartitionChange(3, {"wings": "2"}), "has no word wings")],
+    [(PartitionChange(-1), "cannot be changed to -1"), (PartitionChange(3, {"wings": "2"}), "has no setting wings")],
 )
 def test_no_service_is_asked_about_units_that_a_device_cannot_have(
     act: str, device: Device, change: PartitionChange, text: str

@@ -252,7 +252,7 @@ def test_layout_keys_that_the_driver_does_not_accept_are_refused(ask: Ask) -> No
     for said, says in (({"speed": "9"}, "generic_driver takes bind, vfs"), ({"vfs": "9"}, "is computed from")):
         (refused,) = post_units(ask, targets=target, count=1, layout=said)
         assert refused["reason"] == "invalid" and says in refused["refused"]
-    assert "has no word speed; " in patch_layout(ask, get_device(1), 400, layout={"speed": "9"})
+    assert "has no setting speed; " in patch_layout(ask, get_device(1), 400, layout={"speed": "9"})
     assert "does not allow its layout to be changed" in patch_layout(ask, get_device(2), 400, layout={"vfs": "1"})
     assert "layout: This" in patch_layout(ask, get_device(1), 400, layout={})
     patch_layout(ask, Device(uuid=UNKNOWN_UUID), 404, layout={"vfs": "1"})
