@@ -271,7 +271,7 @@ def _change_units(
     `always_ask`. Raises UsageError if no devices are selected, or --host or --backend is given alone; CliError if a
     device is not found or the whole request is refused. Exits with the rows' common code if that is not DONE.
     """
-    how = {"yes": yes, "dry_run": dry_run, "always_ask": always_ask}
+    how: dict[str, Any] = {"yes": yes, "dry_run": dry_run, "always_ask": always_ask}
     body: dict[str, Any] = options.drop_empty({"reason": reason})
     if retried:
         if targets or devices or hosts:

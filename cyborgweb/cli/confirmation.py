@@ -26,36 +26,37 @@ def order_after_preview(
     yes: bool,
     dry_run: bool,
     always_ask: bool = False,
+    method: str = "POST",
 ) -> dict[str, Any] | None:
-    """Send a request with POST and return its answer; with `dry_run` only print its preview, and return None.
+    """Send a request and return its answer; with `dry_run` only print its preview, and return None.
 
     If the service asks for a confirmation, or with `always_ask`, its preview is printed on standard error, and the user
     must type the number of objects, which `noun` names in the plural; with `yes` nobody is asked. A service of an older
     release that has no preview of this request is sent the request at once, or after a question with `always_ask`.
     Raises UsageError if standard input is not a terminal, and CliError, also if the user types anything else.
     """
-    preview = fetch_preview(cli_context, path, body, is_required=dry_run)
+    preview = fetch_preview(cli_context, path, body, is_required=dry_run, method=method)
     if preview is None:
         if always_ask:
             confirm(question, yes)
-        return cli_context.api.post(path, body)
+        return cli_context.api.send_change(method, path, json=body)
     if dry_run:
         print_rows(build_forecast_rows(preview), FORECAST_COLUMNS, cli_context.output)
         return None
     if not yes and (preview["confirm"] or always_ask):
         print_forecast(preview)
         confirm_number(question, preview["total"], is_confirmed=False, noun=noun)
-    return cli_context.api.post(path, {**body, **get_token(preview)})
+    return cli_context.api.send_change(method, path, json={**body, **get_token(preview)})
 
 
 def fetch_preview(
-    cli_context: CliContext, path: str, body: Mapping[str, Any], is_required: bool
+    cli_context: CliContext, path: str, body: Mapping[str, Any], is_required: bool, method: str = "POST"
 ) -> dict[str, Any] | None:
-    """Return the preview of a POST; None if the service is of an older release, which has no preview of it.
+    """Return the preview of a change; None if the service is of an older release, which has no preview of it.
 
     Raises CliError, also instead of None if the preview `is_required`.
     """
-    preview = cli_context.api.preview_if_known(path, body)
+    preview = cli_context.api.preview_if_known(path, body, method)
     if preview is None and is_required:
         text = "The service is of an older release: it has no preview of this. Nothing was changed."
         raise CliError(ExitCode.REFUSED, text)

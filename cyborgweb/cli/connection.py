@@ -80,14 +80,14 @@ class ApiClient(ABC):
         """Send `body` as JSON with POST and return the decoded answer."""
         return self.send_change("POST", path, json=body)
 
-    def preview(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the preview of a POST: the service answers what it would do, and changes nothing."""
-        return self.send_request("POST", path, json={**body, "dry_run": True})
+    def preview(self, path: str, body: Mapping[str, Any], method: str = "POST") -> dict[str, Any]:
+        """Return the preview of a change: the service answers what it would do, and changes nothing."""
+        return self.send_request(method, path, json={**body, "dry_run": True})
 
-    def preview_if_known(self, path: str, body: Mapping[str, Any]) -> dict[str, Any] | None:
-        """Return the preview of a POST; None if the service is of an older release, which has no preview of it."""
+    def preview_if_known(self, path: str, body: Mapping[str, Any], method: str = "POST") -> dict[str, Any] | None:
+        """Return the preview of a change; None if the service is of an older release, which has no preview of it."""
         try:
-            return self.preview(path, body)
+            return self.preview(path, body, method)
         except CliError as problem:
             if problem.reason == "invalid" and problem.message.startswith("dry_run: cannot be written"):
                 return None

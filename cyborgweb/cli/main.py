@@ -19,6 +19,7 @@ from cyborgweb.cli import (
     drivers,
     images,
     nova,
+    rules,
     subscriptions,
     usage,
 )
@@ -118,6 +119,10 @@ VERB_COMMANDS = (
     *device_commands.ORDER_VERBS.values(),
     device_commands.command_list,
     device_commands.command_show,
+    rules.rule_list,
+    rules.rule_create,
+    rules.rule_set,
+    rules.rule_delete,
     images.image_upload,
     images.image_list,
     images.image_remove,

@@ -16,7 +16,7 @@ import click
 from django.core.management.base import BaseCommand, CommandError, CommandParser
 
 from accelerators.management import shell
-from cyborgweb.cli import accelerators, attachments, bulk, device_commands, devices, drivers, images, nova
+from cyborgweb.cli import accelerators, attachments, bulk, device_commands, devices, drivers, images, nova, rules
 from cyborgweb.cli.exit_codes import CliError
 from cyborgweb.cli.main import VerbGroup
 from cyborgweb.cli.options import CliContext
@@ -83,6 +83,12 @@ VERBS: Mapping[str, Mapping[str, click.Command]] = {
         "create": accelerators.accelerator_create,
         "delete": accelerators.accelerator_delete,
         "update": accelerators.accelerator_update,
+    },
+    "rule": {
+        "list": rules.rule_list,
+        "create": rules.rule_create,
+        "set": rules.rule_set,
+        "delete": rules.rule_delete,
     },
     "image": {"upload": images.image_upload, "list": images.image_list, "remove": images.image_remove},
     "nova": {"list": nova.nova_list, "confirm": nova.nova_confirm, "withdraw": nova.nova_withdraw},

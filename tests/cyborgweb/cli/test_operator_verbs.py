@@ -99,6 +99,7 @@ SAME_OUTPUT = {
     "device-list": ("--host", "cmp0", "--state", "inactive"),
     "device-show": ("cmp0/0000:00:00.0",),
     "device-ready": ("DEVICE", "--no-wait", "--yes"),
+    "device-admit": ("--dry-run",),
     "device-maintain": ("DEVICE", UNKNOWN_UUID),
     "device-drain": ("DEVICE", "--then", "retired", "--yes"),
     "device-quarantine": ("DEVICE", "--yes"),
@@ -133,6 +134,10 @@ SAME_OUTPUT = {
     "accelerator-create": ("cmp0/nics", "DEVICE", "--count", "2"),
     "accelerator-delete": ("DEVICE", "--yes", "--no-wait"),
     "accelerator-update": ("DEVICE", "--layout", "vfs=3"),
+    "rule-list": (),
+    "rule-create": ("bad name", "--action", "ready"),
+    "rule-set": ("none", "--disabled"),
+    "rule-delete": ("none", "--yes"),
     "image-upload": ("/nowhere", "--name", "shell"),
     "image-list": (),
     "image-remove": (UNKNOWN_UUID, "--yes"),
@@ -142,9 +147,7 @@ SAME_OUTPUT = {
 }
 """Arguments for each verb that `manage.py` and `cyborg` have in common. With them, a second run prints the same as the
 first."""
-SHARED_VERBS = [
-    (noun, word, verb.name or "") for noun, verbs in VERBS.items() for word, verb in verbs.items() if word != "admit"
-]
+SHARED_VERBS = [(noun, word, verb.name or "") for noun, verbs in VERBS.items() for word, verb in verbs.items()]
 
 
 @pytest.mark.slow
