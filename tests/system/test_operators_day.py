@@ -129,11 +129,13 @@ def admit_its_devices(olga: Shell) -> None:
     """A rule makes the 500 devices ready; no other inactive device changes."""
     others = count_devices(olga.site, "h.name <> %s AND d.state = 'inactive'", HOST)
     assert others > 10_000
-    rule = {"name": "hall3", "host": "new-*.hall3.example", "driver": "fake_driver", "action": "ready"}
-    made = olga.post("/api/rules/", rule)
-    assert made.code == 0, made.out
-    said = olga.site.product.manage("device", "admit")
-    assert any(str(NEW_DEVICES) in line for line in said), said
+    rule = ("rule-create", "hall3", "--host", "new-*.hall3.example", "--driver", "fake_driver", "--action", "ready")
+    shown = olga.run(*rule, "--dry-run", "-f", "json").rows()
+    assert [(one["number"], one["text"]) for one in shown] == [(NEW_DEVICES, "becomes ready")]
+    assert olga.run(*rule).code == 0
+    admitted = olga.run("device-admit", "--filter", f"host={HOST}", "-f", "json")
+    assert admitted.code == 0, admitted.err
+    assert len(admitted.rows()) == NEW_DEVICES
     ready = olga.run("device-list", "--host", HOST, "--state", "ready", "--quiet")
     assert len(ready.out.split()) == NEW_DEVICES
     assert count_devices(olga.site, "h.name <> %s AND d.state = 'inactive'", HOST) == others

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from uuid import uuid4
+
 import pytest
 from django.contrib.auth.models import User
 from django.test import Client
@@ -24,8 +26,8 @@ def prepare_ready_host(name: str = "cmp1", devices: int = 2) -> None:
     host = create_heard_host(name, devices)
     with conductor.writing():
         Device.objects.filter(host=host).update(state="ready")
-        for number, part in enumerate(Deployable.objects.filter(device__host=host)):
-            Deployable.objects.filter(pk=part.pk).update(rp_uuid=f"00000000-0000-4000-8000-{host.pk:06}{number:06}")
+        for part in Deployable.objects.filter(device__host=host):
+            Deployable.objects.filter(pk=part.pk).update(rp_uuid=uuid4())
             Attribute.objects.update_or_create(deployable=part, key="rc", defaults={"value": "FPGA"})
             Attribute.objects.create(deployable=part, key="trait99", value="CUSTOM_FPGA_INTEL")
             Attribute.objects.create(deployable=part, key="trait98", value="HW_GPU_API_VULKAN")
