@@ -98,8 +98,12 @@ class AdmissionRuleAdmin(ConflictPage, ConsoleModelAdmin):
             obj.pk = admission_rules.create_rule(values | {"uuid": obj.uuid}, caller, EventSource.PERSON).pk
 
     def delete_model(self, request: HttpRequest, obj: AdmissionRule) -> None:
-        """Delete the rule, with an event; devices that it admitted keep their state. Raises RefusedError NOT_FOUND."""
-        admission_rules.delete_rule(obj.uuid, device_actions.get_caller(request), EventSource.PERSON)
+        """Delete the rule, with an event; devices that it admitted keep their state.
+
+        Raises RefusedError NOT_FOUND; ChangedMeanwhileError if it was changed since the confirmation was shown.
+        """
+        caller, generation = device_actions.get_caller(request), read_generation(request)
+        admission_rules.delete_rule(obj.uuid, caller, EventSource.PERSON, generation=generation)
 
     def delete_queryset(self, request: HttpRequest, queryset: QuerySet[AdmissionRule]) -> None:
         """Delete the selected rules one by one, each in a transaction of its own and with an event.

@@ -24,6 +24,7 @@ from accelerators.models import DeviceProfile
 from accelerators.requests import fitting_hosts, profiles
 from accelerators.ui import badges, permissions
 from accelerators.ui.changelist import ReadOnlyModelAdmin
+from accelerators.ui.conflicts import read_generation
 from accelerators.ui.empty_lists import Source
 from accelerators.ui.explained_admin import Rights
 
@@ -210,8 +211,8 @@ class DeviceProfileAdmin(ReadOnlyModelAdmin):
     ) -> HttpResponse:
         """GET: ask for a confirmation. POST: delete the profile and redirect to the list.
 
-        If the profile is in use, redirects to its page with the reason. Raises Http404 if there is no such profile, and
-        PermissionDenied for a user who may not delete profiles.
+        If the profile is in use, or was changed since the confirmation was shown, redirects to its page with the
+        reason. Raises Http404 if there is no such profile, and PermissionDenied for a user who may not delete profiles.
         """
         permissions.require_permission(request, permissions.DELETE_PROFILE)
         profile: DeviceProfile | None = self.get_object(request, object_id)
@@ -221,7 +222,8 @@ class DeviceProfileAdmin(ReadOnlyModelAdmin):
             context = self._build_profile_context(request, profile)
             return TemplateResponse(request, "accelerators/admin/delete_device_profile.html", context)
         try:
-            profiles.delete_profile(profile.uuid, device_actions.get_caller(request), EventSource.PERSON)
+            caller, generation = device_actions.get_caller(request), read_generation(request)
+            profiles.delete_profile(profile.uuid, caller, EventSource.PERSON, generation=generation)
         except RefusedError as refused:
             messages.error(request, refused.text)
             return HttpResponseRedirect(badges.page_url("deviceprofile", profile.pk))

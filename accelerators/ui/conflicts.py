@@ -12,10 +12,14 @@ from dataclasses import dataclass
 from typing import Any
 from uuid import UUID
 
+from django.contrib import messages
 from django.contrib.admin import AdminSite
+from django.contrib.admin.utils import unquote
 from django.db.models import Model
-from django.http import HttpRequest, HttpResponse
+from django.http import HttpRequest, HttpResponse, HttpResponseRedirect
 from django.template.response import TemplateResponse
+from django.urls import reverse
+from django.utils.http import urlencode
 
 from accelerators.domain.errors import RefusedError
 from accelerators.domain.generations import ChangedMeanwhileError
@@ -43,8 +47,9 @@ class ComparedSetting:
 
 
 def read_generation(request: HttpRequest) -> int | None:
-    """Return the generation with which the form was shown; None if the request has none."""
-    text = request.POST.get("generation", "")
+    """Return the generation with which the form was shown: a field of the form, or a parameter of its address; None if
+    the request has neither."""
+    text = request.POST.get("generation") or request.GET.get("generation", "")
     is_number = text.isascii() and text.isdecimal() and len(text) <= MAX_GENERATION_DIGITS
     return int(text) if is_number else None
 
@@ -78,8 +83,8 @@ def render_conflict_page(
 
 
 class ConflictPage(RefusalAsMessage):
-    """Base class of forms of settings that have a generation. `save_model` passes `read_generation` on, and the
-    conflict that this raises becomes a page."""
+    """Base class of forms of settings that have a generation. `save_model` and `delete_model` pass `read_generation`
+    on; the conflict that `save_model` raises becomes a page."""
 
     change_form_before_template = "console/generation_input.html"
 
@@ -90,6 +95,26 @@ class ConflictPage(RefusalAsMessage):
             return super().answer_refusal(request, object_id, refused)
         settings = self.compare_settings(request, row)
         return render_conflict_page(request, self.admin_site, refused, (row.uuid, str(row)), row.generation, settings)
+
+    def delete_view(
+        self, request: HttpRequest, object_id: str, extra_context: dict[str, Any] | None = None
+    ) -> HttpResponse:
+        """Ask for a confirmation, or delete the row; the address of the form has the generation that it shows.
+
+        If the deletion is refused, redirects to the page of the row with the reason, or to the list if it is gone.
+        """
+        row: Any = self.get_object(request, unquote(object_id))
+        if row is not None and request.method == "GET" and "generation" not in request.GET:
+            shown = request.GET.dict() | {"generation": row.generation}
+            return HttpResponseRedirect(f"{request.path}?{urlencode(shown)}")
+        try:
+            return super().delete_view(request, object_id, extra_context)
+        except RefusedError as refused:
+            messages.error(request, refused.text)
+            names = f"admin:{self.opts.app_label}_{self.opts.model_name}"
+            if self.get_queryset(request).filter(pk=row.pk).exists():
+                return HttpResponseRedirect(reverse(f"{names}_change", args=[row.pk]))
+            return HttpResponseRedirect(reverse(f"{names}_changelist"))
 
     def compare_settings(self, request: HttpRequest, row: Model) -> list[ComparedSetting]:
         """Return the settings that the form can change, with their present values and those of the refused request."""

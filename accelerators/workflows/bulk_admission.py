@@ -59,7 +59,7 @@ def predict_admission(
     if word_when_chosen != state_now.as_text:
         return DeviceOutcome.REFUSED, f"was {word_when_chosen} when it was chosen, is {state_now.as_text} now"
     decided = _decide(chosen_rules, facts, state_now)
-    if decided != _decide(present_rules, facts, state_now):
+    if present_rules != chosen_rules and decided != _decide(present_rules, facts, state_now):
         return DeviceOutcome.REFUSED, _RULES_CHANGED_TEXT
     if isinstance(decided, str):
         return DeviceOutcome.UNCHANGED, decided

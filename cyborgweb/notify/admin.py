@@ -284,12 +284,13 @@ class SubscriptionAdmin(ConflictPage, ConsoleModelAdmin):
 
     def delete_model(self, request: HttpRequest, obj: Subscription) -> None:
         """Delete the subscription with its deliveries and record an event. Raises PermissionDenied if the session has
-        no caller, RefusedError NOT_FOUND if the subscription is gone.
+        no caller, RefusedError NOT_FOUND if the subscription is gone, ChangedMeanwhileError if it was changed since
+        the confirmation was shown.
         """
         caller = get_caller(request)
         if caller is None:
             raise PermissionDenied
-        subscriptions.delete(obj.pk, caller, EventSource.PERSON)
+        subscriptions.delete(obj.pk, caller, EventSource.PERSON, generation=read_generation(request))
 
     def delete_queryset(self, request: HttpRequest, queryset: QuerySet[Subscription]) -> None:
         """Delete the selected subscriptions one by one with `delete_model`, so that each gets its own event."""

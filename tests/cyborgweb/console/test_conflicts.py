@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 import re
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,7 +16,8 @@ from django.urls import reverse
 from accelerators import conductor
 from accelerators.devices import admission_rules
 from accelerators.domain.caller import Caller
-from accelerators.models import AdmissionRule, Command, DriverWish, HostDriver, Rollout
+from accelerators.models import AdmissionRule, Command, DeviceProfile, DriverWish, HostDriver, Rollout
+from accelerators.requests import profiles
 from cyborgweb.models.notify import Subscription
 from cyborgweb.notify import subscriptions
 from drivers.inventory import DriverReport
@@ -168,3 +170,47 @@ def test_backends_are_added_changed_disabled_and_removed_on_the_page_of_their_dr
         DriverWish.objects.all().delete()
     gone = operator.post(address, {"do": "backend-disable", "backend": "gpus", "generation": "2"})
     assert gone.status_code == 404
+
+
+@pytest.mark.slow
+def test_a_rule_profile_or_subscription_that_was_changed_since_the_confirmation_was_shown_is_not_deleted(
+    client: Client,
+) -> None:
+    client.force_login(User.objects.create_superuser("olga"))
+    form = {"name": "mine", "kinds": ["request.bound"], "way": "inbox", "scope": "project"}
+    assert client.post(reverse("admin:cyborgweb_subscription_add"), form).status_code == 302
+    mine = Subscription.objects.get()
+    rule = admission_rules.create_rule({"name": "gpus", "action": "ready"}, THEO)
+    profiles.create_profile("one", [{"resources:PGPU": "1"}], None, None, THEO)
+    profile = DeviceProfile.objects.get()
+    olga = Caller("olga", mine.owner, frozenset(), mine.project_id)
+    rows: list[tuple[str, Any, Callable[[str], object]]] = [
+        ("cyborgweb_subscription", mine, lambda name: subscriptions.edit(mine.pk, {"name": name}, olga)),
+        ("accelerators_admissionrule", rule, lambda name: admission_rules.edit_rule(rule.uuid, {"name": name}, THEO)),
+        ("accelerators_deviceprofile", profile, lambda name: profiles.edit_profile(profile.uuid, {"name": name}, THEO)),
+    ]
+    for page, row, rename in rows:
+        address = reverse(f"admin:{page}_delete", args=[row.pk])
+
+        def confirm(address: str = address) -> tuple[str, dict[str, Any]]:
+            """Open the page that asks for a confirmation; return where its form goes, and what it sends."""
+            shown = client.get(address, follow=True)
+            path = shown.redirect_chain[-1][0] if shown.redirect_chain else address
+            fields = dict(HIDDEN_INPUT.findall(shown.content.decode()))
+            return path, {"post": "yes"} | {name: fields[name] for name in fields if name == "generation"}
+
+        outdated = confirm()
+        rename("renamed")
+        refused = client.post(*outdated, follow=True)
+        assert refused.redirect_chain[-1][0] == reverse(f"admin:{page}_change", args=[row.pk]), page
+        assert type(row).objects.filter(pk=row.pk).exists(), page
+        assert client.post(*confirm()).status_code == 302
+        assert not type(row).objects.filter(pk=row.pk).exists(), page
+
+
+def test_the_deletion_of_a_rule_that_is_gone_is_answered_not_found(client: Client) -> None:
+    client.force_login(User.objects.create_superuser("olga"))
+    rule = admission_rules.create_rule({"name": "gpus", "action": "ready"}, THEO)
+    address = reverse("admin:accelerators_admissionrule_delete", args=[rule.pk])
+    admission_rules.delete_rule(rule.uuid, THEO)
+    assert client.post(f"{address}?generation=1", {"post": "yes"}).status_code == 404
