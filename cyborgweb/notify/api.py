@@ -25,7 +25,7 @@ from accelerators.api.own.fields import (
     StrictTextField,
     UrlField,
 )
-from accelerators.api.own.filters import single_choice_filter
+from accelerators.api.own.filters import SavedViewFilter, single_choice_filter
 from accelerators.api.own.views import CollectionView
 from accelerators.domain.errors import RefusalReason, RefusedError
 from accelerators.domain.states import DeviceType, EventSource
@@ -50,7 +50,7 @@ class SubscriptionReference(serializers.Serializer[Any]):
     url = UrlField("subscriptions", source="uuid")
 
 
-class SubscriptionFilter(filters.FilterSet):
+class SubscriptionFilter(SavedViewFilter):
     """Filter by way, standing and project. The project matters only to callers that see more than one."""
 
     way = single_choice_filter(DeliveryWay)
@@ -187,7 +187,7 @@ class HandOverSerializer(ClosedSerializer):
     )
 
 
-class DeliveryFilter(filters.FilterSet):
+class DeliveryFilter(SavedViewFilter):
     """Filter by subscription, kind and progress."""
 
     subscription = filters.UUIDFilter(field_name="subscription__uuid")

@@ -32,7 +32,7 @@ from accelerators.api.own.fields import (
     StrictUuidField,
     UrlField,
 )
-from accelerators.api.own.filters import UuidPrefixFilter, choice_filter, host_filter
+from accelerators.api.own.filters import SavedViewFilter, UuidPrefixFilter, choice_filter, host_filter
 from accelerators.api.own.inventory import LayoutSerializer
 from accelerators.api.own.previews import ConfirmationSerializer, PreviewSerializer, respond_with_preview
 from accelerators.api.own.views import CollectionView
@@ -60,7 +60,7 @@ class InstanceSerializer(serializers.Serializer[Any]):
     name = serializers.CharField(read_only=True)
 
 
-class AcceleratorFilter(filters.FilterSet):
+class AcceleratorFilter(SavedViewFilter):
     """Filter by driver, backend, instance, device, host, project, state or the beginning of the uuid."""
 
     uuid_prefix = UuidPrefixFilter("request__uuid")
