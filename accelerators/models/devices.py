@@ -328,21 +328,26 @@ def build_driver_error_expression() -> Func:
 
 
 def build_name_condition(term: str) -> Q:
-    """Return the condition for devices whose hardware's name contains all words of `term`.
+    """Return the condition of `find_name_condition`, or one that no device meets."""
+    return find_name_condition(term) or Q(pk__in=[])
 
-    Hardware that no database knows is found by the model that its driver reports. The condition compares vendor and
-    model with those values of devices in the database that have such a name. Costs one statement, which reads all
-    devices.
+
+def find_name_condition(term: str) -> Q | None:
+    """Return the condition for devices whose hardware's names contain all words of `term`; None if there are none.
+
+    Hardware that no database knows is found by the model that its driver reports. The condition compares vendor, model
+    and subsystem with those values of devices in the database that have such a name. Costs one statement, which reads
+    all devices.
     """
     text = term.strip().lower()
-    models_by_vendor: dict[str, dict[str, set[str]]] = {}
     has_name = len(text) >= MIN_TERM_LENGTH
+    models_by_vendor: dict[str, dict[str, set[str]]] = {}
     for vendor, model, subsystem in Device.objects.order_by().values_list("vendor", "model", "subsystem").distinct():
         name = get_hardware_name(vendor, model, subsystem)
         if text in model.lower() or (has_name and name.has_words(term)):
             models_by_vendor.setdefault(vendor, {}).setdefault(model, set()).add(subsystem)
-    condition = Q(pk__in=[])
+    condition = Q()
     for vendor, subsystems_by_model in models_by_vendor.items():
         for model, subsystems in subsystems_by_model.items():
             condition |= Q(vendor=vendor, model=model, subsystem__in=subsystems)
-    return condition
+    return condition or None

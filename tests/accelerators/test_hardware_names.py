@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterator
 from dataclasses import replace
@@ -13,6 +14,7 @@ from django.contrib.auth.models import User
 from django.db import connection
 from django.test import Client
 from django.test.utils import CaptureQueriesContext
+from django.urls import reverse
 from msgspec.structs import replace as replace_device
 
 from accelerators import conductor
@@ -20,6 +22,8 @@ from accelerators.domain import pci_names
 from accelerators.domain.states import EventSource
 from accelerators.models import Device
 from accelerators.runtime import hardware_names
+from cyborgweb.models.event_types import describe_event
+from cyborgweb.models.notify import Delivery, add_hardware_name
 from cyborgweb.settings.keys import get_keys
 from drivers.configuration import ConfigurationError
 from tests.support.reports import apply_report, get_or_create_host, make_card, make_driver_report
@@ -244,6 +248,46 @@ def test_the_board_is_reported_stored_shown_and_found(cards: Client) -> None:
     older_agent = replace_device(board, subsystem="")
     apply_report(get_or_create_host(), make_driver_report(older_agent), seq=3)
     assert Device.objects.get(vendor="10de").hardware_name.full == "NVIDIA A100 PCIe 80GB"
+
+
+@pytest.mark.parametrize(
+    ("listed", "column"),
+    [("device", "name"), ("deployable", "device_name"), ("attachhandle", "deployable_device_name")],
+)
+def test_exports_have_the_names_beside_the_ids(cards: Client, listed: str, column: str) -> None:
+    def download(file_format: str) -> str:
+        answer: Any = cards.get(reverse(f"admin:accelerators_{listed}_export", args=[file_format]))
+        return b"".join(answer.streaming_content).decode()
+
+    names = {row[column] for row in json.loads(download("json"))}
+    assert names == {"NVIDIA A100 PCIe 80GB", "Mellanox ConnectX-5", "Habana Gaudi2"}
+    table = download("csv")
+    assert f'"{column}"' in table and '"NVIDIA A100 PCIe 80GB","20b5"' in table
+    assert f"{column}: NVIDIA A100 PCIe 80GB" in download("yaml")
+
+
+def test_the_search_page_finds_and_names_hardware(cards: Client) -> None:
+    apply_report(get_or_create_host("cmp2"), make_driver_report(make_card(7, vendor="10de", model="20b5", type="GPU")))
+    for term, host in (("a100", ""), ("nvidia a100", ""), ("mellanox", "Mellanox ConnectX-5")):
+        found = cards.get("/admin/find/", {"q": term}, follow=True)
+        page = found.content.decode()
+        assert host in page if host else page.count("NVIDIA A100 PCIe 80GB pci:0000:0") == 2, term
+    assert "Nothing is called" in cards.get("/admin/find/", {"q": "aldebaran"}).content.decode()
+
+
+def test_references_to_devices_name_their_hardware_in_the_api(cards: Client) -> None:
+    rows = cards.get("/api/deployables/").json()["results"]
+    names = {row["device"]["name"] for row in rows}
+    assert names == {"NVIDIA A100 PCIe 80GB", "Mellanox ConnectX-5", "Habana Gaudi2"}
+
+
+def test_messages_name_their_hardware(names_file: Path) -> None:
+    data = {"device": "d", "type": "GPU", "vendor": "10de", "model": "20b5", "subsystem": "10de:1533", "host": "cmp1"}
+    named = Delivery(kind="device.failed", data=data).named_data
+    assert named == data | {"hardware": "NVIDIA A100 80GB PCIe"}
+    assert describe_event("device.failed", named) == "Device failed: d, NVIDIA A100 80GB PCIe, on cmp1."
+    assert add_hardware_name({"device": "d", "model": "20b5"})["hardware"] == "20b5"
+    assert add_hardware_name({"request": "r"}) == {"request": "r"}
 
 
 def test_names_cost_no_statement(cards: Client, settings: Any) -> None:
