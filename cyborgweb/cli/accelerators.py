@@ -24,6 +24,7 @@ LIST_COLUMNS = (
     "driver",
     "backend",
     "device=device.uuid",
+    "hardware=device.name",
     "instance=instance.uuid",
     "label",
 )

@@ -201,7 +201,7 @@ class DeliverySerializer(RowSerializer):
     uuid = serializers.UUIDField(source="message", read_only=True, help_text="The header webhook-id has it after msg_.")
     url = UrlField("deliveries", source="message")
     subscription = SubscriptionReference(read_only=True)
-    data: Any = serializers.JSONField(read_only=True)  # Any for the same reason as `label` above.
+    data: Any = serializers.JSONField(source="named_data", read_only=True)  # Any for the same reason as `label` above.
 
     class Meta:
         model = Delivery
@@ -228,7 +228,7 @@ class MessageSerializer(RowSerializer):
     url = UrlField("inbox", source="message")
     subscription = SubscriptionReference(read_only=True)
     text = serializers.SerializerMethodField()
-    data: Any = serializers.JSONField(read_only=True)  # Any for the same reason as `label` above.
+    data: Any = serializers.JSONField(source="named_data", read_only=True)  # Any for the same reason as `label` above.
 
     class Meta:
         model = Delivery
@@ -236,7 +236,7 @@ class MessageSerializer(RowSerializer):
 
     def get_text(self, row: Delivery) -> str:
         """The message as one readable sentence."""
-        return describe_event(row.kind, row.data)
+        return describe_event(row.kind, row.named_data)
 
 
 class ReadSerializer(serializers.Serializer[Any]):

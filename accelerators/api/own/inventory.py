@@ -221,6 +221,11 @@ class DeviceSerializer(RowSerializer):
     model_name = serializers.CharField(
         source="hardware_name.model", read_only=True, help_text="The model in the PCI ID database; empty if unknown."
     )
+    subsystem_name = serializers.CharField(
+        source="hardware_name.subsystem",
+        read_only=True,
+        help_text="The maker and the name of the board in the PCI ID database; empty if unknown.",
+    )
     stale = serializers.SerializerMethodField()
     to_install = serializers.SerializerMethodField()
     acts = serializers.SerializerMethodField()
@@ -267,6 +272,8 @@ class DeviceSerializer(RowSerializer):
             "key",
             "numa_node",
             "kernel_driver",
+            "subsystem",
+            "subsystem_name",
             "std_board_info",
             "vendor_board_info",
             "created_at",
