@@ -9,8 +9,8 @@ from urllib.parse import quote
 import click
 
 from cyborgweb.cli import completion, names, options
-from cyborgweb.cli.conflicts import edit_settings, show_conflict
-from cyborgweb.cli.drivers import finish_rollout, parse_set_options
+from cyborgweb.cli.conflicts import edit_settings, show_changes, show_conflict
+from cyborgweb.cli.drivers import finish_rollout, parse_set_options, read_driver
 from cyborgweb.cli.exit_codes import CliError, ExitCode
 from cyborgweb.cli.following import wait_for_commands
 from cyborgweb.cli.many_targets import run_for_each, show_and_exit
@@ -85,11 +85,7 @@ def add_change_options(function: Callable[..., Any]) -> Callable[..., Any]:
             click.argument("backend"),
             click.option("--host", required=True, shell_complete=completion.complete_hosts, help="On this host."),
             click.option("--driver", default=DEFAULT_DRIVER, show_default=True, help="Of this driver."),
-            click.option(
-                "--generation",
-                type=click.IntRange(0),
-                help="The generation of the driver that driver-list --json shows: refused if it has changed.",
-            ),
+            options.generation_option,
             options.request_dry_run_option,
             options.reason_option,
             options.wait_option,
@@ -155,8 +151,8 @@ def backend_disable(cli_context: CliContext, **change_options: Any) -> None:
 @pass_cli_context
 def backend_remove(cli_context: CliContext, yes: bool, **change_options: Any) -> None:
     """Remove a backend with its settings. Refused while a device of the driver is held."""
-    options.confirm(f"Remove the backend {change_options['backend']} on {change_options['host']}?", yes)
-    _change_backend(cli_context, "DELETE", {}, **change_options)
+    question = f"Remove the backend {change_options['backend']} on {change_options['host']}?"
+    _change_backend(cli_context, "DELETE", {}, **change_options, question=question, yes=yes)
 
 
 def _change_backend(
@@ -169,16 +165,26 @@ def _change_backend(
     generation: int | None,
     reason: str,
     wait: bool,
+    question: str = "",
+    yes: bool = False,
 ) -> None:
     """Send a change of one backend, and show the result on its host; with `wait`, first follow it to its end.
 
-    Raises CliError if the host does not exist or the change is refused; if somebody else has changed the driver, the
-    present settings are shown. Exits with REFUSED if the change has failed.
+    What will change is printed first, and then the `question` is asked, if there is one, unless `yes` is set. The
+    change is based on the generation of the driver that was read for that, or on `generation`. Raises CliError if the
+    host does not exist or the change is refused; if somebody else has changed the driver, both versions are shown.
+    Exits with REFUSED if the change has failed.
     """
     host_uuid = names.resolve_host(cli_context.api, host)
-    about = options.drop_empty({"reason": reason, "generation": generation})
+    present = read_driver(cli_context.api, host, driver)
+    about = options.drop_empty({"reason": reason})
+    about["generation"] = present["generation"] if generation is None else generation
+    present_section = _get_section(present, backend)
+    show_changes(present_section, _preview_section(present_section, method, changes))
+    if question:
+        options.confirm(question, yes)
     path = f"backends/{host_uuid}:{quote(driver)}:{quote(backend)}/"
-    with show_conflict(lambda current: (current.get("wanted"), changes)):
+    with show_conflict(lambda current: _compare_sections(current, backend, method, changes)):
         if method == "POST":
             body = {"host": host, "driver": driver, "name": backend}
             rollout = cli_context.api.post("backends/", body | changes | about)
@@ -187,6 +193,29 @@ def _change_backend(
         else:
             rollout = cli_context.api.send_change("DELETE", path, params=about)
     finish_rollout(cli_context, rollout, f"backend {backend}", wait)
+
+
+def _get_section(driver: dict[str, Any], backend: str) -> dict[str, Any] | None:
+    """Return the settings of a backend in a driver as the API shows it; None if the driver has no such backend."""
+    settings = (driver.get("wanted") or {}).get("settings") or {}
+    section: dict[str, Any] | None = settings.get("backends", {}).get(backend)
+    return section
+
+
+def _preview_section(section: dict[str, Any] | None, method: str, changes: dict[str, Any]) -> dict[str, Any] | None:
+    """Return the settings of a backend after a change with this HTTP method, None if it is removed."""
+    if method == "DELETE":
+        return None
+    if method == "POST":
+        return dict(changes["settings"])
+    enabled = {"enabled": changes["enabled"]} if "enabled" in changes else {}
+    return edit_settings(section or {}, changes.get("set", {}) | enabled, changes.get("unset", ()))
+
+
+def _compare_sections(driver: dict[str, Any], backend: str, method: str, changes: dict[str, Any]) -> tuple[Any, Any]:
+    """Return the present settings of a backend, and those that the refused change would lead to."""
+    section = _get_section(driver, backend)
+    return section, _preview_section(section, method, changes)
 
 
 @verb_command("service-list", "service-list --name sriov --state ready")

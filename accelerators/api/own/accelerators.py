@@ -21,6 +21,7 @@ from rest_framework.response import Response
 from accelerators.api.own import instances
 from accelerators.api.own.bulk_previews import MAX_PREVIEW_DEVICES, BulkPreviewSerializer, preview_or_start
 from accelerators.api.own.fields import (
+    NEEDS_GENERATION,
     ClosedSerializer,
     DeviceReference,
     GenerationField,
@@ -191,7 +192,7 @@ class LayoutSerializer(ClosedSerializer):
     reason = ReasonField("Shown with the commands and their events.")
 
     # The OpenAPI generator treats every PATCH body as partial; this one requires `layout`.
-    field_conditions = {"required": ["layout"]}
+    field_conditions = {"required": ["layout", *NEEDS_GENERATION["required"]]}
 
 
 class AddUnitsSerializer(ConfirmationSerializer, LayoutSerializer):
@@ -211,6 +212,9 @@ class AddUnitsSerializer(ConfirmationSerializer, LayoutSerializer):
         child=StrictTextField(max_length=255),
         required=False,
         help_text="Other layout keys that its driver accepts, besides the number of units.",
+    )
+    generation = GenerationField(
+        help_text="Only for a single device: the generation as you read it. If it has changed since, the answer is 409."
     )
 
     field_conditions = {"not": {"properties": {"dry_run": {"enum": [True]}}, "required": ["dry_run", "token"]}}

@@ -14,6 +14,7 @@ from rest_framework.response import Response
 
 from accelerators.api.own.drivers import POLICY_RULE_BY_METHOD
 from accelerators.api.own.fields import (
+    NEEDS_GENERATION,
     ClosedSerializer,
     GenerationField,
     ReasonField,
@@ -25,7 +26,7 @@ from accelerators.api.own.fields import (
 from accelerators.api.own.filters import choice_filter, host_filter
 from accelerators.api.own.rollouts import RolloutView, RolloutWithStepsSerializer, SettingsField, show_changed_driver
 from accelerators.api.own.views import CollectionView
-from accelerators.domain.generations import ChangedMeanwhileError
+from accelerators.domain.generations import GenerationError
 from accelerators.domain.setting_edits import SettingEdits
 from accelerators.models import Backend, Host, Rollout, Service
 from accelerators.workflows import backend_sections, driver_rollouts
@@ -104,6 +105,8 @@ class NewBackendSerializer(ClosedSerializer):
     generation = GenerationField()
     reason = ReasonField("Shown with the rollout and in its events.")
 
+    field_conditions = NEEDS_GENERATION
+
 
 class BackendChangeSerializer(ClosedSerializer):
     """A change of a backend; what is left out stays as it is. Paths begin in the backend's section."""
@@ -115,6 +118,8 @@ class BackendChangeSerializer(ClosedSerializer):
     )
     generation = GenerationField()
     reason = ReasonField("Shown with the rollout and in its events.")
+
+    field_conditions = NEEDS_GENERATION
 
 
 class BackendView(ReadOnlyCollectionView):
@@ -164,10 +169,10 @@ class BackendView(ReadOnlyCollectionView):
         """Remove a backend: 202, with the rollout that does it. 409: the driver has another generation, or one of its
         devices is held."""
         reason = self.request.query_params.get("reason", "")
-        context = self._build_context({"generation": self.get_generation_to_delete(), "reason": reason})
+        context = self._build_context({"generation": self.read_generation_parameter(), "reason": reason})
         return self._respond_with_rollout(backend_sections.remove_backend(self._find_place(), context))
 
-    def build_current(self, error: ChangedMeanwhileError) -> Any:
+    def build_current(self, error: GenerationError) -> Any:
         """Return the driver as it is now on the host where somebody else changed it."""
         driver = self.kwargs["id"].split(":", 1)[1].rpartition(":")[0] if self.detail else self._get_new_driver()
         return show_changed_driver(driver, error, self.get_serializer_context())

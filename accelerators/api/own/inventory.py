@@ -34,7 +34,7 @@ from accelerators.api.own.previews import ConfirmationSerializer, PreviewSeriali
 from accelerators.api.own.views import CollectionView
 from accelerators.devices import lifecycle, partitioning
 from accelerators.devices.lifecycle import MAX_REASON, SeenStates
-from accelerators.domain import device_actions
+from accelerators.domain import device_actions, generations
 from accelerators.domain.caller import Caller
 from accelerators.domain.device_actions import Action
 from accelerators.domain.errors import RefusalReason, RefusedError
@@ -449,10 +449,11 @@ class DeviceView(CollectionView):
 
     def partial_update(self, request: Request, **kwargs: str) -> Response:
         """Change keys of the device's layout that its driver accepts, and partition the device accordingly. The answer
-        is the command that does it. Refused while anybody holds the device."""
-        command = partitioning.update_layout(
-            self.get_object().uuid, caller=self.caller, source=self.caller.event_source, **self.validate_body()
-        )
+        is the command that does it. Refused while anybody holds the device. 409: it has another generation."""
+        device = self.get_object()
+        values = self.validate_body()
+        generations.require_generation(f"Device {device.uuid}", device.generation, values.get("generation"))
+        command = partitioning.update_layout(device.uuid, caller=self.caller, source=self.caller.event_source, **values)
         data = CommandSerializer(command, context=super().get_serializer_context() | {"fields": ()}).data
         return Response(data, 202, headers={"Location": data["url"]})
 
