@@ -271,7 +271,7 @@ def test_subscriptions_and_the_inbox_are_managed_in_the_console(client: Client, 
     added = client.post("/admin/cyborgweb/subscription/add/", hook, follow=True).content.decode()
     assert added.count("whsec_") == 1
     row = Subscription.objects.get(name="hook")
-    changed = {**hook, "standing": "off"}
+    changed = {**hook, "standing": "off", "generation": "1"}
     assert client.post(f"/admin/cyborgweb/subscription/{row.pk}/change/", changed).status_code == 302
     row.refresh_from_db()
     assert (row.standing, row.way) == ("off", "webhook")
