@@ -1,4 +1,4 @@
-"""Commands for the backends that drivers have found, and for the services that these backends offer."""
+"""Commands for the backends of drivers, reported or configured, and for the services that these backends offer."""
 
 from __future__ import annotations
 
@@ -18,9 +18,10 @@ from cyborgweb.cli.options import CliContext, pass_cli_context, verb_command
 from cyborgweb.cli.output import print_row
 
 BACKEND_KINDS = ("pci", "mdev", "accel-class", "firmware", "remote")
+BACKEND_STATES = ("answering", "failing", "waiting", "disabled")
 DEFAULT_DRIVER = "generic_driver"
 SERVICE_NAMES = ("passthrough", "sriov", "mdev", "program", "firmware", "reset", "health", "stats")
-BACKEND_COLUMNS = ("host", "driver", "name", "kind", "devices", "services", "labels", "error")
+BACKEND_COLUMNS = ("host", "driver", "name", "kind", "state", "devices", "services", "labels", "reason")
 SERVICE_COLUMNS = ("host", "driver", "backend", "service=name", "version", "state", "limits", "reason")
 MAX_HOSTS = 1_000_000
 DISCOVER_COLUMNS = ("host", "outcome", "state", "text")
@@ -31,12 +32,16 @@ DISCOVER_COLUMNS = ("host", "outcome", "state", "text")
 @click.option("--driver", shell_complete=completion.complete_drivers, help="Only of this driver.")
 @click.option("--kind", type=click.Choice(BACKEND_KINDS), help="Only of this kind.")
 @click.option("--name", help="Only with this name.")
+@click.option("--state", type=click.Choice(BACKEND_STATES), help="Only in this state.")
 @click.option("--failing/--answering", default=None, help="Only backends that have an error, or only the others.")
 @options.limit_option
 @options.watch_option
 @pass_cli_context
 def backend_list(cli_context: CliContext, limit: int, **filters: Any) -> None:
-    """List drivers' backends. Each row has the services that the backend offers, or the error that it reports."""
+    """List drivers' backends: those that are reported, and those that are configured and not reported.
+
+    Each row has the services that the backend offers, or the reason why it does not answer.
+    """
     cli_context.print_list(
         lambda: cli_context.fetch_rows("backends/", limit, **filters),
         BACKEND_COLUMNS,

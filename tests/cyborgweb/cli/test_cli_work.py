@@ -422,7 +422,7 @@ def test_backends_and_services_are_listed_and_shown(cyborg: Cyborg, host: Host) 
     assert table[1].split()[:3] == ["cmp1", "nic_driver", "gpus"] and "it hung" in table[1]
     assert "sriov, reset" in table[2] and "rack=r1" in table[2]
     shown = cyborg("backend-show", "nics").stdout
-    assert "services  sriov  1  ready  total_vfs=8\n          reset  1  unavailable  no way\n" in shown
+    assert "services    sriov  1  ready  total_vfs=8\n            reset  1  unavailable  no way\n" in shown
     key = json.loads(cyborg("backend-show", "nics", "--host", "cmp1", "-f", "json").stdout)["id"]
     assert cyborg("backend-show", key).stdout == shown
     ready = cyborg("service-list", "--state", "ready", "-f", "csv").stdout
