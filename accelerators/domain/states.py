@@ -160,6 +160,17 @@ class DriverState(Choice):
     """The driver does not run on this host; its package may still be installed."""
 
 
+class BackendState(Choice):
+    """The state of a backend of a driver on a host."""
+
+    ANSWERING = "answering", "good"
+    FAILING = "failing", "bad"
+    WAITING = "waiting", "warn"
+    """It is configured, but the host's agent has not reported it."""
+    DISABLED = "disabled"
+    """It is configured and switched off, or its driver is; no agent reports it."""
+
+
 class RolloutOp(Choice):
     """The change that a rollout makes to a driver on its hosts."""
 

@@ -90,6 +90,13 @@ class VerbCommand(click.Command):
             formatter.write_text("\n".join(["\b\nExample:", *(f"  {context.command_path}{line}" for line in lines)]))
 
 
+generation_option = click.option(
+    "--generation",
+    type=click.IntRange(0),
+    help="Base the change on this generation, not on the one that is read now. Refused if it is not the present one.",
+)
+
+
 def verb_command(
     name: str, example: str, help_text: str | None = None
 ) -> Callable[[Callable[..., Any]], click.Command]:

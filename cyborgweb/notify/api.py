@@ -18,6 +18,7 @@ from rest_framework.request import Request
 from rest_framework.response import Response
 
 from accelerators.api.own.fields import (
+    NEEDS_GENERATION,
     ChangeSerializer,
     ClosedSerializer,
     RowSerializer,
@@ -155,6 +156,8 @@ class SubscriptionSerializer(RowSerializer):
 
 class SubscriptionChangeSerializer(ChangeSerializer, SubscriptionSerializer):
     """A change of a subscription."""
+
+    field_conditions = {**SubscriptionSerializer.field_conditions, **NEEDS_GENERATION}
 
 
 class SecretSerializer(SubscriptionSerializer):
@@ -332,8 +335,9 @@ class SubscriptionView(CollectionView):
 
     def destroy(self, request: Request, **kwargs: str) -> Response:
         """Delete a subscription and its deliveries."""
-        generation = self.get_generation_to_delete()
-        subscriptions.delete(self.get_object().pk, self.caller, generation=generation)
+        subscription = self.get_object()
+        generation = self.get_generation_to_delete(subscription)
+        subscriptions.delete(subscription.pk, self.caller, generation=generation)
         return Response(status=204)
 
     def test(self, request: Request, **kwargs: str) -> Response:

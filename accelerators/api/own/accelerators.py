@@ -23,6 +23,7 @@ from accelerators.api.own.bulk_previews import MAX_PREVIEW_DEVICES, BulkPreviewS
 from accelerators.api.own.fields import (
     ClosedSerializer,
     DeviceReference,
+    GenerationField,
     HandleReference,
     HostReference,
     ProfileReference,
@@ -200,6 +201,9 @@ class AddUnitsSerializer(LayoutSerializer):
         child=StrictTextField(max_length=255),
         required=False,
         help_text="Other layout keys that its driver accepts, besides the number of units.",
+    )
+    generation = GenerationField(
+        help_text="Only for a single device: the generation as you read it. If it has changed since, the answer is 409."
     )
 
     field_conditions = {

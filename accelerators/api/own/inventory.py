@@ -18,6 +18,7 @@ from rest_framework.response import Response
 from accelerators import safety
 from accelerators.api.own.commands import CommandSerializer
 from accelerators.api.own.fields import (
+    NEEDS_GENERATION,
     ClosedSerializer,
     DeployableReference,
     DeviceReference,
@@ -36,7 +37,7 @@ from accelerators.api.own.previews import ConfirmationSerializer, PreviewSeriali
 from accelerators.api.own.views import CollectionView
 from accelerators.devices import lifecycle, partitioning
 from accelerators.devices.lifecycle import MAX_REASON, SeenStates
-from accelerators.domain import device_actions
+from accelerators.domain import device_actions, generations
 from accelerators.domain.caller import Caller
 from accelerators.domain.device_actions import Action
 from accelerators.domain.errors import RefusalReason, RefusedError
@@ -448,7 +449,7 @@ class LayoutSerializer(ConfirmationSerializer):
 
     # The OpenAPI generator treats every PATCH body as partial; this one requires `layout`.
     field_conditions = {
-        "required": ["layout"],
+        "required": ["layout", *NEEDS_GENERATION["required"]],
         "not": {"properties": {"dry_run": {"enum": [True]}}, "required": ["dry_run", "token"]},
     }
 
@@ -487,12 +488,13 @@ class DeviceView(CollectionView):
 
     def partial_update(self, request: Request, **kwargs: str) -> Response:
         """Change keys of the device's layout that its driver accepts, and partition the device accordingly. The answer
-        is the command that does it. Refused while anybody holds the device.
+        is the command that does it. Refused while anybody holds the device. 409: it has another generation.
 
         With `dry_run` the answer is the preview: 200. With its token, a device whose state or number of units has
         changed since the preview is refused.
         """
         values, device = self.validate_body(), self.get_object()
+        generations.require_generation(f"Device {device.uuid}", device.generation, values.get("generation"))
         change = partitioning.PartitionChange(0, values["layout"], values.get("generation"))
         reason, seen = values.get("reason", ""), ""
         partitioning.check_change(change, reason)

@@ -126,6 +126,7 @@ class ProfileView(CollectionView):
 
     def destroy(self, request: Request, **kwargs: str) -> Response:
         """Delete a device profile; 204. 409 while requests made from it exist."""
-        generation = self.get_generation_to_delete()
-        profiles.delete_profile(self.get_object().uuid, self.caller, generation=generation)
+        profile = self.get_object()
+        generation = self.get_generation_to_delete(profile)
+        profiles.delete_profile(profile.uuid, self.caller, generation=generation)
         return Response(status=204)

@@ -55,7 +55,8 @@ def post_units(ask: Ask, path: str = "", by: str = "admin", status: int = 202, *
 
 
 def patch_layout(ask: Ask, row: Device, status: int = 202, by: str = "admin", **data: Any) -> Any:
-    response = ask(f"/api/devices/{row.uuid}/", by, method="PATCH", data=data)
+    present = {"generation": Device.objects.values_list("generation", flat=True).filter(pk=row.pk).first() or 0}
+    response = ask(f"/api/devices/{row.uuid}/", by, method="PATCH", data=present | data)
     assert response.status_code == status, response.content
     return json.loads(response.content) if status == 202 else get_error_message(response, status)
 
