@@ -549,10 +549,10 @@ def _process_slice(found: Bulk, max_attempts: int) -> None:
         if bulk is None or waiting_items.filter(pk__in=[item.pk for item in asked_items]).count() != len(asked_items):
             return
         results = _apply_to_items(bulk, asked_items, answers)
-        retried = {item.device_uuid for item in asked_items if item.attempts + 1 < max_attempts}
+        retried = {item.target_uuid for item in asked_items if item.attempts + 1 < max_attempts}
         retried &= {result.uuid for result in results if result.reason is RefusalReason.UNAVAILABLE}
         if retried:
-            waiting_items.filter(device_uuid__in=retried).update(
+            waiting_items.filter(target_uuid__in=retried).update(
                 attempts=F("attempts") + 1, next_at=Now() + HOLDER_CHECK_PAUSE
             )
         results = [result for result in results if result.uuid not in retried]
@@ -581,8 +581,8 @@ def _ask_holders(bulk: Bulk, items: list[BulkItem]) -> safety.HolderAnswers:
 
 def _build_seen_states(bulk: Bulk, items: list[BulkItem]) -> SeenStates:
     """Return the states that the devices of these items showed when they were chosen. A dry run includes held ones."""
-    free_devices = {item.device_uuid for item in items if not item.held}
-    return SeenStates({item.device_uuid: item.stood for item in items}, bulk.held_too or bulk.dry, free_devices)
+    free_devices = {item.target_uuid for item in items if not item.held}
+    return SeenStates({item.target_uuid: item.stood for item in items}, bulk.held_too or bulk.dry, free_devices)
 
 
 def _apply_to_items(bulk: Bulk, items: list[BulkItem], answers: safety.HolderAnswers) -> list[ActionResult]:

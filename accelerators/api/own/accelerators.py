@@ -504,7 +504,7 @@ def _describe_labels(forecast: Sequence[labels.LabelResult], host_count: int) ->
 
 def _describe_bulk_results(bulk: Bulk, targets: Sequence[tuple[UUID | None, PartitionTarget]]) -> list[dict[str, Any]]:
     """Return the results of a change of units so far, in the order of the targets."""
-    items = {item.device_uuid: item for item in bulk_actions.annotate_with_commands(bulk.items.all())}
+    items = {item.target_uuid: item for item in bulk_actions.annotate_with_commands(bulk.items.all())}
     results = []
     for uuid, target in targets:
         item = items.get(uuid) if uuid else None

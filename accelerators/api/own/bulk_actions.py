@@ -298,7 +298,7 @@ class BulkResultFilter(filters.FilterSet):
     outcome = filters.MultipleChoiceFilter(
         method="filter_by_outcome", choices=[(word, word) for word in (*DeviceOutcome, WAITING)]
     )
-    device = filters.UUIDFilter(field_name="device_uuid")
+    device = filters.UUIDFilter(field_name="target_uuid")
     host = host_filter()
 
     def filter_by_outcome(self, items: QuerySet[BulkItem], name: str, words: list[str]) -> QuerySet[BulkItem]:
@@ -311,8 +311,8 @@ class BulkResultSerializer(RowSerializer):
 
     url = UrlField("bulk_results", source="id")
     bulk_action = UrlField("bulk_actions", source="bulk.uuid")
-    device = serializers.UUIDField(source="device_uuid", read_only=True)
-    name = serializers.CharField(source="device_name", read_only=True)
+    device = serializers.UUIDField(source="target_uuid", read_only=True)
+    name = serializers.CharField(source="target_name", read_only=True)
     was = serializers.CharField(source="stood", read_only=True)
     reason = serializers.CharField(
         source="why", read_only=True, help_text="The stable code of the refusal; empty if it was not refused."

@@ -91,8 +91,8 @@ def _describe_preview(draft: Bulk, preview: bulk_actions.BulkPreview) -> dict[st
         ],
         "devices": [
             {
-                "device": item.device_uuid,
-                "name": item.device_name,
+                "device": item.target_uuid,
+                "name": item.target_name,
                 "host": item.host,
                 "state": item.stood,
                 "outcome": one.outcome.value,
