@@ -348,7 +348,7 @@ def _build_confirmation_context(bulk: Bulk) -> dict[str, Any]:
         ][:MAX_PREVIEW_ROWS],
         "affected_number": len(affected),
         "forecast": [(_render_outcome(prediction.outcome, MOVED_PREDICTED), prediction) for prediction in predictions],
-        "moved_count": preview.count_devices(DeviceOutcome.MOVED),
+        "moved_count": preview.count_objects(DeviceOutcome.MOVED),
         "host_count": preview.host_count,
         "holders": [
             (render_item_device(item), item.host, *holders_by_device[item.device_id])

@@ -51,6 +51,7 @@ from accelerators.domain.states import (
 from accelerators.models import AcceleratorRequest, AttachHandle, Attribute, Deployable, Device, Host
 from accelerators.models.devices import build_driver_error_expression, build_name_condition
 from accelerators.workflows import bulk_actions, confirmations, host_removal
+from accelerators.workflows.bulk_targets import BulkForecast
 
 
 def count_related_rows(rows: QuerySet[Any], column: str, outer_column: str = "pk") -> Coalesce:
@@ -339,7 +340,7 @@ class _ForecastAction:
     action: Action
     final_state: DrainTarget
     device: Device
-    forecast: bulk_actions.BulkForecast
+    forecast: BulkForecast
 
     @property
     def is_change(self) -> bool:

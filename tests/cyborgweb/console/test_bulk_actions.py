@@ -264,7 +264,7 @@ def test_too_large_or_empty_sets_are_refused_and_old_bulk_actions_are_deleted(
     operator: Client, fill: Fill, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fill(10)
-    monkeypatch.setattr(bulk_actions, "MAX_BULK_DEVICES", 9)
+    monkeypatch.setattr(bulk_actions, "MAX_BULK_OBJECTS", 9)
     every = Device.objects.all()
     with pytest.raises(RefusedError, match="More than 9 devices are chosen"):
         bulk_actions.create_draft(Action.ENABLE, DrainTarget.MAINTENANCE, every, OLGA)
