@@ -18,7 +18,13 @@ from rest_framework.request import Request
 from rest_framework.response import Response
 
 from accelerators.api.own import instances
-from accelerators.api.own.bulk_actions import MAX_NAMED_DEVICES, DeviceSelectorField, select_devices
+from accelerators.api.own.bulk_actions import (
+    MAX_NAMED_OBJECTS,
+    SELECTABLES,
+    SelectorField,
+    check_selector,
+    select_objects,
+)
 from accelerators.api.own.bulk_previews import MAX_PREVIEW_DEVICES, BulkPreviewSerializer, preview_or_start
 from accelerators.api.own.fields import (
     ClosedSerializer,
@@ -40,7 +46,7 @@ from accelerators.api.own.views import CollectionView
 from accelerators.devices import partitioning
 from accelerators.devices.partitioning import PartitionChange, PartitionTarget
 from accelerators.domain.errors import RefusalReason, RefusedError
-from accelerators.domain.states import DeviceOutcome, DrainTarget, RequestState
+from accelerators.domain.states import BulkTarget, DeviceOutcome, DrainTarget, RequestState
 from accelerators.models import AcceleratorRequest, AttachHandle, Bulk, Device
 from accelerators.models.devices import HANDLE_USES
 from accelerators.requests import labels
@@ -186,10 +192,10 @@ class AddUnitsSerializer(LayoutSerializer):
     targets = serializers.ListField(
         child=TargetSerializer(),
         required=False,
-        max_length=MAX_NAMED_DEVICES,
+        max_length=MAX_NAMED_OBJECTS,
         help_text="The devices, at least one.",
     )
-    selector = DeviceSelectorField(
+    selector = SelectorField(
         required=False,
         help_text='`{"all": true}`, or filters of `/api/devices/` with a text, a boolean or a list of texts. Devices'
         " whose number of units cannot be chosen are left out.",
@@ -219,6 +225,8 @@ class AddUnitsSerializer(LayoutSerializer):
         values = super().validate(values)
         if bool(values.get("targets")) == bool(values.get("selector")):
             raise serializers.ValidationError("Say either targets, at least one, or a selector.")
+        if selector := values.get("selector"):
+            check_selector(SELECTABLES[BulkTarget.DEVICE], selector)
         return values
 
 
@@ -486,7 +494,12 @@ class AcceleratorView(CollectionView):
         """Return the devices that a body names or selects, as `partitioning.resolve_targets` does, whose errors it
         raises."""
         if selector := values.get("selector"):
-            divisible = select_devices([], selector).exclude(sized_by="").order_by("id").values_list("uuid", flat=True)
+            divisible = (
+                select_objects(BulkTarget.DEVICE, [], selector)
+                .exclude(sized_by="")
+                .order_by("id")
+                .values_list("uuid", flat=True)
+            )
             targets = [PartitionTarget(uuid) for uuid in divisible[: partitioning.MAX_DEVICES + 1]]
             if not targets:
                 text = "The selector matches no device whose number of units can be chosen."
@@ -534,8 +547,8 @@ def _describe_labels(forecast: Sequence[labels.LabelResult], host_count: int) ->
 
 def _describe_bulk_results(bulk: Bulk, targets: Sequence[tuple[UUID | None, PartitionTarget]]) -> list[dict[str, Any]]:
     """Return the results of a change of units so far, in the order of the targets."""
-    named = bulk.items.filter(device_uuid__in=[uuid for uuid, _ in targets if uuid])
-    items = {item.device_uuid: item for item in bulk_actions.annotate_with_commands(named)}
+    named = bulk.items.filter(target_uuid__in=[uuid for uuid, _ in targets if uuid])
+    items = {item.target_uuid: item for item in bulk_actions.annotate_with_commands(named)}
     results = []
     for uuid, target in targets:
         item = items.get(uuid) if uuid else None

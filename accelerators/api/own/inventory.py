@@ -54,6 +54,7 @@ from accelerators.domain.states import (
 from accelerators.models import AcceleratorRequest, AttachHandle, Attribute, Deployable, Device, Host
 from accelerators.models.devices import build_driver_error_expression, build_name_condition
 from accelerators.workflows import bulk_actions, confirmations, host_removal
+from accelerators.workflows.bulk_targets import BulkForecast
 
 
 def count_related_rows(rows: QuerySet[Any], column: str, outer_column: str = "pk") -> Coalesce:
@@ -349,7 +350,7 @@ class _ForecastAction:
     action: Action
     final_state: DrainTarget
     device: Device
-    forecast: bulk_actions.BulkForecast
+    forecast: BulkForecast
 
     @property
     def is_change(self) -> bool:
@@ -518,7 +519,7 @@ class DeviceView(CollectionView):
         return possible
 
 
-def _describe_layout_change(device: Device, forecast: bulk_actions.BulkForecast, seen: str) -> dict[str, Any]:
+def _describe_layout_change(device: Device, forecast: BulkForecast, seen: str) -> dict[str, Any]:
     """Return a preview as `LayoutPreviewSerializer` shows it, without the token."""
     return {
         "device": device.uuid,
