@@ -18,13 +18,6 @@ from rest_framework.request import Request
 from rest_framework.response import Response
 
 from accelerators.api.own import instances
-from accelerators.api.own.bulk_actions import (
-    MAX_NAMED_OBJECTS,
-    SELECTABLES,
-    SelectorField,
-    check_selector,
-    select_objects,
-)
 from accelerators.api.own.bulk_previews import MAX_PREVIEW_DEVICES, BulkPreviewSerializer, preview_or_start
 from accelerators.api.own.fields import (
     ClosedSerializer,
@@ -42,11 +35,12 @@ from accelerators.api.own.fields import (
 from accelerators.api.own.filters import SavedViewFilter, UuidPrefixFilter, choice_filter, host_filter
 from accelerators.api.own.inventory import LayoutSerializer
 from accelerators.api.own.previews import ConfirmationSerializer, PreviewSerializer, respond_with_preview
+from accelerators.api.own.selectors import DEVICES, MAX_NAMED_OBJECTS, SelectorField, check_selector
 from accelerators.api.own.views import CollectionView
 from accelerators.devices import partitioning
 from accelerators.devices.partitioning import PartitionChange, PartitionTarget
 from accelerators.domain.errors import RefusalReason, RefusedError
-from accelerators.domain.states import BulkTarget, DeviceOutcome, DrainTarget, RequestState
+from accelerators.domain.states import DeviceOutcome, DrainTarget, RequestState
 from accelerators.models import AcceleratorRequest, AttachHandle, Bulk, Device
 from accelerators.models.devices import HANDLE_USES
 from accelerators.requests import labels
@@ -226,7 +220,7 @@ class AddUnitsSerializer(LayoutSerializer):
         if bool(values.get("targets")) == bool(values.get("selector")):
             raise serializers.ValidationError("Say either targets, at least one, or a selector.")
         if selector := values.get("selector"):
-            check_selector(SELECTABLES[BulkTarget.DEVICE], selector)
+            check_selector(DEVICES, selector)
         return values
 
 
@@ -495,10 +489,7 @@ class AcceleratorView(CollectionView):
         raises."""
         if selector := values.get("selector"):
             divisible = (
-                select_objects(BulkTarget.DEVICE, [], selector)
-                .exclude(sized_by="")
-                .order_by("id")
-                .values_list("uuid", flat=True)
+                select_rows(DEVICES, selector).exclude(sized_by="").order_by("id").values_list("uuid", flat=True)
             )
             targets = [PartitionTarget(uuid) for uuid in divisible[: partitioning.MAX_DEVICES + 1]]
             if not targets:

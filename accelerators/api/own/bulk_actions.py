@@ -6,13 +6,11 @@ Bulk actions on attachments and accelerators are shown only to callers who may s
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 from typing import Any
 from uuid import UUID
 
 import django_filters as filters
 from django.db.models import Q, QuerySet
-from django.http import QueryDict
 from rest_framework import serializers
 from rest_framework.exceptions import APIException, PermissionDenied
 from rest_framework.request import Request
@@ -36,8 +34,15 @@ from accelerators.api.own.fields import (
     UrlField,
 )
 from accelerators.api.own.filters import SavedViewFilter, choice_filter, host_filter
-from accelerators.api.own.inventory import DeviceFilter, DeviceView
 from accelerators.api.own.previews import ConfirmationSerializer
+from accelerators.api.own.selectors import (
+    DEVICES,
+    MAX_NAMED_OBJECTS,
+    Selectable,
+    SelectorField,
+    check_selector,
+    select_rows,
+)
 from accelerators.api.own.views import CollectionView
 from accelerators.devices import admission_rules, partitioning
 from accelerators.domain.device_actions import Action
@@ -49,8 +54,6 @@ from accelerators.workflows import attachment_orders, bulk_actions, bulk_admissi
 from accelerators.workflows.bulk_detachments import DETACH
 from accelerators.workflows.bulk_labels import LABEL
 
-MAX_NAMED_OBJECTS = 20_000
-"""Maximum number of objects that a body names; their uuids fit into a body. A selector may match more."""
 WAITING = "waiting"
 """The word for the outcome of an object that was not processed yet."""
 STATE_RULE, COMMAND_RULE = "cyborg:device:update", "cyborg:command:create"
@@ -58,31 +61,6 @@ ADD_UNITS_RULE, REMOVE_UNITS_RULE = "cyborg:accelerator:create", "cyborg:acceler
 READ_RULE = "cyborg:inventory:get_all"
 
 
-@dataclass(frozen=True)
-class Selectable:
-    """The objects of one kind, and how a body selects them.
-
-    `field` is the field of the body that names them, and `selector_filters` are the filters that a selector may have.
-    Whoever has `read_rule` sees bulk actions on those of the own project, and with `read_all_rule` on all.
-    `change_all_rule` lets a caller change those of all projects. The rules are '' for devices, which have no project.
-    """
-
-    field: str
-    filter_class: type[filters.FilterSet]
-    rows: QuerySet[Any]
-    excluded_filters: tuple[str, ...] = ()
-    read_rule: str = ""
-    read_all_rule: str = ""
-    change_all_rule: str = ""
-
-    @property
-    def selector_filters(self) -> Mapping[str, filters.Filter]:
-        """Return the filters that a selector may have: those of the list, except for `excluded_filters`."""
-        filters_of_list = self.filter_class.base_filters
-        return {name: one for name, one in filters_of_list.items() if name not in self.excluded_filters}
-
-
-DEVICES = Selectable("devices", DeviceFilter, DeviceView.queryset, ("saved_view",))
 SELECTABLES = {
     BulkTarget.DEVICE: DEVICES,
     BulkTarget.ATTACHMENT: Selectable(
@@ -149,43 +127,6 @@ class BulkFilter(SavedViewFilter):
 
     action = choice_filter(ALL_ACTIONS)
     state = choice_filter(BulkState)
-
-
-class SelectorField(serializers.JSONField):
-    """A selector: `{"all": true}`, or filters of the list with their values. `check_selector` checks the filters."""
-
-    def to_internal_value(self, data: Any) -> dict[str, Any]:
-        """Return the selector; raise ValidationError if it is no object, or empty."""
-        if not isinstance(data, dict) or not data:
-            raise serializers.ValidationError('Say {"all": true}, or filters such as {"state": "inactive"}.')
-        return data
-
-
-def check_selector(selectable: Selectable, selector: Mapping[str, Any]) -> None:
-    """Raise ValidationError (400) if a filter of a selector, or its value, does not exist."""
-    if selector == {"all": True}:
-        return
-    known_filters = selectable.selector_filters
-    if unknown := sorted(set(selector) - known_filters.keys()):
-        text = f"{', '.join(unknown)[:200]}: unknown filter; known are {', '.join(known_filters)}."
-        raise serializers.ValidationError({"selector": text})
-    form = selectable.filter_class(_build_query(selector), selectable.rows.all()).form
-    if not form.is_valid():
-        name, texts = next(iter(form.errors.items()))
-        raise serializers.ValidationError({"selector": f"{name}: {texts[0]}"})
-
-
-def _build_query(selector: Mapping[str, Any]) -> QueryDict:
-    """Return the query of a list that means the same as a selector. Raises ValidationError for a value of another type
-    than text, boolean or list of texts, and for empty text."""
-    query = QueryDict(mutable=True)
-    for name, value in selector.items():
-        words = value if isinstance(value, list) and value else [value]
-        texts = [str(word).lower() if isinstance(word, bool) else word for word in words]
-        if not all(isinstance(text, str) and text for text in texts):
-            raise serializers.ValidationError({"selector": f"{name}: say a text, true or false, or a list of texts."})
-        query.setlist(name, texts)
-    return query
 
 
 def _list_field(noun: str) -> serializers.ListField:
@@ -510,8 +451,7 @@ def select_objects(
             raise serializers.ValidationError({selectable.field: text})
         return chosen
     assert selector, "a body has either uuids or a selector"
-    listed = selectable.rows.all()
-    selected = listed if "all" in selector else selectable.filter_class(_build_query(selector), listed).qs
+    selected = select_rows(selectable, selector)
     if target is BulkTarget.DEVICE:
         return selected
     if target is BulkTarget.ACCELERATOR:
