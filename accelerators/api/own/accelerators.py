@@ -35,7 +35,7 @@ from accelerators.api.own.fields import (
 from accelerators.api.own.filters import SavedViewFilter, UuidPrefixFilter, choice_filter, host_filter
 from accelerators.api.own.inventory import LayoutSerializer
 from accelerators.api.own.previews import ConfirmationSerializer, PreviewSerializer, respond_with_preview
-from accelerators.api.own.selectors import DEVICES, MAX_NAMED_OBJECTS, SelectorField, check_selector
+from accelerators.api.own.selectors import DEVICES, MAX_NAMED_OBJECTS, SelectorField, check_selector, select_rows
 from accelerators.api.own.views import CollectionView
 from accelerators.devices import partitioning
 from accelerators.devices.partitioning import PartitionChange, PartitionTarget
