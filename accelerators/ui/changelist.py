@@ -218,8 +218,8 @@ class ConsoleModelAdmin(ExplainedModelAdmin):
     empty_command: ClassVar[str] = ""
     sources: ClassVar[Sequence[empty_lists.Source]] = ()
     change_form_before_template = "console/read_only_reason.html"
-    exports: ClassVar[Mapping[str, Sequence[str]]] = {}
-    """Fields to export for a column that is not a field of the model, or that shows several fields."""
+    exports: ClassVar[Mapping[str, Sequence[str | export.ExportedValue]]] = {}
+    """What to export for a column that is not a field of the model, or that shows several fields."""
     project_field: ClassVar[str] = ""
     """Field with the project that owns a row; '' if rows do not belong to projects."""
 

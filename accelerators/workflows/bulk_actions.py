@@ -67,6 +67,12 @@ FROM ({chosen}) chosen JOIN accelerators_device d USING (id) JOIN accelerators_h
 ORDER BY d.host_id, d.id
 """
 """Insert the items of a bulk action. The column `stood` gets `LifecycleState.as_text` of the device."""
+STORE_UNITS = """
+UPDATE accelerators_bulkitem t
+SET stood = right(t.stood || ', ' || x.number || ' unit' || CASE WHEN x.number = 1 THEN '' ELSE 's' END, 64)
+FROM ({counts}) AS x(id, number) WHERE t.id = x.id
+"""
+"""Append the numbers of units to the column `stood` of items, as `partitioning.describe_units` does."""
 STORE_OUTCOMES = """
 UPDATE accelerators_bulkitem t SET outcome = x.outcome, why = x.why, state = x.state, text = x.text
 FROM jsonb_to_recordset(%s::jsonb) AS x(uuid uuid, outcome text, why text, state text, text text)
@@ -157,12 +163,10 @@ def create_draft(
 
 
 def _store_present_units(bulk: Bulk) -> None:
-    """Add the present number of units to the state with which each device of a draft was chosen."""
-    items = list(bulk.items.select_related("device"))
-    units = partitioning.count_units([item.device for item in items if item.device])
-    for item in items:
-        item.stood = partitioning.describe_units(item.stood, units[item.device_id or 0])
-    BulkItem.objects.bulk_update(items, ["stood"], batch_size=500)
+    """Add the present number of units to the state with which each device of a draft was chosen; one statement."""
+    counted = partitioning.annotate_unit_count(bulk.items.order_by(), "device__").values_list("pk", "unit_count")
+    counts, params = counted.query.sql_with_params()
+    conductor.open_cursor().execute(STORE_UNITS.format(counts=counts), params)
 
 
 def _delete_old_drafts(caller: Caller) -> None:
@@ -203,7 +207,10 @@ def create_retry_draft(bulk: Bulk, caller: Caller, source: EventSource = EventSo
     failed = Device.objects.filter(pk__in=query_failed_items(bulk).values("device"))
     if not failed.exists():
         raise RefusedError(RefusalReason.INVALID, "No device of this bulk action has failed and still exists.")
-    return create_draft(bulk.action, DrainTarget(bulk.then), failed, caller, bulk.selection, source, bulk.arguments)
+    arguments = bulk.arguments
+    if bulk.action == bulk_commands.PARTITION:  # the draft has the present states, so the old generation is not wanted
+        arguments = {**(arguments or {}), "generation": None}
+    return create_draft(bulk.action, DrainTarget(bulk.then), failed, caller, bulk.selection, source, arguments)
 
 
 def query_failed_items(bulk: Bulk) -> QuerySet[BulkItem]:
@@ -231,11 +238,10 @@ def forecast_bulk(bulk: Bulk) -> list[BulkForecast]:
     """Predict what confirming a set now would do: each kind of outcome with its number of devices.
 
     Sorted by outcome, and then by number, the largest first. Costs one statement, whatever the size of the set; for
-    admission rules two, and for a change of units three.
+    admission rules two.
     """
     if bulk.action == bulk_commands.PARTITION:
-        unit_changes = Counter(one for _, one in _forecast_unit_changes(bulk, _query_items_with_facts(bulk)))
-        return _sort_forecasts(unit_changes)
+        return _sort_forecasts(_count_unit_changes(bulk))
     if bulk.action == bulk_admission.ADMIT:
         return _sort_forecasts(_count_admissions(bulk))
     fact_groups = (
@@ -301,34 +307,82 @@ def _build_admission_forecaster(bulk: Bulk) -> Callable[..., BulkForecast]:
     return predict
 
 
-def _forecast_unit_changes(bulk: Bulk, items: QuerySet[BulkItem]) -> list[tuple[BulkItem, BulkForecast]]:
-    """Predict what a change of units would do to each of these items, which are annotated with facts."""
+def forecast_unit_change(change: partitioning.PartitionChange, device: Device) -> tuple[BulkForecast, str]:
+    """Predict what a change of units would do to one device now; return the forecast and the device's
+    `describe_units`. Makes no holder checks. Costs two statements."""
+    present_units = partitioning.count_units([device])[device.pk]
+    seen = partitioning.describe_units(device.lifecycle_text, present_units)
+    is_held, is_able = bool(safety.find_requests_of_device(device)), bulk_commands.PARTITION in device.acts.split()
+    return _predict_unit_change(change, seen, device, present_units, is_held=is_held, is_able=is_able), seen
+
+
+UNIT_FACT_COLUMNS = ("state", "returns_to", "drain_to", "busy_with", "driver", "changeable", "sized_by")
+"""The columns of a device that decide what a change of its units does."""
+
+
+def _count_unit_changes(bulk: Bulk) -> Counter[BulkForecast]:
+    """Predict what a change of units would do to the devices of a set: each forecast with its number of devices.
+
+    Costs one statement, which groups the devices with the same facts. With a generation, which only a change of a
+    single device has, the device itself is read.
+    """
     change = partitioning.PartitionChange.from_arguments(bulk.arguments or {})
-    loaded = list(items.select_related("device"))
-    units = partitioning.count_units([item.device for item in loaded if item.device])
-    return [(item, _forecast_unit_change(change, item, units[item.device_id or 0])) for item in loaded]
+    items = partitioning.annotate_unit_count(_query_items_with_facts(bulk), "device__")
+    if change.generation is not None:
+        return Counter(one for _, one in _forecast_unit_changes(bulk, items))
+    columns = ("stood", "unit_count", "is_held", "able", *(f"device__{name}" for name in UNIT_FACT_COLUMNS))
+    groups = items.order_by().values_list(*columns).annotate(number=Count("id"))
+    numbers = Counter[BulkForecast]()
+    for stood, present_units, is_held, is_able, *facts, number in groups:
+        device = Device(**dict(zip(UNIT_FACT_COLUMNS, facts, strict=True))) if facts[0] else None
+        forecast = _predict_unit_change(change, stood, device, present_units, is_held=is_held, is_able=bool(is_able))
+        numbers[forecast] += number
+    return numbers
 
 
-def _forecast_unit_change(change: partitioning.PartitionChange, item: BulkItem, present_units: int) -> BulkForecast:
-    """Predict what a change of units would do to the device of an item, which has `present_units` units now."""
-    device = item.device
+def _forecast_unit_changes(bulk: Bulk, items: QuerySet[Any]) -> list[tuple[BulkItem, BulkForecast]]:
+    """Predict what a change of units would do to each of these items, which are annotated with facts and
+    `unit_count`."""
+    change = partitioning.PartitionChange.from_arguments(bulk.arguments or {})
+    return [
+        (
+            item,
+            _predict_unit_change(
+                change, item.stood, item.device, item.unit_count, is_held=item.is_held, is_able=item.able
+            ),
+        )
+        for item in items.select_related("device")
+    ]
+
+
+def _predict_unit_change(
+    change: partitioning.PartitionChange,
+    word_when_chosen: str,
+    device: Device | None,
+    present_units: int,
+    *,
+    is_held: bool,
+    is_able: bool,
+) -> BulkForecast:
+    """Predict what a change of units would do to one device, which has `present_units` units now; None is a device that
+    is gone. `word_when_chosen` is its `describe_units` when it was chosen."""
     if device is None:
         return BulkForecast(DeviceOutcome.REFUSED, "does not exist any more", held=False)
     refusal = bulk_commands.predict_refusal(
         bulk_commands.PARTITION,
-        item.stood,
+        word_when_chosen,
         partitioning.describe_units(device.lifecycle_text, present_units),
         DeviceState(device.state),
-        is_supported=item.able,  # type: ignore[attr-defined]  # annotated by `_query_items_with_facts`
+        is_supported=is_able,
         is_busy=device.busy_with is not None,
-        is_held=item.is_held,  # type: ignore[attr-defined]
+        is_held=is_held,
     )
     try:
         layout = partitioning.plan_layout(device, change, present_units)
     except RefusedError as refused:
         refusal = refusal or refused.text
     if refusal:
-        return BulkForecast(DeviceOutcome.REFUSED, refusal, item.is_held)  # type: ignore[attr-defined]
+        return BulkForecast(DeviceOutcome.REFUSED, refusal, is_held)
     words = ", ".join(f"{word}={value}" for word, value in layout.items())
     return BulkForecast(DeviceOutcome.MOVED, f"is divided again with {words}; it has {present_units} units now", False)
 
@@ -341,7 +395,7 @@ def forecast_first_items(bulk: Bulk, maximum: int, held_only: bool = False) -> l
         annotated = annotated.filter(pk__in=list(bulk.items.order_by("id").values_list("pk", flat=True)[:maximum]))
     chosen = (annotated.filter(Q(is_held=True)) if held_only else annotated)[:maximum]
     if bulk.action == bulk_commands.PARTITION:
-        return _forecast_unit_changes(bulk, chosen)
+        return _forecast_unit_changes(bulk, partitioning.annotate_unit_count(chosen, "device__"))
     if bulk.action == bulk_admission.ADMIT:
         predict = _build_admission_forecaster(bulk)
         columns_by_item = {pk: columns for pk, *columns in chosen.values_list("pk", *ADMISSION_COLUMNS)}

@@ -32,6 +32,7 @@ DISCOVER_COLUMNS = ("host", "outcome", "state", "text")
 @click.option("--kind", type=click.Choice(BACKEND_KINDS), help="Only of this kind.")
 @click.option("--name", help="Only with this name.")
 @click.option("--failing/--answering", default=None, help="Only backends that have an error, or only the others.")
+@options.saved_view_option
 @options.limit_option
 @options.watch_option
 @pass_cli_context
@@ -195,6 +196,7 @@ def _change_backend(
 @click.option("--backend", help="Only of backends with this name.")
 @click.option("--name", type=click.Choice(SERVICE_NAMES), help="Only this service.")
 @click.option("--state", type=click.Choice(["ready", "unavailable"]), help="Only in this state.")
+@options.saved_view_option
 @options.limit_option
 @options.watch_option
 @pass_cli_context

@@ -1,8 +1,9 @@
 """The search page `/admin/find/?q=…`: finds uuids by their first digits, PCI addresses, hosts, instances, serial
-numbers and profiles.
+numbers, profiles, and devices by the names of their hardware.
 
-A search is one statement that uses indexes only, is limited for each kind, and covers only kinds that the user may
-view. A single result opens its page; several are listed by kind.
+A search is one statement, which is limited for each kind and covers only kinds that the user may view. It uses indexes
+only, unless the term is the name of hardware. One more statement reads which hardware there is, unless the term is
+hexadecimal or too short for a name. A single result opens its page; several are listed by kind.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ def _iterate_hits(request: HttpRequest, term: str) -> Iterator[dict[str, Any]]:
     kind first, as dicts for the template.
 
     At most MAX_HITS_PER_KIND + 1 results of each kind are yielded; the last shows that there are more. Costs one
-    statement, or none if the term can match no kind.
+    statement, or none if the term can match no kind, and those of `find_by_name`.
     """
     queries = {
         name: rows
@@ -90,7 +91,7 @@ def _iterate_hits(request: HttpRequest, term: str) -> Iterator[dict[str, Any]]:
 
 def _build_query(name: str, term: str, rows: QuerySet[Any]) -> QuerySet[Any, tuple[Any, ...]] | None:
     """Return the query for those of `rows` that match the term, at most MAX_HITS_PER_KIND + 1; None if the term cannot
-    match the kind `name`. Nothing is queried here.
+    match the kind `name`. Costs no statement, except that of the kind's `find_by_name`.
 
     The columns are the kind, the key, the text, the side text, and whether the match is exact.
     """
@@ -103,6 +104,8 @@ def _build_query(name: str, term: str, rows: QuerySet[Any]) -> QuerySet[Any, tup
         for word in list_search_prefixes(field, term):
             prefix_conditions.append(Q(**{f"{field}__startswith": word}))
             exact_conditions.append(Q(**{field: word}))
+    if by_name := provider.find_by_name(term):
+        prefix_conditions.append(by_name)
     if not prefix_conditions:
         return None
     is_exact = Case(When(reduce(or_, exact_conditions), then=True), default=False) if exact_conditions else Value(False)

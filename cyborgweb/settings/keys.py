@@ -392,7 +392,8 @@ class Keys:
         "CYBORG_HARDWARE_NAMES",
         (),
         "Names of single models of hardware, which take precedence: `VENDOR:MODEL=NAME` with what the driver reports,"
-        " such as `10de:20b5=NVIDIA A100 80GB PCIe`, separated by commas.",
+        " such as `10de:20b5=NVIDIA A100 80GB PCIe`, separated by commas. `VENDOR:MODEL:SUBVENDOR:SUBDEVICE=NAME` is"
+        " for boards with these PCI ids of the subsystem only, and precedes the other form.",
         "*(none)*",
     )
     debug: bool = declare_key("CYBORG_DEBUG", False, "Django's debug pages. Never in production.", "`off`")

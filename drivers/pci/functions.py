@@ -464,6 +464,7 @@ def _build_device(
         kernel_driver=machine.link(f"{path}/driver"),
         bridges=pci_health.list_bridges(machine, address),
         physical_function=machine.link(f"{path}/physfn") or None,
+        subsystem=_read_subsystem(machine, path),
         deployables=(Deployable(f"{machine.node}_{address}", len(handles), attributes, handles, card.owner),),
         to_install=to_install,
         acts=" ".join(
@@ -472,6 +473,13 @@ def _build_device(
         changeable="bind vfs" if supported_acts["partition"] else "bind",
         sized_by="vfs" if supported_acts["partition"] else "",
     )
+
+
+def _read_subsystem(machine: Machine, path: str) -> str:
+    """Return the ids of the function's subsystem as `vendor:model`; '' if it has none or sysfs does not show them."""
+    vendor, model = (machine.text(f"{path}/subsystem_{name}").strip() for name in ("vendor", "device"))
+    ids = f"{vendor.removeprefix('0x')}:{model.removeprefix('0x')}"
+    return ids if re.fullmatch(r"[0-9a-f]{4}:[0-9a-f]{4}", ids) and ids != "0000:0000" else ""
 
 
 def _make_handle(machine: Machine, address: str, physical_network: str | None) -> AttachHandle:

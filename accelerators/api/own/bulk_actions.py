@@ -20,7 +20,7 @@ from accelerators.api.own.bulk_previews import (
     preview_or_start,
 )
 from accelerators.api.own.fields import ClosedSerializer, ReasonField, RowSerializer, StrictUuidField, UrlField
-from accelerators.api.own.filters import choice_filter, host_filter
+from accelerators.api.own.filters import SavedViewFilter, choice_filter, host_filter
 from accelerators.api.own.inventory import DeviceFilter, DeviceView
 from accelerators.api.own.previews import ConfirmationSerializer
 from accelerators.api.own.views import CollectionView
@@ -48,7 +48,7 @@ def get_rule(action: Any, arguments: Mapping[str, Any] | None = None) -> str:
     return COMMAND_RULE if action in bulk_commands.LISTED_OPS else STATE_RULE
 
 
-class BulkFilter(filters.FilterSet):
+class BulkFilter(SavedViewFilter):
     """Filter by action or state. Drafts are previews that nobody has confirmed."""
 
     action = choice_filter(ALL_ACTIONS)
@@ -291,7 +291,7 @@ def select_devices(uuids: list[str], selector: Mapping[str, Any] | None) -> Quer
     return selected
 
 
-class BulkResultFilter(filters.FilterSet):
+class BulkResultFilter(SavedViewFilter):
     """Filter by bulk action, outcome, device or host."""
 
     bulk_action = filters.UUIDFilter(field_name="bulk__uuid")
