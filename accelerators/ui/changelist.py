@@ -268,7 +268,7 @@ class ConsoleModelAdmin(ExplainedModelAdmin):
             raise BadRequest(f"This list has no column {unknown[0][:64]!r}. It has {', '.join(columns_by_url_name)}.")
         return [columns_by_url_name[name] for name in dict.fromkeys(names)]
 
-    def get_list_display_links(self, request: HttpRequest, list_display: Columns) -> Columns | None:
+    def get_list_display_links(self, request: HttpRequest, list_display: Columns) -> Columns | None:  # type: ignore[override]  # Django returns None, too; the stubs lack it
         """Return the shown columns that link to a row's page; if none of the usual ones is shown, the first column.
 
         Returns None for a list whose rows have no page.
