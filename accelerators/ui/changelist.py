@@ -268,9 +268,14 @@ class ConsoleModelAdmin(ExplainedModelAdmin):
             raise BadRequest(f"This list has no column {unknown[0][:64]!r}. It has {', '.join(columns_by_url_name)}.")
         return [columns_by_url_name[name] for name in dict.fromkeys(names)]
 
-    def get_list_display_links(self, request: HttpRequest, list_display: Columns) -> Columns:
-        """Return the shown columns that link to a row's page; if none of the usual ones is shown, the first column."""
-        links = super().get_list_display_links(request, list_display) or ()
+    def get_list_display_links(self, request: HttpRequest, list_display: Columns) -> Columns | None:  # type: ignore[override]  # Django returns None, too; the stubs lack it
+        """Return the shown columns that link to a row's page; if none of the usual ones is shown, the first column.
+
+        Returns None for a list whose rows have no page.
+        """
+        links = super().get_list_display_links(request, list_display)
+        if links is None:
+            return None
         return [name for name in links if name in list_display] or list(list_display)[:1]
 
     def get_search_results(

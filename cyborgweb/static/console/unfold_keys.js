@@ -11,7 +11,7 @@ let opened;
 
 // The text of an icon is its name in the icon font. Screen readers would read it.
 function nameIcons() {
-  for (const icon of document.querySelectorAll("[class*=material-symbols]:not([x-on\\:click])")) {
+  for (const icon of document.querySelectorAll("span[class*=material-symbols]:not([x-on\\:click])")) {
     icon.setAttribute("aria-hidden", "true");
     const control = icon.closest("a[href], button");
     if (!control || control.ariaLabel || wordsOf(control)) continue;
