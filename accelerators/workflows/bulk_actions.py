@@ -198,6 +198,16 @@ def _delete_old_drafts(caller: Caller) -> None:
         conductor.record_event("bulk.forgotten", EventSource.SYSTEM, "drafts", changes=changes, reason=reason)
 
 
+def set_arguments(bulk: Bulk, arguments: Mapping[str, Any], reason: str) -> None:
+    """Replace the arguments and the proposed reason of a draft. Raises RefusedError CONFLICT if it is no draft any
+    more, and INVALID for a reason that cannot be stored."""
+    reason = command_queue.check_reason(reason)
+    with conductor.writing():
+        changed = Bulk.objects.filter(pk=bulk.pk, state=BulkState.DRAFT).update(arguments=arguments, reason=reason)
+        if not changed:
+            raise RefusedError(RefusalReason.CONFLICT, "The bulk action was confirmed or deleted meanwhile.")
+
+
 def may_confirm(bulk: Bulk, caller: Caller) -> bool:
     """Return whether the caller is the one who chose the objects of a draft; nobody else may confirm it."""
     return bulk.actor == caller.name[:255] and bulk.caller_id in ("", caller.user_id[:255])

@@ -15,7 +15,7 @@ from accelerators.domain.states import DrainTarget
 from accelerators.models import AcceleratorRequest, Attachment, Bulk, Device, Event, Intent
 from accelerators.workflows import attachment_orders, bulk_actions
 from tests.accelerators.api.own.conftest import Ask, Fill, get_error_message, get_results
-from tests.accelerators.api.own.test_bulk_actions import PATH, get_body, get_preview, post, run_job
+from tests.accelerators.api.own.test_bulk_actions import PATH, get_body, get_free_uuids, get_preview, post, run_job
 
 pytestmark = pytest.mark.django_db(transaction=True)
 OLGA = Caller("olga", "u", frozenset({"admin"}), "p1")
@@ -252,7 +252,7 @@ def test_admission_without_a_set_chooses_the_devices_that_a_rule_would_move(ask:
     with conductor.writing():
         Device.objects.update(state="inactive")
     assert "No admission rule" in get_error_message(post(ask, action="admit", dry_run=True), 400)
-    address = Device.objects.order_by("id")[3].address
+    address = Device.objects.get(uuid=get_free_uuids()[0]).address
     with conductor.writing():
         Device.objects.filter(address=address).update(model="special")
     rule = {"name": "special", "model": "special", "action": "quarantined"}
