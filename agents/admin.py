@@ -288,11 +288,6 @@ class JoinTokenAdmin(ConsoleModelAdmin):
         """Withdraw the token, with an event."""
         join_tokens.withdraw_join_token(obj, request.user.get_username(), EventSource.PERSON)
 
-    def delete_queryset(self, request: HttpRequest, queryset: QuerySet[JoinToken]) -> None:
-        """Withdraw the selected tokens one by one, each with an event."""
-        for token in queryset:
-            self.delete_model(request, token)
-
     @display(description="Use")
     def shown_use(self, token: JoinToken) -> SafeString:
         """Render a badge: used, with the time on hover, expired without having been used, or open."""

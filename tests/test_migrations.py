@@ -69,6 +69,10 @@ REVIEWED_STEPS: dict[str, str] = {
     "accelerators 0011_host_removing_since: RunSQL": "it sets a time limit for the migration's locks",
     "accelerators 0012_arguments_of_bulk_actions: RunSQL": "it sets a time limit for the migration's locks",
     "accelerators 0017_device_subsystem: RunSQL": "it sets a time limit for the migration's locks",
+    "accelerators 0015_wanted_backends: RunSQL": "a time limit for locks, and a view that only gets rows and columns",
+    "accelerators 0013_bulk_targets: RunSQL": "it sets a time limit for the migration's locks",
+    "accelerators 0013_bulk_targets: AlterField accelerators.bulkitem.stood": "the column becomes wider; it writes and "
+    "reads the states of devices as before",
     "agents 0003_agent_announcement: RunSQL": "it sets a time limit for the migration's locks",
     "agents 0002_used_nonces: RunSQL": "it sets a time limit for the migration's locks",
     "cyborgweb 0002_mail_server: RunSQL": "it sets a time limit for the migration's locks",

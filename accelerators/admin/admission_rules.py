@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 from django.contrib import admin, messages
 from django.core.exceptions import PermissionDenied
-from django.db.models import Model, QuerySet
+from django.db.models import Model
 from django.forms import ModelForm
 from django.http import HttpRequest, HttpResponse, HttpResponseNotAllowed, HttpResponseRedirect
 from django.urls import path, reverse
@@ -104,14 +104,6 @@ class AdmissionRuleAdmin(ConflictPage, ConsoleModelAdmin):
         """
         caller, generation = device_actions.get_caller(request), read_generation(request)
         admission_rules.delete_rule(obj.uuid, caller, EventSource.PERSON, generation=generation)
-
-    def delete_queryset(self, request: HttpRequest, queryset: QuerySet[AdmissionRule]) -> None:
-        """Delete the selected rules one by one, each in a transaction of its own and with an event.
-
-        Raises RefusedError NOT_FOUND if one was deleted meanwhile.
-        """
-        for rule in queryset:
-            self.delete_model(request, rule)
 
     def get_urls(self) -> list[Any]:
         """Add the URL of `apply_view`."""

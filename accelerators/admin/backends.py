@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
 from urllib.parse import urlencode
 
 from django.contrib import admin
-from django.db.models import QuerySet
 from django.http import HttpRequest
 from django.urls import reverse
 from django.utils.html import format_html
@@ -14,34 +12,22 @@ from django.utils.safestring import SafeString
 from django.utils.text import Truncator
 from unfold.decorators import display
 
+from accelerators.domain.states import BackendState
 from accelerators.models import Backend, Service
 from accelerators.ui import badges
 from accelerators.ui.changelist import ReadOnlyModelAdmin
 from accelerators.ui.empty_lists import Source
 
 
-class FailingListFilter(admin.SimpleListFilter):
-    """Filter backends by whether they answer."""
-
-    title, parameter_name = "answer", "failing"
-
-    def lookups(self, request: HttpRequest, model_admin: Any) -> list[tuple[str, str]]:
-        """Return the two choices: failing and answering."""
-        return [("yes", "failing"), ("no", "answering")]
-
-    def queryset(self, request: HttpRequest, queryset: QuerySet[Backend]) -> QuerySet[Backend]:
-        """Return the failing backends, those that answer or, if nothing is chosen, all."""
-        if self.value() not in ("yes", "no"):
-            return queryset
-        return queryset.exclude(error="") if self.value() == "yes" else queryset.filter(error="")
-
-
 @admin.register(Backend)
 class BackendAdmin(ReadOnlyModelAdmin):
-    """List of the backends of drivers, which answer or fail independently of each other, and the page of one."""
+    """List of the backends of drivers, which answer or fail independently of each other, and the page of one.
 
-    list_display = ("shown_name", "shown_host", "driver", "kind", "shown_answer", "devices", "shown_services", "said")
-    list_filter = (FailingListFilter, "kind", "driver")
+    Backends that are configured and not reported are in it.
+    """
+
+    list_display = ("shown_name", "shown_host", "driver", "kind", "shown_state", "devices", "shown_services", "said")
+    list_filter = ("state", "kind", "driver")
     ordering = ("place",)
     search_fields = ("name__icontains", "host__icontains", "driver__startswith")
     search_help_text = "backend, host, driver"
@@ -50,17 +36,17 @@ class BackendAdmin(ReadOnlyModelAdmin):
         "shown_host",
         "driver",
         "kind",
-        "shown_answer",
-        "error",
+        "shown_state",
+        "reason",
         "since",
         "devices",
         "labels",
         "shown_services",
     )
     readonly_fields = fields
-    exports = {"shown_answer": ("error",), "shown_services": ("services",), "said": ("error",)}
-    empty = "No backends yet. They appear as soon as an agent reports a driver that has backends."
-    sources = (Source("Agents", "agents.agent"),)
+    exports = {"shown_state": ("state",), "shown_services": ("services",), "said": ("reason",)}
+    empty = "No backends yet. Configure them on the page of a driver, or start an agent whose driver has some."
+    sources = (Source("Drivers", "accelerators.hostdriver"), Source("Agents", "agents.agent"))
 
     @display(description="Backend", ordering="name")
     def shown_name(self, backend: Backend) -> str:
@@ -72,12 +58,10 @@ class BackendAdmin(ReadOnlyModelAdmin):
         """Render the backend's host as a link."""
         return badges.render_page_link("host", backend.host, backend.host)
 
-    @display(description="Answer")
-    def shown_answer(self, backend: Backend) -> SafeString:
-        """Render whether the backend answers or fails, with its error on hover."""
-        if backend.error:
-            return badges.render_badge("failing", "bad", backend.error)
-        return badges.render_badge("answering", "good")
+    @display(description="State", ordering="state")
+    def shown_state(self, backend: Backend) -> SafeString:
+        """Render the state of the backend as a badge, with the reason on hover."""
+        return badges.render_choice(BackendState(backend.state), backend.reason)
 
     @display(description="Services")
     def shown_services(self, backend: Backend) -> SafeString:
@@ -89,8 +73,8 @@ class BackendAdmin(ReadOnlyModelAdmin):
 
     @display(description="Message")
     def said(self, backend: Backend) -> str:
-        """Return the error of the backend, at most 200 characters."""
-        return Truncator(backend.error).chars(200)
+        """Return why the backend does not answer, at most 200 characters."""
+        return Truncator(backend.reason).chars(200)
 
 
 @admin.register(Service)

@@ -182,7 +182,7 @@ class BulkItemAdmin(ReadOnlyModelAdmin):
     list_filter = ("outcome", "why")
     list_select_related = ("bulk",)
     ordering = ("id",)
-    search_fields = ("device_name__icontains", "host__startswith", "device_uuid__startswith")
+    search_fields = ("target_name__icontains", "host__startswith", "target_uuid__startswith")
     search_help_text = "device, host, uuid"
     empty = "No devices here. The page of each bulk action links to the list of its devices."
     sources = (Source("Bulk actions", "accelerators.bulk"),)
@@ -191,7 +191,7 @@ class BulkItemAdmin(ReadOnlyModelAdmin):
         """Return the same as `BulkAdmin.has_view_permission`, with the view permission for bulk items."""
         return super().has_view_permission(request, obj) or _may_make_bulk_actions(request)
 
-    @display(description="Device", ordering="device_name")
+    @display(description="Device", ordering="target_name")
     def shown_device(self, item: BulkItem) -> SafeString | str:
         """Render the device as a link if it still exists, else its name."""
         return render_item_device(item)
@@ -273,7 +273,7 @@ def _render_outcome(outcome_name: str, moved_word: str, number: str = "") -> Saf
 
 def render_item_device(item: BulkItem) -> SafeString | str:
     """Render the device of an item: as a link if it still exists, else its name."""
-    return badges.render_page_link("device", item.device_id, item.device_name) if item.device_id else item.device_name
+    return badges.render_page_link("device", item.device_id, item.target_name) if item.device_id else item.target_name
 
 
 def _render_item_reason(item: BulkItem, bulk: Bulk) -> SafeString | str:
@@ -348,7 +348,7 @@ def _build_confirmation_context(bulk: Bulk) -> dict[str, Any]:
         ][:MAX_PREVIEW_ROWS],
         "affected_number": len(affected),
         "forecast": [(_render_outcome(prediction.outcome, MOVED_PREDICTED), prediction) for prediction in predictions],
-        "moved_count": preview.count_devices(DeviceOutcome.MOVED),
+        "moved_count": preview.count_objects(DeviceOutcome.MOVED),
         "host_count": preview.host_count,
         "holders": [
             (render_item_device(item), item.host, *holders_by_device[item.device_id])

@@ -182,6 +182,8 @@ class UnitsChoice:
         """Return what the change does, such as "Add 2 units"."""
         if self.change.unit_delta is None:
             return "Remove all units"
+        if self.change.unit_delta == 0:  # the devices are chosen, and the number is not
+            return "Change the number of units"
         number = abs(self.change.unit_delta)
         return f"{'Add' if self.change.adds_units else 'Remove'} {number} unit{'' if number == 1 else 's'}"
 

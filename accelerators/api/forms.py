@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
+from urllib.parse import urlencode
 
 import django_filters as filters
 import orjson
@@ -33,7 +34,8 @@ LABEL_BY_METHOD = {"POST": "Create", "PATCH": "Change", "DELETE": "Delete"}
 class FormField:
     """One input field. `kind` is text, area, json or choice; `value` is the text that it shows at first.
 
-    `choices` are pairs of value and label. Without `max_length` the length is not limited.
+    `choices` are pairs of value and label. Without `max_length` the length is not limited. A form that changes a member
+    sends only the fields that were edited, and those that are `always_sent`.
     """
 
     name: str
@@ -43,6 +45,7 @@ class FormField:
     required: bool = False
     max_length: int | None = None
     choices: tuple[tuple[str, str], ...] = ()
+    always_sent: bool = False
 
 
 @dataclass(frozen=True)
@@ -83,10 +86,13 @@ def build_own_forms(view: Any, request: Request, data: Any) -> Iterator[ActionFo
         if method not in view.allowed_methods or not _is_method_permitted(view, request, method):
             continue
         if method == "DELETE":
+            has_generation = "generation" in view.delete_parameters and isinstance(data, Mapping)
             yield ActionForm(
                 LABEL_BY_METHOD[method],
                 method,
-                request.path,
+                f"{request.path}?{urlencode({'generation': data.get('generation', '')})}"
+                if has_generation
+                else request.path,
                 next_url=get_parent_address(request.path),
                 needs_confirmation=True,
             )
@@ -128,7 +134,9 @@ def _build_field(name: str, field: serializers.Field[Any, Any, Any, Any], value:
     max_length = getattr(field, "max_length", None)
     kind = "json" if is_json else "area" if max_length and max_length > 255 else "text"
     text = orjson.dumps(value, option=orjson.OPT_INDENT_2).decode() if is_json and value is not None else value or ""
-    return FormField(name, text, kind, str(field.help_text or ""), field.required and method == "POST", max_length)
+    is_required = field.required and method == "POST"
+    always_sent = name == "generation" and method == "PATCH"
+    return FormField(name, text, kind, str(field.help_text or ""), is_required, max_length, always_sent=always_sent)
 
 
 def build_filter_fields(view: Any, params: Mapping[str, str]) -> tuple[FormField, ...]:

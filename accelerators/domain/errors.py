@@ -5,7 +5,9 @@ All exceptions of this package, each with the module that defines it:
     AcceleratorsError                   accelerators.domain.errors
       RefusedError                      accelerators.domain.errors
         BindRefusedError                accelerators.domain.bind_failures
-        ChangedMeanwhileError           accelerators.domain.generations
+        GenerationError                 accelerators.domain.generations
+          ChangedMeanwhileError         accelerators.domain.generations
+          NoGenerationError             accelerators.domain.generations
       WritesRefusedError                accelerators.domain.errors
       GroupError                        accelerators.domain.groups
       IllegalTransitionError            accelerators.domain.states
@@ -52,6 +54,8 @@ class RefusalReason(StrEnum):
     """The state of the accelerator request does not allow this."""
     CONFLICT = "conflict"
     """The current state of the object or of another one does not allow this; for example the name is in use."""
+    NO_GENERATION = "no_generation"
+    """The change does not say on which generation of the settings it is based."""
     INVALID = "invalid"
     """The arguments are wrong, whatever the state of the objects."""
     DUPLICATE = "duplicate"

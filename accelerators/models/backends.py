@@ -1,12 +1,18 @@
-"""Read-only models of drivers' backends and services: database views of what hosts report (`Host.drivers`)."""
+"""Read-only models of drivers' backends and services: database views of what hosts report (`Host.drivers`) and of the
+wanted settings of drivers."""
 
 from __future__ import annotations
 
 from django.db import models
 
+from accelerators.domain.states import BackendState
+
 
 class Backend(models.Model):
-    """A part of a driver on a host that answers, or fails, independently of the driver's other parts."""
+    """A part of a driver on a host that answers, or fails, independently of the driver's other parts.
+
+    It is reported by the host's agent, or configured in the wanted settings of the driver, or both.
+    """
 
     id = models.BigIntegerField(primary_key=True)
     key = models.TextField(help_text="HOST:DRIVER:NAME with the uuid of the host.")
@@ -20,6 +26,10 @@ class Backend(models.Model):
     since = models.DateTimeField()
     services = models.JSONField()
     devices = models.IntegerField()
+    state = models.TextField(choices=BackendState.choices())
+    reason = models.TextField(help_text="Why it does not answer; empty if it does.")
+    settings = models.JSONField(null=True, help_text="Its section of the wanted settings; null if it has none.")
+    generation = models.BigIntegerField(help_text="The generation of the wanted configuration of its driver.")
 
     class Meta:
         managed = False

@@ -22,7 +22,7 @@ from django.urls import reverse
 from django.utils.http import urlencode
 
 from accelerators.domain.errors import RefusedError
-from accelerators.domain.generations import ChangedMeanwhileError
+from accelerators.domain.generations import ChangedMeanwhileError, NoGenerationError
 from accelerators.models import Event
 from accelerators.ui import badges
 from accelerators.ui.refusals import RefusalAsMessage
@@ -46,12 +46,15 @@ class ComparedSetting:
         return self.present != self.mine
 
 
-def read_generation(request: HttpRequest) -> int | None:
-    """Return the generation with which the form was shown: a field of the form, or a parameter of its address; None if
-    the request has neither."""
+def read_generation(request: HttpRequest) -> int:
+    """Return the generation with which the form was shown: a field of the form, or a parameter of its address.
+
+    Raises NoGenerationError if the request has neither.
+    """
     text = request.POST.get("generation") or request.GET.get("generation", "")
-    is_number = text.isascii() and text.isdecimal() and len(text) <= MAX_GENERATION_DIGITS
-    return int(text) if is_number else None
+    if not (text.isascii() and text.isdecimal() and len(text) <= MAX_GENERATION_DIGITS):
+        raise NoGenerationError("The form does not say which version it shows. Nothing was changed: load it again.")
+    return int(text)
 
 
 def render_conflict_page(

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from accelerators.domain.caller import Caller
 from accelerators.domain.errors import RefusalReason, RefusedError
-from accelerators.domain.generations import refuse_if_changed
+from accelerators.domain.generations import refuse_if_changed, require_generation
 from accelerators.domain.setting_edits import PATH_SEPARATOR, SettingEdits, apply_edits, check_edits
 from accelerators.domain.states import EventSource, RolloutOp
 from accelerators.models import DriverWish, Host, Rollout
@@ -36,8 +36,10 @@ class BackendPlace(NamedTuple):
 
 @dataclass(frozen=True)
 class ChangeContext:
-    """The author, reason and interface of a change of a backend, and the driver generation that it is based on (None:
-    any)."""
+    """The author, reason and interface of a change of a backend, and the generation of the driver that it is based on.
+
+    A change without a generation is refused.
+    """
 
     caller: Caller
     source: EventSource
@@ -108,11 +110,13 @@ def _describe(place: BackendPlace) -> str:
 def _find_wish(place: BackendPlace, context: ChangeContext) -> DriverWish | None:
     """Return the wanted configuration of the driver, None if there never was one.
 
-    Raises ChangedMeanwhileError if it has another generation than the caller has seen.
+    Raises ChangedMeanwhileError if it has another generation than the caller has seen, NoGenerationError if the caller
+    names none.
     """
     wish = DriverWish.objects.filter(host=place.host, driver=place.driver).first()
     present = wish.generation if wish else 0
-    refuse_if_changed(f"{place.driver} on {place.host.name}", present, context.generation, [place.host.name])
+    subject, hosts = f"{place.driver} on {place.host.name}", [place.host.name]
+    refuse_if_changed(subject, present, require_generation(subject, present, context.generation, hosts), hosts)
     return wish
 
 

@@ -24,6 +24,7 @@ from accelerators.commands import command_queue
 from accelerators.domain import driver_status
 from accelerators.domain.caller import Caller, request_id
 from accelerators.domain.errors import RefusalReason, RefusedError
+from accelerators.domain.generations import require_generation
 from accelerators.domain.setting_edits import NO_EDITS, SettingEdits
 from accelerators.domain.states import CommandState, EventSource, RolloutOp, RolloutState, RolloutStepState
 from accelerators.models import DriverWish, Host, Rollout, RolloutStep
@@ -147,6 +148,14 @@ def start_rollout(
     return rollout
 
 
+def refuse_without_generation(driver: str, host: Host, generation: int | None) -> None:
+    """Raise NoGenerationError if `generation` is None: the caller does not say on which generation of the driver's
+    wanted configuration on this host a change is based."""
+    if generation is None:
+        present = _load_generations(driver, [host])[host.pk]
+        require_generation(f"{driver} on {host.name}", present, None, [host.name])
+
+
 def confirm_rollout(rollout: Rollout, reason: str) -> bool:
     """Start a rollout that is a draft; the job `rollouts` changes its hosts. Returns False if it is no draft any more.
 
@@ -170,8 +179,16 @@ def may_confirm(rollout: Rollout, caller: Caller) -> bool:
     return rollout.actor == caller.name[:255] and rollout.caller_id == caller.user_id[:255]
 
 
-def create_retry_draft(rollout: Rollout, caller: Caller, source: EventSource) -> Rollout:
+def find_only_host_to_retry(rollout: Rollout) -> Host | None:
+    """Return the host of a rollout that has failed or was not begun if it is the only one, otherwise None."""
+    steps = query_failed_steps(rollout).select_related("host")[:2]
+    return steps[0].host if len(steps) == 1 else None
+
+
+def create_retry_draft(rollout: Rollout, caller: Caller, source: EventSource, generation: int | None = None) -> Rollout:
     """Store a draft of the same change for the hosts of an ended rollout that have failed or were not begun.
+
+    `generation`, only for a single host, is that of the wanted configuration which the caller has seen.
 
     Raises RefusedError: CONFLICT if it has not ended, INVALID if no such host exists.
     """
@@ -181,7 +198,9 @@ def create_retry_draft(rollout: Rollout, caller: Caller, source: EventSource) ->
     if not hosts:
         raise RefusedError(RefusalReason.INVALID, "No host of this rollout has failed and still exists.")
     pace = RolloutPace(rollout.max_parallel, rollout.stop_on_failure)
-    return start_rollout(build_change(rollout), hosts, caller, pace=pace, source=source, is_draft=True)
+    return start_rollout(
+        build_change(rollout), hosts, caller, pace=pace, source=source, is_draft=True, generation=generation
+    )
 
 
 def query_failed_steps(rollout: Rollout) -> QuerySet[RolloutStep]:

@@ -36,6 +36,7 @@ ERROR_DESCRIPTIONS = {
     " message says why.",
     "413": MESSAGE_BY_STATUS[413],
     "415": MESSAGE_BY_STATUS[415],
+    "428": "The change does not say on which `generation` it is based; the message has the present one.",
     "503": "The database or the identity service does not answer; try again in a moment.",
 }
 ERROR_SCHEMA = {
@@ -60,7 +61,8 @@ ERROR_SCHEMA = {
         },
         "current": {
             "type": "object",
-            "description": "The present version, if a change was refused because it is based on an older generation.",
+            "description": "The present version, if a change was refused because it is based on an older generation, or"
+            " on none.",
         },
     },
 }
@@ -79,7 +81,7 @@ IF_NONE_MATCH_PARAMETER = {
 }
 FIELD_CONDITIONS_KEY = "x-combinations"
 DELETE_PARAMETERS: dict[str, tuple[type, str]] = {
-    "generation": (int, "The generation as you read it. If it has changed since, the answer is 409."),
+    "generation": (int, "The generation as you read it. If it has changed since, the answer is 409; without it, 428."),
     "reason": (str, "Shown with the change and in its events."),
 }
 SUMMARY_VERBS = {
@@ -167,7 +169,12 @@ class ViewSchema(AutoSchema):
             return [OpenApiParameter(name, kind, description=about) for name, (kind, about) in upload_parameters]
         if self.method == "DELETE":
             return [
-                OpenApiParameter(name, DELETE_PARAMETERS[name][0], description=DELETE_PARAMETERS[name][1])
+                OpenApiParameter(
+                    name,
+                    DELETE_PARAMETERS[name][0],
+                    description=DELETE_PARAMETERS[name][1],
+                    required=name == "generation",
+                )
                 for name in self.collection.delete_parameters
             ]
         if self.method != "GET":
@@ -271,7 +278,7 @@ def complete_document(result: dict[str, Any], **options: Any) -> dict[str, Any]:
     }
     bodies = {_get_body_reference(operation) for _, _, operation in _iterate_operations(result)}
     for _, method, operation in _iterate_operations(result):
-        for status in _get_possible_errors(method):
+        for status in _get_possible_errors(method, _takes_generation(operation, components["schemas"])):
             operation["responses"][status] = {"$ref": f"#/components/responses/Error{status}"}
         if body := operation.get("requestBody", {}):
             body["required"] = body.get("required", False) or "application/json" not in body["content"]
@@ -315,9 +322,16 @@ def _get_body_reference(operation: dict[str, Any]) -> str:
     return str(content.get("application/json", {}).get("schema", {}).get("$ref", ""))
 
 
-def _get_possible_errors(method: str) -> list[str]:
+def _takes_generation(operation: dict[str, Any], schemas: dict[str, Any]) -> bool:
+    """Return whether the operation changes settings that have a generation: its body or its query takes one."""
+    body = schemas.get(_get_body_reference(operation).rpartition("/")[2], {})
+    in_query = any(parameter["name"] == "generation" for parameter in operation.get("parameters", ()))
+    return in_query or "generation" in body.get("properties", {})
+
+
+def _get_possible_errors(method: str, takes_generation: bool) -> list[str]:
     """Return the error statuses that are possible for a method, as texts: 409 only for methods that change something,
-    413 and 415 only for methods with a body, and all others of ERROR_DESCRIPTIONS.
+    413 and 415 only for methods with a body, 428 only if it takes a generation, and all others of ERROR_DESCRIPTIONS.
 
     404 is possible for every method: a list answers it for a bad cursor, and a creation if its body refers to a row
     that does not exist.
@@ -327,6 +341,7 @@ def _get_possible_errors(method: str) -> list[str]:
         "409": not changes,
         "413": not has_body,
         "415": not has_body,
+        "428": not takes_generation,
     }
     return [status for status in ERROR_DESCRIPTIONS if not impossible.get(status)]
 

@@ -293,7 +293,12 @@ OWN_RULES = (
         "cyborg:accelerator:update",
         STRICT_MEMBER,
         "Label attached accelerators of one's own project.",
-        ("PATCH /api/accelerators/{uuid}/", "POST /api/accelerators/label/"),
+        (
+            "PATCH /api/accelerators/{uuid}/",
+            "POST /api/accelerators/label/",
+            "POST /api/bulk_actions/ (action: label)",
+            "POST /api/bulk_actions/{uuid}/{cancel,retry}/ (action: label)",
+        ),
         session_rule=LABEL_OF_ANY_PROJECT,
     ),
     PolicyRule(
@@ -365,7 +370,11 @@ OWN_RULES = (
         "cyborg:attachment:delete",
         ELEVATED,
         "Detach from a running instance.",
-        ("POST /api/attachments/{uuid}/detach/",),
+        (
+            "POST /api/attachments/{uuid}/detach/",
+            "POST /api/bulk_actions/ (action: detach)",
+            "POST /api/bulk_actions/{uuid}/{cancel,retry}/ (action: detach)",
+        ),
     ),
     PolicyRule(
         "cyborg:attachment:elevated",

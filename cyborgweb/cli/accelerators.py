@@ -54,6 +54,7 @@ MAX_UNITS = 65_535
 )
 @click.option("--free", "which", flag_value="free", help="Units that nobody holds.")
 @click.option("--all", "which", flag_value="all", help="All units; the default of manage.py.")
+@options.saved_view_option
 @options.limit_option
 @options.watch_option
 @pass_cli_context
@@ -172,15 +173,22 @@ def accelerator_delete(cli_context: CliContext, count: int | None, **target_opti
 @verb_command("accelerator-update", "accelerator-update 3f1c --layout vfs=8 --generation 41")
 @click.argument("device", shell_complete=completion.complete_devices)
 @options.layout_option(required=True)
-@generation_option
+@options.generation_option
 @options.reason_option
 @options.wait_option
 @options.request_dry_run_option
 @pass_cli_context
-def accelerator_update(cli_context: CliContext, device: str, wait: bool, **changes: Any) -> None:
-    """Change the layout of a device. The driver defines the layout's keys. Refused while one of its units is held."""
+def accelerator_update(
+    cli_context: CliContext, device: str, wait: bool, layout: dict[str, str], generation: int | None, reason: str
+) -> None:
+    """Change the layout of a device. The driver defines the layout's keys. Refused while one of its units is held.
+
+    If the device changes meanwhile, its layout stays as it is.
+    """
     uuid = names.resolve_device(cli_context.api, device)
-    command = cli_context.api.patch(f"devices/{uuid}/", options.drop_empty(changes))
+    present = cli_context.api.get(f"devices/{uuid}/", fields="generation")
+    body = {"layout": layout, "generation": present["generation"] if generation is None else generation}
+    command = cli_context.api.patch(f"devices/{uuid}/", body | options.drop_empty({"reason": reason}))
     row = {
         "target": device,
         "device": uuid,

@@ -1,4 +1,4 @@
-"""Commands for the backends that drivers have found, and for the services that these backends offer."""
+"""Commands for the backends of drivers, reported or configured, and for the services that these backends offer."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from urllib.parse import quote
 import click
 
 from cyborgweb.cli import completion, names, options
-from cyborgweb.cli.conflicts import edit_settings, show_conflict
-from cyborgweb.cli.drivers import finish_rollout, parse_set_options
+from cyborgweb.cli.conflicts import edit_settings, show_changes, show_conflict
+from cyborgweb.cli.drivers import finish_rollout, parse_set_options, read_driver
 from cyborgweb.cli.exit_codes import CliError, ExitCode
 from cyborgweb.cli.following import wait_for_commands
 from cyborgweb.cli.many_targets import run_for_each, show_and_exit
@@ -18,9 +18,10 @@ from cyborgweb.cli.options import CliContext, pass_cli_context, verb_command
 from cyborgweb.cli.output import print_row
 
 BACKEND_KINDS = ("pci", "mdev", "accel-class", "firmware", "remote")
+BACKEND_STATES = ("answering", "failing", "waiting", "disabled")
 DEFAULT_DRIVER = "generic_driver"
 SERVICE_NAMES = ("passthrough", "sriov", "mdev", "program", "firmware", "reset", "health", "stats")
-BACKEND_COLUMNS = ("host", "driver", "name", "kind", "devices", "services", "labels", "error")
+BACKEND_COLUMNS = ("host", "driver", "name", "kind", "state", "devices", "services", "labels", "reason")
 SERVICE_COLUMNS = ("host", "driver", "backend", "service=name", "version", "state", "limits", "reason")
 MAX_HOSTS = 1_000_000
 DISCOVER_COLUMNS = ("host", "outcome", "state", "text")
@@ -31,12 +32,17 @@ DISCOVER_COLUMNS = ("host", "outcome", "state", "text")
 @click.option("--driver", shell_complete=completion.complete_drivers, help="Only of this driver.")
 @click.option("--kind", type=click.Choice(BACKEND_KINDS), help="Only of this kind.")
 @click.option("--name", help="Only with this name.")
+@click.option("--state", type=click.Choice(BACKEND_STATES), help="Only in this state.")
 @click.option("--failing/--answering", default=None, help="Only backends that have an error, or only the others.")
+@options.saved_view_option
 @options.limit_option
 @options.watch_option
 @pass_cli_context
 def backend_list(cli_context: CliContext, limit: int, **filters: Any) -> None:
-    """List drivers' backends. Each row has the services that the backend offers, or the error that it reports."""
+    """List drivers' backends: those that are reported, and those that are configured and not reported.
+
+    Each row has the services that the backend offers, or the reason why it does not answer.
+    """
     cli_context.print_list(
         lambda: cli_context.fetch_rows("backends/", limit, **filters),
         BACKEND_COLUMNS,
@@ -85,11 +91,7 @@ def add_change_options(function: Callable[..., Any]) -> Callable[..., Any]:
             click.argument("backend"),
             click.option("--host", required=True, shell_complete=completion.complete_hosts, help="On this host."),
             click.option("--driver", default=DEFAULT_DRIVER, show_default=True, help="Of this driver."),
-            click.option(
-                "--generation",
-                type=click.IntRange(0),
-                help="The generation of the driver that driver-list --json shows: refused if it has changed.",
-            ),
+            options.generation_option,
             options.request_dry_run_option,
             options.reason_option,
             options.wait_option,
@@ -155,8 +157,8 @@ def backend_disable(cli_context: CliContext, **change_options: Any) -> None:
 @pass_cli_context
 def backend_remove(cli_context: CliContext, yes: bool, **change_options: Any) -> None:
     """Remove a backend with its settings. Refused while a device of the driver is held."""
-    options.confirm(f"Remove the backend {change_options['backend']} on {change_options['host']}?", yes)
-    _change_backend(cli_context, "DELETE", {}, **change_options)
+    question = f"Remove the backend {change_options['backend']} on {change_options['host']}?"
+    _change_backend(cli_context, "DELETE", {}, **change_options, question=question, yes=yes)
 
 
 def _change_backend(
@@ -169,16 +171,26 @@ def _change_backend(
     generation: int | None,
     reason: str,
     wait: bool,
+    question: str = "",
+    yes: bool = False,
 ) -> None:
     """Send a change of one backend, and show the result on its host; with `wait`, first follow it to its end.
 
-    Raises CliError if the host does not exist or the change is refused; if somebody else has changed the driver, the
-    present settings are shown. Exits with REFUSED if the change has failed.
+    What will change is printed first, and then the `question` is asked, if there is one, unless `yes` is set. The
+    change is based on the generation of the driver that was read for that, or on `generation`. Raises CliError if the
+    host does not exist or the change is refused; if somebody else has changed the driver, both versions are shown.
+    Exits with REFUSED if the change has failed.
     """
     host_uuid = names.resolve_host(cli_context.api, host)
-    about = options.drop_empty({"reason": reason, "generation": generation})
+    present = read_driver(cli_context.api, host, driver)
+    about = options.drop_empty({"reason": reason})
+    about["generation"] = present["generation"] if generation is None else generation
+    present_section = _get_section(present, backend)
+    show_changes(present_section, _preview_section(present_section, method, changes))
+    if question:
+        options.confirm(question, yes)
     path = f"backends/{host_uuid}:{quote(driver)}:{quote(backend)}/"
-    with show_conflict(lambda current: (current.get("wanted"), changes)):
+    with show_conflict(lambda current: _compare_sections(current, backend, method, changes)):
         if method == "POST":
             body = {"host": host, "driver": driver, "name": backend}
             rollout = cli_context.api.post("backends/", body | changes | about)
@@ -189,12 +201,36 @@ def _change_backend(
     finish_rollout(cli_context, rollout, f"backend {backend}", wait)
 
 
+def _get_section(driver: dict[str, Any], backend: str) -> dict[str, Any] | None:
+    """Return the settings of a backend in a driver as the API shows it; None if the driver has no such backend."""
+    settings = (driver.get("wanted") or {}).get("settings") or {}
+    section: dict[str, Any] | None = settings.get("backends", {}).get(backend)
+    return section
+
+
+def _preview_section(section: dict[str, Any] | None, method: str, changes: dict[str, Any]) -> dict[str, Any] | None:
+    """Return the settings of a backend after a change with this HTTP method, None if it is removed."""
+    if method == "DELETE":
+        return None
+    if method == "POST":
+        return dict(changes["settings"])
+    enabled = {"enabled": changes["enabled"]} if "enabled" in changes else {}
+    return edit_settings(section or {}, changes.get("set", {}) | enabled, changes.get("unset", ()))
+
+
+def _compare_sections(driver: dict[str, Any], backend: str, method: str, changes: dict[str, Any]) -> tuple[Any, Any]:
+    """Return the present settings of a backend, and those that the refused change would lead to."""
+    section = _get_section(driver, backend)
+    return section, _preview_section(section, method, changes)
+
+
 @verb_command("service-list", "service-list --name sriov --state ready")
 @click.option("--host", shell_complete=completion.complete_hosts, help="Only of this host.")
 @click.option("--driver", shell_complete=completion.complete_drivers, help="Only of this driver.")
 @click.option("--backend", help="Only of backends with this name.")
 @click.option("--name", type=click.Choice(SERVICE_NAMES), help="Only this service.")
 @click.option("--state", type=click.Choice(["ready", "unavailable"]), help="Only in this state.")
+@options.saved_view_option
 @options.limit_option
 @options.watch_option
 @pass_cli_context

@@ -46,7 +46,7 @@ def order_after_preview(
     if not yes and (preview["confirm"] or always_ask):
         print_forecast(preview)
         confirm_number(question, preview["total"], is_confirmed=False, noun=noun)
-    return cli_context.api.send_change(method, path, json={**body, **get_token(preview)})
+    return cli_context.api.send_change(method, path, json={**get_generation(preview), **body, **get_token(preview)})
 
 
 def fetch_preview(
@@ -74,6 +74,12 @@ def get_token(preview: Mapping[str, Any] | None) -> dict[str, str]:
     """Return the field `token` for a request that needs one by its preview. Without a token, a refusal is answered at
     once."""
     return {"token": preview["token"]} if preview and preview["confirm"] else {}
+
+
+def get_generation(preview: Mapping[str, Any]) -> dict[str, int]:
+    """Return the field `generation` for a change of a driver on a single host, from its preview; {} for others."""
+    steps = list(preview.get("steps", []))
+    return {"generation": steps[0]["generation"]} if steps and not preview["confirm"] else {}
 
 
 def build_forecast_rows(preview: Mapping[str, Any]) -> list[dict[str, Any]]:

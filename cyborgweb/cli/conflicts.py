@@ -1,4 +1,4 @@
-"""Show what somebody else has changed meanwhile, when a change is refused because of that."""
+"""Show what a change of settings will do, and, if it is refused, what somebody else has changed meanwhile."""
 
 from __future__ import annotations
 
@@ -25,9 +25,14 @@ def show_conflict(compare: Callable[[dict[str, Any]], tuple[Any, Any]]) -> Itera
         yield
     except CliError as refused:
         if refused.current:
-            for line in list_differences(*compare(refused.current)):
-                click.echo(to_printable_line(line), err=True)
+            show_changes(*compare(refused.current))
         raise
+
+
+def show_changes(present: Any, wanted: Any) -> None:
+    """Print on standard error what a change will do; nothing if it changes nothing."""
+    for line in list_differences(present, wanted):
+        click.echo(to_printable_line(line), err=True)
 
 
 def list_differences(present: Any, wanted: Any) -> list[str]:

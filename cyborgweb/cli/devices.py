@@ -47,8 +47,8 @@ AGENT_STATES = ("up", "late", "down", "revoked", "clone")
 @click.option(
     "--stale/--fresh", default=None, help="Only devices whose host or driver does not report, or only the others."
 )
-@click.option("--saved-view", help="Only those that this saved view of the console shows.")
 @click.option("--quiet", is_flag=True, help="Print only uuids, one per line, as input for another command.")
+@options.saved_view_option
 @options.limit_option
 @options.watch_option
 @pass_cli_context
@@ -215,6 +215,7 @@ def device_admit(
 @click.option("--host", shell_complete=completion.complete_hosts, help="Only of this host.")
 @click.option("--state", type=click.Choice(AGENT_STATES), help="Only in this state.")
 @click.option("--version", help="Only with this version.")
+@options.saved_view_option
 @options.limit_option
 @options.watch_option
 @pass_cli_context
@@ -276,6 +277,7 @@ def join_token(cli_context: CliContext, host: str, address: str, hours: int) -> 
 @verb_command("join-token-list", "join-token-list --host cmp1.example")
 @click.option("--host", help="Only of this host.")
 @click.option("--used/--unused", default=None, help="Only tokens that an agent has used, or only the others.")
+@options.saved_view_option
 @options.limit_option
 @options.watch_option
 @pass_cli_context

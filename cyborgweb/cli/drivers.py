@@ -13,7 +13,8 @@ import click
 
 from cyborgweb.cli import completion, names, options
 from cyborgweb.cli.confirmation import order_after_preview
-from cyborgweb.cli.conflicts import edit_settings, show_conflict
+from cyborgweb.cli.conflicts import edit_settings, show_changes, show_conflict
+from cyborgweb.cli.connection import ApiClient
 from cyborgweb.cli.exit_codes import ExitCode, to_printable_line
 from cyborgweb.cli.following import WorkProgress, follow_until_ended
 from cyborgweb.cli.many_targets import show_and_exit
@@ -50,6 +51,7 @@ MAX_SETTINGS_BYTES = 65_536
     default=None,
     help="Only drivers whose state differs from the desired state, or only the others.",
 )
+@options.saved_view_option
 @options.limit_option
 @options.watch_option
 @pass_cli_context
@@ -148,6 +150,7 @@ def add_rollout_options(function: Callable[..., Any]) -> Callable[..., Any]:
             click.option(
                 "--keep-going", "--go-on", is_flag=True, help="Go on with further hosts after one has failed."
             ),
+            options.generation_option,
             options.reason_option,
             options.dry_run_option,
             options.yes_option,
@@ -179,11 +182,6 @@ settings_options = (
     click.option(
         "--unset", "unset", multiple=True, metavar="NAME", help="Delete one setting; all others stay. Can be repeated."
     ),
-    click.option(
-        "--generation",
-        type=click.IntRange(0),
-        help="The generation that driver-list shows, for one host: refused if it has changed.",
-    ),
 )
 
 
@@ -204,12 +202,11 @@ def install_driver(
     file: dict[str, Any] | None,
     values: dict[str, Any],
     unset: tuple[str, ...],
-    generation: int | None,
     enabled: bool,
     **rollout_options: Any,
 ) -> None:
     """Install a driver on hosts. Its package must be installed there; the answer names hosts where it is missing."""
-    changes = {"enabled": enabled} | _build_settings_fields(file, values, unset, generation)
+    changes = {"enabled": enabled} | _build_settings_fields(file, values, unset)
     _start_rollout(cli_context, "install", changes, **rollout_options)
 
 
@@ -223,18 +220,17 @@ def update_driver(
     file: dict[str, Any] | None,
     values: dict[str, Any],
     unset: tuple[str, ...],
-    generation: int | None,
     enabled: bool | None,
     **rollout_options: Any,
 ) -> None:
     """Enable, disable or configure a driver on hosts. Refused on hosts where its devices are held.
 
-    --set and --unset change single settings; a settings file replaces all of them. If somebody has changed the driver
-    since --generation, nothing is changed, and the difference is shown.
+    --set and --unset change single settings; a settings file replaces all of them. On a single host the difference is
+    shown first; if somebody changes the driver meanwhile, nothing is changed, and both versions are shown.
     """
-    changes = _build_settings_fields(file, values, unset, generation)
+    changes = _build_settings_fields(file, values, unset)
     changes |= {} if enabled is None else {"enabled": enabled}
-    if not changes.keys() - {"generation"}:
+    if not changes:
         raise click.UsageError("Select what to change: give --enable, --disable, --settings-file, --set or --unset.")
     _start_rollout(cli_context, "update", changes, **rollout_options)
 
@@ -292,25 +288,33 @@ def rollout_retry(cli_context: CliContext, rollout: UUID, reason: str, dry_run: 
         finish_rollout(cli_context, started, f"{started['op']} {started['driver']}", wait)
 
 
-def _build_settings_fields(
-    file: dict[str, Any] | None, values: dict[str, Any], unset: Sequence[str], generation: int | None
-) -> dict[str, Any]:
+def _build_settings_fields(file: dict[str, Any] | None, values: dict[str, Any], unset: Sequence[str]) -> dict[str, Any]:
     """Return the fields of a request that change settings: `settings` if a file was given, where `values` override it,
     otherwise `edits`; {} if nothing was given.
 
     Raises UsageError if both a file and settings to delete were given.
     """
-    fields: dict[str, Any] = {} if generation is None else {"generation": generation}
     if file is not None:
         if unset:
             raise click.UsageError("A settings file replaces all settings: leave --unset out.")
-        return fields | {"settings": file | values}
+        return {"settings": file | values}
     edits = options.drop_empty({"set": values, "unset": [*unset]})
-    return fields | ({"edits": edits} if edits.get("set") or edits.get("unset") else {})
+    return {"edits": edits} if edits.get("set") or edits.get("unset") else {}
 
 
-def _preview_wanted(current: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
-    """Return the wanted configuration that a request would have led to, from the present one."""
+def read_driver(api: ApiClient, host: str, driver: str) -> dict[str, Any]:
+    """Return a driver on a host as the API shows it; without a wanted state and with the generation 0 if the host has
+    no such driver."""
+    for row in api.iterate_rows("drivers/", 1, host=host, driver=driver):
+        return row
+    return {"wanted": None, "generation": 0}
+
+
+def _preview_wanted(current: dict[str, Any], op: str, changes: dict[str, Any]) -> dict[str, Any] | None:
+    """Return the wanted configuration that a request leads to, from the present one; None if it uninstalls the
+    driver."""
+    if op == "uninstall":
+        return None
     wanted = dict(current.get("wanted") or {})
     edits = changes.get("edits", {})
     settings = edit_settings(wanted.get("settings") or {}, edits.get("set", {}), edits.get("unset", ()))
@@ -328,6 +332,7 @@ def _start_rollout(
     all_hosts: bool,
     max_parallel: int,
     keep_going: bool,
+    generation: int | None,
     reason: str,
     dry_run: bool,
     yes: bool,
@@ -336,7 +341,8 @@ def _start_rollout(
     """Start a rollout and show the state of each of its hosts; with `wait`, first follow it until it has ended.
 
     If it reaches several hosts or uninstalls the driver, the user must confirm its preview, unless `yes` is set. With
-    `dry_run` only the preview is shown.
+    `dry_run` only the preview is shown. For a single host, what will change is printed first, and the change is based
+    on the generation that was read for that, or on `generation`.
 
     `changes` are the request's fields for this `op`. Raises UsageError unless the hosts are selected in exactly one
     way: by `hosts`, by `hosts_like` and `hosts_with` (one or both), or by `all_hosts`; CliError if a host in `hosts`
@@ -353,7 +359,13 @@ def _start_rollout(
     target: dict[str, Any] = {"hosts": [*hosts]} if hosts else {"selector": selector}
     body |= changes | target | ({"reason": reason} if reason else {})
     rollout: dict[str, Any] | None
-    with show_conflict(lambda current: (current.get("wanted"), _preview_wanted(current, changes))):
+    if len(hosts) == 1:
+        present = read_driver(cli_context.api, hosts[0], driver)
+        show_changes(present["wanted"], _preview_wanted(present, op, changes))
+        body["generation"] = present["generation"] if generation is None else generation
+    elif generation is not None:
+        body["generation"] = generation
+    with show_conflict(lambda current: (current.get("wanted"), _preview_wanted(current, op, changes))):
         if len(hosts) == 1 and not dry_run and (op != "uninstall" or yes):
             rollout = cli_context.api.post("rollouts/", body)
         else:

@@ -90,6 +90,13 @@ class VerbCommand(click.Command):
             formatter.write_text("\n".join(["\b\nExample:", *(f"  {context.command_path}{line}" for line in lines)]))
 
 
+generation_option = click.option(
+    "--generation",
+    type=click.IntRange(0),
+    help="Base the change on this generation, not on the one that is read now. Refused if it is not the present one.",
+)
+
+
 def verb_command(
     name: str, example: str, help_text: str | None = None
 ) -> Callable[[Callable[..., Any]], click.Command]:
@@ -191,6 +198,9 @@ limit_option = click.option(
     default=DEFAULT_LIMIT,
     show_default=True,
     help="Largest number of rows.",
+)
+saved_view_option = click.option(
+    "--saved-view", metavar="NAME", help="Only rows that this saved view of the console shows."
 )
 watch_option = click.option(
     "--watch",

@@ -9,7 +9,7 @@ import click
 
 from cyborgweb.cli import options
 from cyborgweb.cli.confirmation import order_after_preview
-from cyborgweb.cli.conflicts import show_conflict
+from cyborgweb.cli.conflicts import show_changes, show_conflict
 from cyborgweb.cli.connection import ApiClient
 from cyborgweb.cli.exit_codes import CliError, ExitCode
 from cyborgweb.cli.options import CliContext, pass_cli_context, verb_command
@@ -23,6 +23,7 @@ RULE_COLUMNS = ("order", "name", "enabled", "action", "host", "driver", "vendor"
 @verb_command("rule-list", "rule-list --action ready")
 @click.option("--action", type=click.Choice(ADMISSIONS), help="Only rules that give devices this state.")
 @click.option("--enabled/--disabled", default=None, help="Only rules that are in force, or only the others.")
+@options.saved_view_option
 @options.limit_option
 @options.watch_option
 @pass_cli_context
@@ -78,14 +79,21 @@ def rule_create(cli_context: CliContext, rule: str, yes: bool, dry_run: bool, **
 @add_rule_options
 @click.option("--action", type=click.Choice(ADMISSIONS), help="The state of devices that match.")
 @click.option("--rename", "name", help="The new name of the rule.")
+@options.generation_option
 @pass_cli_context
-def rule_set(cli_context: CliContext, rule: str, yes: bool, dry_run: bool, **values: Any) -> None:
-    """Change an admission rule; what is not named stays. Devices that it has admitted keep their state."""
+def rule_set(
+    cli_context: CliContext, rule: str, yes: bool, dry_run: bool, generation: int | None, **values: Any
+) -> None:
+    """Change an admission rule; what is not named stays. Devices that it has admitted keep their state.
+
+    The difference is shown. If somebody changes the rule meanwhile, it stays as it is.
+    """
     changes = _drop_missing(values)
     if not changes:
         raise click.UsageError("Select what to change.")
     present = find_rule(cli_context.api, rule)
-    body = changes | {"generation": present["generation"]}
+    body = changes | _choose_generation(present, generation)
+    show_changes(present, present | changes)
     question = f"Change the rule {rule}? It matches further devices that are inactive now."
     with show_conflict(lambda current: (current, present | changes)):
         changed = order_after_preview(
@@ -104,15 +112,21 @@ def rule_set(cli_context: CliContext, rule: str, yes: bool, dry_run: bool, **val
 
 @verb_command("rule-delete", "rule-delete hall3 --yes")
 @click.argument("rule")
+@options.generation_option
 @options.yes_option
 @options.request_dry_run_option
 @pass_cli_context
-def rule_delete(cli_context: CliContext, rule: str, yes: bool) -> None:
-    """Delete an admission rule. Devices that it has admitted keep their state."""
+def rule_delete(cli_context: CliContext, rule: str, generation: int | None, yes: bool) -> None:
+    """Delete an admission rule. Devices that it has admitted keep their state.
+
+    The rule is shown. If somebody changes it meanwhile, it is not deleted.
+    """
     present = find_rule(cli_context.api, rule)
+    show_changes(present, {})
     options.confirm(f"Delete the admission rule {rule}?", yes)
     with show_conflict(lambda current: (current, {})):
-        cli_context.api.send_change("DELETE", f"rules/{present['uuid']}/", params={"generation": present["generation"]})
+        query = _choose_generation(present, generation)
+        cli_context.api.send_change("DELETE", f"rules/{present['uuid']}/", params=query)
 
 
 def find_rule(api: ApiClient, name: str) -> dict[str, Any]:
@@ -121,6 +135,11 @@ def find_rule(api: ApiClient, name: str) -> dict[str, Any]:
         return row
     text = f"There is no admission rule {name!r}: `{api.spell_verb('rule-list')}` lists all rules."
     raise CliError(ExitCode.NOT_FOUND, text)
+
+
+def _choose_generation(present: dict[str, Any], generation: int | None) -> dict[str, int]:
+    """Return the field `generation` of a change: the one that the user names, else that of the rule that was read."""
+    return {"generation": present["generation"] if generation is None else generation}
 
 
 def _drop_missing(values: dict[str, Any]) -> dict[str, Any]:

@@ -292,11 +292,6 @@ class SubscriptionAdmin(ConflictPage, ConsoleModelAdmin):
             raise PermissionDenied
         subscriptions.delete(obj.pk, caller, EventSource.PERSON, generation=read_generation(request))
 
-    def delete_queryset(self, request: HttpRequest, queryset: QuerySet[Subscription]) -> None:
-        """Delete the selected subscriptions one by one with `delete_model`, so that each gets its own event."""
-        for row in queryset:
-            self.delete_model(request, row)
-
     def render_change_form(
         self,
         request: HttpRequest,

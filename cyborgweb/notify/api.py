@@ -18,6 +18,7 @@ from rest_framework.request import Request
 from rest_framework.response import Response
 
 from accelerators.api.own.fields import (
+    NEEDS_GENERATION,
     ChangeSerializer,
     ClosedSerializer,
     RowSerializer,
@@ -25,7 +26,7 @@ from accelerators.api.own.fields import (
     StrictTextField,
     UrlField,
 )
-from accelerators.api.own.filters import single_choice_filter
+from accelerators.api.own.filters import SavedViewFilter, single_choice_filter
 from accelerators.api.own.views import CollectionView
 from accelerators.domain.errors import RefusalReason, RefusedError
 from accelerators.domain.states import DeviceType, EventSource
@@ -50,7 +51,7 @@ class SubscriptionReference(serializers.Serializer[Any]):
     url = UrlField("subscriptions", source="uuid")
 
 
-class SubscriptionFilter(filters.FilterSet):
+class SubscriptionFilter(SavedViewFilter):
     """Filter by way, standing and project. The project matters only to callers that see more than one."""
 
     way = single_choice_filter(DeliveryWay)
@@ -156,6 +157,8 @@ class SubscriptionSerializer(RowSerializer):
 class SubscriptionChangeSerializer(ChangeSerializer, SubscriptionSerializer):
     """A change of a subscription."""
 
+    field_conditions = {**SubscriptionSerializer.field_conditions, **NEEDS_GENERATION}
+
 
 class SecretSerializer(SubscriptionSerializer):
     """A subscription with the secret of its webhook, which is shown only this once."""
@@ -187,7 +190,7 @@ class HandOverSerializer(ClosedSerializer):
     )
 
 
-class DeliveryFilter(filters.FilterSet):
+class DeliveryFilter(SavedViewFilter):
     """Filter by subscription, kind and progress."""
 
     subscription = filters.UUIDFilter(field_name="subscription__uuid")
@@ -332,8 +335,9 @@ class SubscriptionView(CollectionView):
 
     def destroy(self, request: Request, **kwargs: str) -> Response:
         """Delete a subscription and its deliveries."""
-        generation = self.get_generation_to_delete()
-        subscriptions.delete(self.get_object().pk, self.caller, generation=generation)
+        subscription = self.get_object()
+        generation = self.get_generation_to_delete(subscription)
+        subscriptions.delete(subscription.pk, self.caller, generation=generation)
         return Response(status=204)
 
     def test(self, request: Request, **kwargs: str) -> Response:

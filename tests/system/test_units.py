@@ -48,7 +48,8 @@ def test_units_can_be_created_over_the_api_and_deleted_by_command(site: ProductW
     lines = site.product.manage("accelerator", "delete", site.device, "--count", "2", "--wait", "--json")
     (result,) = json.loads("".join(lines))
     assert (result["state"], count_listed_units(site), count_parts_on_host(site)) == ("succeeded", 2, 2)
-    refused = site.call("PATCH", f"/api/devices/{site.device}/", {"layout": {"speed": "9"}})
+    generation = site.call("GET", f"/api/devices/{site.device}/").json()["generation"]
+    refused = site.call("PATCH", f"/api/devices/{site.device}/", {"layout": {"speed": "9"}, "generation": generation})
     assert refused.status_code == 400 and "takes parts" in refused.text
     last = site.call("POST", "/api/accelerators/delete/", {"targets": [{"device": site.device}]}).json()["results"][0]
     ended = site.call("GET", f"/api/commands/{last['command']}/?wait=30").json()

@@ -12,6 +12,7 @@ from rest_framework.request import Request
 from rest_framework.response import Response
 
 from accelerators.api.own.fields import (
+    NEEDS_GENERATION,
     ChangeSerializer,
     RowSerializer,
     StrictBooleanField,
@@ -19,7 +20,7 @@ from accelerators.api.own.fields import (
     StrictTextField,
     UrlField,
 )
-from accelerators.api.own.filters import RowFilter, single_choice_filter
+from accelerators.api.own.filters import ListFilter, single_choice_filter
 from accelerators.api.own.previews import ConfirmationSerializer, PreviewSerializer, respond_with_preview
 from accelerators.api.own.views import CollectionView
 from accelerators.devices import admission_rules
@@ -33,7 +34,7 @@ NEW_RULE = UUID(int=0)
 """The subject of the token of a rule that does not exist yet."""
 
 
-class RuleFilter(RowFilter):
+class RuleFilter(ListFilter):
     """Filter by name, action, or whether the rule is enabled."""
 
     name = filters.CharFilter(help_text="Exactly this name.")
@@ -97,7 +98,7 @@ class NewRuleSerializer(ConfirmationSerializer, RuleSerializer):
 class RuleChangeSerializer(ChangeSerializer, ConfirmationSerializer, RuleSerializer):
     """A change of an admission rule, and the confirmation."""
 
-    field_conditions = CONFIRMATION
+    field_conditions = {**CONFIRMATION, **NEEDS_GENERATION}
 
     class Meta(RuleSerializer.Meta):
         fields = (*RuleSerializer.Meta.fields, "dry_run", "token")
@@ -188,6 +189,7 @@ class RuleView(CollectionView):
 
     def destroy(self, request: Request, **kwargs: str) -> Response:
         """Delete a rule; 204. Devices that it has admitted keep their state."""
-        generation = self.get_generation_to_delete()
-        admission_rules.delete_rule(self.get_object().uuid, self.caller, generation=generation)
+        rule = self.get_object()
+        generation = self.get_generation_to_delete(rule)
+        admission_rules.delete_rule(rule.uuid, self.caller, generation=generation)
         return Response(status=204)

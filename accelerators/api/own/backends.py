@@ -1,4 +1,4 @@
-"""The backends of drivers on hosts, and the services of each, as the last reports describe them."""
+"""The backends of drivers on hosts, as the last reports describe them or as they are configured, and their services."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from rest_framework.response import Response
 
 from accelerators.api.own.drivers import POLICY_RULE_BY_METHOD
 from accelerators.api.own.fields import (
+    NEEDS_GENERATION,
     ClosedSerializer,
     GenerationField,
     ReasonField,
@@ -22,11 +23,12 @@ from accelerators.api.own.fields import (
     StrictTextField,
     UrlField,
 )
-from accelerators.api.own.filters import choice_filter, host_filter
+from accelerators.api.own.filters import SavedViewFilter, choice_filter, host_filter
 from accelerators.api.own.rollouts import RolloutView, RolloutWithStepsSerializer, SettingsField, show_changed_driver
 from accelerators.api.own.views import CollectionView
-from accelerators.domain.generations import ChangedMeanwhileError
+from accelerators.domain.generations import GenerationError
 from accelerators.domain.setting_edits import SettingEdits
+from accelerators.domain.states import BackendState
 from accelerators.models import Backend, Host, Rollout, Service
 from accelerators.workflows import backend_sections, driver_rollouts
 from accelerators.workflows.backend_sections import BackendPlace, ChangeContext
@@ -36,13 +38,14 @@ BACKEND_KEY_PATTERN = "[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}:[A-Za-z0-9_.:
 """The form of a backend's key, HOST:DRIVER:NAME, with the host's uuid."""
 
 
-class BackendFilter(filters.FilterSet):
-    """Filter by host, driver, name, kind, or whether the backend fails."""
+class BackendFilter(SavedViewFilter):
+    """Filter by host, driver, name, kind, state, or whether the backend fails."""
 
     host = host_filter()
     driver = filters.CharFilter()
     name = filters.CharFilter()
     kind = choice_filter(get_args(BackendKind))
+    state = choice_filter(BackendState)
     failing = filters.BooleanFilter(method="filter_by_error", help_text="Whether it has an error.")
 
     def filter_by_error(self, backends: QuerySet[Backend], name: str, wanted: bool) -> QuerySet[Backend]:
@@ -62,7 +65,7 @@ class BackendServiceSerializer(serializers.Serializer[Any]):
 
 class BackendSerializer(RowSerializer):
     """A part of a driver that reports by itself. While it has an error, its devices are shown as they were last
-    reported."""
+    reported. Backends that are configured and not reported are `waiting` or `disabled`, with the reason."""
 
     id = serializers.CharField(source="key", read_only=True)
     url = UrlField("backends", source="key")
@@ -70,10 +73,33 @@ class BackendSerializer(RowSerializer):
     since = serializers.DateTimeField(read_only=True, help_text="Since when it answers, or since when it does not.")
     services = BackendServiceSerializer(many=True, read_only=True)
     devices = serializers.IntegerField(read_only=True, help_text="How many devices it has.")
+    state = serializers.ChoiceField(BackendState.choices(), read_only=True)
+    settings = SettingsField(
+        read_only=True, allow_null=True, help_text="Its section of the wanted settings; null if it has none."
+    )
+    generation = serializers.IntegerField(
+        read_only=True, help_text="The generation of the wanted configuration of its driver. Send it with a change."
+    )
 
     class Meta:
         model = Backend
-        fields = ("id", "url", "host", "driver", "name", "kind", "labels", "error", "since", "services", "devices")
+        fields = (
+            "id",
+            "url",
+            "host",
+            "driver",
+            "name",
+            "kind",
+            "state",
+            "reason",
+            "labels",
+            "error",
+            "since",
+            "services",
+            "devices",
+            "settings",
+            "generation",
+        )
 
 
 class ReadOnlyCollectionView(CollectionView):
@@ -81,7 +107,6 @@ class ReadOnlyCollectionView(CollectionView):
 
     sort_fields = {"host": "place"}
     default_ordering = "host"
-    etag_collections = ("hosts", "devices")
     http_method_names = ["get", "head"]
     lookup_field = "key"
     lookup_url_kwarg = "id"
@@ -104,6 +129,8 @@ class NewBackendSerializer(ClosedSerializer):
     generation = GenerationField()
     reason = ReasonField("Shown with the rollout and in its events.")
 
+    field_conditions = NEEDS_GENERATION
+
 
 class BackendChangeSerializer(ClosedSerializer):
     """A change of a backend; what is left out stays as it is. Paths begin in the backend's section."""
@@ -116,12 +143,13 @@ class BackendChangeSerializer(ClosedSerializer):
     generation = GenerationField()
     reason = ReasonField("Shown with the rollout and in its events.")
 
+    field_conditions = NEEDS_GENERATION
+
 
 class BackendView(ReadOnlyCollectionView):
     """Backends of drivers, by host. To make a host's driver look for its services again, order the command `rescan`.
 
-    Backends can be added, changed, disabled and removed one at a time. The generation is that of the driver. The
-    settings of a backend, also of one that is disabled, are those in `wanted` of its driver.
+    Backends can be added, changed, disabled and removed one at a time. The generation is that of the driver.
     """
 
     policy = "backend"
@@ -164,10 +192,10 @@ class BackendView(ReadOnlyCollectionView):
         """Remove a backend: 202, with the rollout that does it. 409: the driver has another generation, or one of its
         devices is held."""
         reason = self.request.query_params.get("reason", "")
-        context = self._build_context({"generation": self.get_generation_to_delete(), "reason": reason})
+        context = self._build_context({"generation": self.read_generation_parameter(), "reason": reason})
         return self._respond_with_rollout(backend_sections.remove_backend(self._find_place(), context))
 
-    def build_current(self, error: ChangedMeanwhileError) -> Any:
+    def build_current(self, error: GenerationError) -> Any:
         """Return the driver as it is now on the host where somebody else changed it."""
         driver = self.kwargs["id"].split(":", 1)[1].rpartition(":")[0] if self.detail else self._get_new_driver()
         return show_changed_driver(driver, error, self.get_serializer_context())
@@ -195,7 +223,7 @@ class BackendView(ReadOnlyCollectionView):
         return Response(data, 202, headers={"Location": data["url"]})
 
 
-class ServiceFilter(filters.FilterSet):
+class ServiceFilter(SavedViewFilter):
     """Filter by host, driver, backend, name or state."""
 
     host = host_filter()
@@ -221,6 +249,7 @@ class ServiceView(ReadOnlyCollectionView):
     """The services of drivers' backends, as found at run time, by host."""
 
     policy = "service"
+    etag_collections = ("hosts", "devices")
     lookup_value_regex = f"{BACKEND_KEY_PATTERN}:[a-z]{{1,16}}"
     serializer_class = ServiceSerializer
     filterset_class = ServiceFilter

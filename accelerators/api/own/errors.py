@@ -2,7 +2,8 @@
 
 The code is the HTTP status. The message is one sentence that tells the caller what to do. The reason is a stable code
 for programs, one of REASONS. An error 409 with the reason `not_confirmed` has a preview beside `error`. If a change is
-refused because it is based on an older generation, the present version is beside `error`, as `current`.
+refused because it is based on an older generation (409) or on none (428), the present version is beside `error`, as
+`current`.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from rest_framework.response import Response
 
 from accelerators.domain.caller import request_id
 from accelerators.domain.errors import AcceleratorsError, RefusalReason, RefusedError
-from accelerators.domain.generations import ChangedMeanwhileError
+from accelerators.domain.generations import GenerationError
 from accelerators.runtime import database_outage
 
 log = logging.getLogger(__name__)
@@ -36,6 +37,7 @@ MESSAGE_BY_STATUS: Mapping[int, str] = {
 STATUS_BY_REASON: Mapping[RefusalReason, int] = {
     RefusalReason.NOT_FOUND: 404,
     RefusalReason.INVALID: 400,
+    RefusalReason.NO_GENERATION: 428,
     RefusalReason.SERVICE_TOKEN: 403,
     RefusalReason.UNAVAILABLE: 503,
 }
@@ -52,6 +54,7 @@ REASON_BY_STATUS: Mapping[int, str] = {
     411: "length_required",
     413: "too_large",
     415: "unsupported_media_type",
+    428: RefusalReason.NO_GENERATION.value,
     429: "throttled",
     500: "internal_error",
     503: RefusalReason.UNAVAILABLE.value,
@@ -102,7 +105,7 @@ def handle_exception(error: Exception, context: Mapping[str, Any]) -> Response:
     reason = error.reason if isinstance(error, RefusedError | ApiError) else ""
     preview = getattr(error, "preview", None)
     body = build_error_body(status, message, reason) | ({"preview": preview} if preview else {})
-    if isinstance(error, ChangedMeanwhileError) and (current := context["view"].build_current(error)):
+    if isinstance(error, GenerationError) and (current := context["view"].build_current(error)):
         body["current"] = current
     response = Response(body, status)
     if challenge := getattr(error, "auth_header", None):

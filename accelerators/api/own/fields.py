@@ -146,22 +146,27 @@ class ClosedSerializer(serializers.Serializer[Any]):
 
 
 class GenerationField(StrictIntegerField):
-    """The generation on which a change is based. If the row has another one, the change is refused."""
+    """The generation on which a change is based. If the row has another one, the change is refused.
 
-    def __init__(self, **options: Any) -> None:
-        super().__init__(
-            min_value=0,
-            max_value=MAX_GENERATION,
-            required=False,
-            help_text="The generation as you read it. If it has changed since, the answer is 409.",
-            **options,
-        )
+    It is no required field, because its absence has an answer of its own (428), which the view gives.
+    """
+
+    HELP = "Needed: the generation as you read it. If it has changed since, the answer is 409; without it, 428."
+
+    def __init__(self, help_text: str = HELP, **options: Any) -> None:
+        super().__init__(min_value=0, max_value=MAX_GENERATION, required=False, help_text=help_text, **options)
+
+
+NEEDS_GENERATION: Mapping[str, Any] = {"required": ["generation"]}
+"""The condition of bodies that change settings: they name the generation on which the change is based."""
 
 
 class ChangeSerializer(ClosedSerializer):
     """Adds `generation` to the body of a change; to be combined with the serializer of the row."""
 
     generation = GenerationField()
+
+    field_conditions: ClassVar[Mapping[str, Any]] = NEEDS_GENERATION
 
 
 class ChosenFieldsSerializer(serializers.Serializer[Any]):

@@ -14,14 +14,14 @@ from rest_framework.response import Response
 
 from accelerators.api.own import errors
 from accelerators.api.own.fields import ChangeSerializer, RowSerializer, StrictTextField, UrlField
-from accelerators.api.own.filters import RowFilter
+from accelerators.api.own.filters import ListFilter
 from accelerators.api.own.views import CollectionView
 from accelerators.domain import groups
 from accelerators.models import AcceleratorRequest, DeviceProfile
 from accelerators.requests import profiles
 
 
-class ProfileFilter(RowFilter):
+class ProfileFilter(ListFilter):
     """Filter by name, or by whether requests use the profile."""
 
     name = filters.CharFilter(help_text="Exactly this name.")
@@ -126,6 +126,7 @@ class ProfileView(CollectionView):
 
     def destroy(self, request: Request, **kwargs: str) -> Response:
         """Delete a device profile; 204. 409 while requests made from it exist."""
-        generation = self.get_generation_to_delete()
-        profiles.delete_profile(self.get_object().uuid, self.caller, generation=generation)
+        profile = self.get_object()
+        generation = self.get_generation_to_delete(profile)
+        profiles.delete_profile(profile.uuid, self.caller, generation=generation)
         return Response(status=204)

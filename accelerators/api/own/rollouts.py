@@ -23,15 +23,15 @@ from accelerators.api.own.fields import (
     StrictTextField,
     UrlField,
 )
-from accelerators.api.own.filters import RowFilter, choice_filter
+from accelerators.api.own.filters import ListFilter, choice_filter
 from accelerators.api.own.previews import ConfirmationSerializer, PreviewSerializer, respond_with_preview
 from accelerators.api.own.views import CollectionView
 from accelerators.domain import setting_edits
-from accelerators.domain.generations import ChangedMeanwhileError
+from accelerators.domain.generations import GenerationError
 from accelerators.domain.setting_edits import SettingEdits
 from accelerators.domain.states import DeviceOutcome, RolloutOp, RolloutState, RolloutStepState
 from accelerators.models import Rollout, RolloutStep
-from accelerators.workflows import confirmations, driver_rollouts, rollout_previews
+from accelerators.workflows import confirmations, driver_config, driver_rollouts, rollout_previews
 from accelerators.workflows.driver_config import DriverChange
 from drivers.inventory import WORD
 
@@ -39,7 +39,7 @@ MAX_PREVIEW_HOSTS = 20
 """Number of hosts that a preview lists; its counts include all."""
 
 
-class RolloutFilter(RowFilter):
+class RolloutFilter(ListFilter):
     """Filter by driver, operation or state."""
 
     driver = filters.CharFilter(help_text="Exactly this driver.")
@@ -113,7 +113,11 @@ class RolloutSerializer(ConfirmationSerializer, RowSerializer):
     edits = SettingEditsSerializer(
         required=False, allow_null=True, help_text="Changes of single settings, in place of `settings`."
     )
-    generation = GenerationField(write_only=True)
+    generation = GenerationField(
+        write_only=True,
+        help_text="Needed for a single host, unless a preview is asked for or confirmed: the generation that `drivers`"
+        " shows there, 0 if it does not list the driver. If it has changed since, the answer is 409; without it, 428.",
+    )
     max_parallel = StrictIntegerField(
         min_value=1,
         max_value=driver_rollouts.MAX_PARALLEL,
@@ -234,8 +238,11 @@ class RolloutPreviewSerializer(PreviewSerializer):
 
 
 class RetryRolloutSerializer(ConfirmationSerializer):
-    """The body of a retry: an optional reason, and the confirmation."""
+    """The body of a retry: an optional reason, and the generation or the confirmation."""
 
+    generation = GenerationField(
+        help_text="Needed for a single host, as for a new rollout, unless a preview is asked for or confirmed."
+    )
     reason = ReasonField("Shown with it and in its events.")
 
 
@@ -293,7 +300,7 @@ class RolloutView(CollectionView):
         described = {"kind": "rollout"} | {
             name: sorted(value) if name == "hosts" else value
             for name, value in values.items()
-            if name not in ("dry_run", "token", "reason")
+            if name not in ("dry_run", "token", "reason", "generation")
         }
         if values.get("token"):
             return self._confirm(values, described)
@@ -304,6 +311,9 @@ class RolloutView(CollectionView):
         )
         pace_options = {name: values[name] for name in ("max_parallel", "stop_on_failure") if name in values}
         is_draft = len(hosts) > 1 or values.get("dry_run", False)
+        if not is_draft:
+            driver_config.check_driver_change(change)
+            driver_rollouts.refuse_without_generation(change.driver, hosts[0], values.get("generation"))
         rollout = driver_rollouts.start_rollout(
             change,
             hosts,
@@ -326,7 +336,10 @@ class RolloutView(CollectionView):
         described = {"kind": "rollout retry", "rollout": str(rollout.uuid)}
         if values.get("token"):
             return self._confirm(values, described)
-        draft = driver_rollouts.create_retry_draft(rollout, self.caller, self.caller.event_source)
+        generation = values.get("generation")
+        if not values.get("dry_run") and (host := driver_rollouts.find_only_host_to_retry(rollout)):
+            driver_rollouts.refuse_without_generation(rollout.driver, host, generation)
+        draft = driver_rollouts.create_retry_draft(rollout, self.caller, self.caller.event_source, generation)
         if draft.total > 1 or values.get("dry_run"):
             return self._respond_with_preview(draft, values, described)
         driver_rollouts.confirm_rollout(draft, values.get("reason", ""))
@@ -370,10 +383,11 @@ class RolloutView(CollectionView):
         token = confirmations.issue_token(draft.uuid, self.caller, described)
         return respond_with_preview(body, token, values.get("dry_run", False))
 
-    def build_current(self, error: ChangedMeanwhileError) -> Any:
+    def build_current(self, error: GenerationError) -> Any:
         """Return the driver as it is now on the host where somebody else changed it."""
         body = cast("dict[str, Any]", self.request.data)  # It was validated before.
-        return show_changed_driver(body["driver"], error, self.get_serializer_context())
+        driver = self.get_object().driver if self.detail else body["driver"]
+        return show_changed_driver(driver, error, self.get_serializer_context())
 
     def cancel(self, request: Request, **kwargs: str) -> Response:
         """Start no further hosts. Hosts that have been started are finished."""
@@ -382,7 +396,7 @@ class RolloutView(CollectionView):
         return Response(self.get_serializer(self.get_object()).data, 202)
 
 
-def show_changed_driver(driver: str, error: ChangedMeanwhileError, context: Mapping[str, Any]) -> Any:
+def show_changed_driver(driver: str, error: GenerationError, context: Mapping[str, Any]) -> Any:
     """Return the driver as it is now on the host where somebody else changed it; None if there is none."""
     row = DriverView.queryset.filter(host__name__in=error.hosts, driver=driver).first()
     return row and DriverSerializer(row, context=context).data

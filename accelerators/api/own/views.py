@@ -35,7 +35,7 @@ from accelerators.api.own import errors
 from accelerators.api.own.fields import MAX_GENERATION, parse_field_names
 from accelerators.api.own.paging import RowPagination, get_list_parameters
 from accelerators.domain.caller import Caller
-from accelerators.domain.generations import ChangedMeanwhileError
+from accelerators.domain.generations import GenerationError, require_generation
 from accelerators.runtime import generations
 
 MAX_BODY_BYTES = 1_048_576
@@ -296,17 +296,22 @@ class CollectionView(GenericViewSet[Any]):
         body.is_valid(raise_exception=True)
         return dict(body.validated_data)
 
-    def validate_change(self, row: Any) -> tuple[dict[str, Any], int | None]:
+    def validate_change(self, row: Any) -> tuple[dict[str, Any], int]:
         """Validate the body that changes `row`, and return its values by field, and the generation that it names.
 
-        Raises ValidationError (400) if the body is invalid.
+        Raises ValidationError (400) if the body is invalid, NoGenerationError (428) if it names no generation.
         """
         values = self.validate_body(row)
-        return values, values.pop("generation", None)
+        return values, require_generation(f"{row}", row.generation, values.pop("generation", None))
 
-    def get_generation_to_delete(self) -> int | None:
-        """Return the query parameter `generation` of a DELETE, None if there is none. Raises ParseError (400) if it is
-        no number."""
+    def get_generation_to_delete(self, row: Any) -> int:
+        """Return the query parameter `generation` of a DELETE of `row`. Raises ParseError (400) if it is no number,
+        NoGenerationError (428) if there is none."""
+        return require_generation(f"{row}", row.generation, self.read_generation_parameter())
+
+    def read_generation_parameter(self) -> int | None:
+        """Return the query parameter `generation`, None if there is none. Raises ParseError (400) if it is no
+        number."""
         text = self.request.query_params.get("generation")
         if text is None:
             return None
@@ -314,9 +319,9 @@ class CollectionView(GenericViewSet[Any]):
             raise ParseError("generation: say the number that the row shows.")
         return int(text)
 
-    def build_current(self, error: ChangedMeanwhileError) -> Any:
-        """Return the present version of what could not be changed, for the answer 409: the member of this URL, None if
-        this is the URL of a collection."""
+    def build_current(self, error: GenerationError) -> Any:
+        """Return the present version of what could not be changed, for the answers 409 and 428: the member of this URL,
+        None if this is the URL of a collection."""
         return self.get_serializer(self.get_object()).data if self.detail else None
 
     def respond_with_stored_row(self, uuid: UUID, status: int = 201) -> Response:

@@ -4,7 +4,8 @@ function body(form) {
   if (whole) { return JSON.parse(whole.value); }
   const sent = {};
   form.querySelectorAll("[name]").forEach(function (input) {
-    if (input.name === "csrfmiddlewaretoken" || input.value === input.defaultValue && form.dataset.method === "PATCH") { return; }
+    const isUnchanged = input.value === input.defaultValue && form.dataset.method === "PATCH";
+    if (input.name === "csrfmiddlewaretoken" || isUnchanged && !("always" in input.dataset)) { return; }
     if (!input.value && !input.required && form.dataset.method === "POST") { return; }
     sent[input.name] = input.dataset.kind === "json" ? JSON.parse(input.value) : input.value;
   });

@@ -58,7 +58,13 @@ def test_a_rollout_is_done_only_after_the_report_of_the_installed_driver_is_merg
         jobs.merge()
         assert rita.call("GET", "/api/drivers/")["results"][0]["seen"]["state"] == "absent"
         made = rita.call(
-            "POST", "/api/rollouts/", op="install", driver="pci_driver", hosts=["cmp1"], settings={"a": [1]}
+            "POST",
+            "/api/rollouts/",
+            op="install",
+            driver="pci_driver",
+            hosts=["cmp1"],
+            settings={"a": [1]},
+            generation=0,
         )
         heard = take_command(socket)
         assert (heard.op, heard.driver) == ("configure", "pci_driver")
@@ -87,7 +93,9 @@ def test_a_rollout_fails_with_an_agent_that_does_not_support_configure(agent: Wi
         jobs.merge()
         (row,) = rita.call("GET", "/api/drivers/")["results"]
         assert (row["seen"]["state"], row["seen"]["generation"], row["version"]) == ("ok", 0, "")
-        made = rita.call("POST", "/api/rollouts/", op="update", driver="fake_driver", hosts=["cmp1"], enabled=False)
+        made = rita.call(
+            "POST", "/api/rollouts/", op="update", driver="fake_driver", hosts=["cmp1"], enabled=False, generation=0
+        )
         send_result(
             socket,
             take_command(socket),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from io import StringIO
 from pathlib import Path
@@ -34,7 +34,7 @@ from accelerators.models import (
 from accelerators.models.attachments import AttachmentState
 from accelerators.workflows import attachment_orders, command_endings, driver_rollouts
 from agents.models import Agent
-from cyborgweb.cli import following
+from cyborgweb.cli import backends, conflicts, drivers, following
 from cyborgweb.settings.keys import Keys
 from drivers.inventory import Backend, DriverReport, Service
 from tests.accelerators.api.own.test_units import UNKNOWN_UUID, create_bound_request
@@ -317,6 +317,7 @@ def test_set_and_unset_change_single_settings_and_a_conflict_shows_the_differenc
         assert cyborg("install-driver", *on_host, "--settings", str(file)).exit_code == 0
         done = cyborg("update-driver", *on_host, "--set", "mtu=9000", "--set", 'backends/nics={"kind": "pci"}')
         assert done.exit_code == 0, done.output
+        assert '-    "mtu": 1500,' in done.stderr.splitlines() and '+    "mtu": 9000,' in done.stderr.splitlines()
         assert cyborg("update-driver", *on_host, "--unset", "speed").exit_code == 0
     settings = {"mtu": 9000, "backends": {"nics": {"kind": "pci"}}}
     assert DriverWish.objects.get().settings == settings
@@ -361,6 +362,39 @@ def test_backends_are_added_changed_disabled_and_removed_one_at_a_time(
     assert_refused(cyborg("backend-enable", "nics", *place), 3, "is not in the settings that are set here")
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("update-driver", "nic_driver", "--host", "cmp1", "--set", "mtu=9000"),
+        ("uninstall-driver", "nic_driver", "--host", "cmp1", "--yes"),
+        ("backend-add", "nics", "--host", "cmp1", "--driver", "nic_driver", "--kind", "mdev"),
+        ("backend-disable", "gpus", "--host", "cmp1", "--driver", "nic_driver"),
+        ("backend-remove", "gpus", "--host", "cmp1", "--driver", "nic_driver", "--yes"),
+    ],
+    ids=lambda words: words[0],
+)
+def test_a_driver_that_somebody_changes_after_it_was_read_is_left_as_it_is(
+    cyborg: Cyborg, host: Host, monkeypatch: pytest.MonkeyPatch, words: Sequence[str]
+) -> None:
+    settings = {"mtu": 1500, "backends": {"gpus": {"kind": "pci"}}}
+    with conductor.writing():
+        wish = DriverWish.objects.create(host=host, driver="nic_driver", settings=settings, generation=4)
+
+    def change_meanwhile(present: object, wanted: object) -> None:
+        """Show the changes, then change the driver, as somebody else does before the request is sent."""
+        conflicts.show_changes(present, wanted)
+        with conductor.writing():
+            DriverWish.objects.filter(pk=wish.pk).update(generation=5)
+
+    for module in (drivers, backends):
+        monkeypatch.setattr(module, "show_changes", change_meanwhile)
+    refused = cyborg(*words)
+    assert_refused(refused, 1, "nic_driver on cmp1 is at generation 5 now, not 4: somebody changed it", "[conflict]")
+    assert refused.stderr.count("--- present version") == 2, "before it was sent, and when it was refused"
+    wish.refresh_from_db()
+    assert wish.installed and wish.settings == settings
+
+
 INVALID_DRIVER_COMMANDS = (
     (("install-driver", "nic_driver"), 2, "Select hosts"),
     (("install-driver", "nic_driver", "--host", "cmp1", "--all-hosts"), 2, "Select hosts"),
@@ -388,7 +422,7 @@ def test_backends_and_services_are_listed_and_shown(cyborg: Cyborg, host: Host) 
     assert table[1].split()[:3] == ["cmp1", "nic_driver", "gpus"] and "it hung" in table[1]
     assert "sriov, reset" in table[2] and "rack=r1" in table[2]
     shown = cyborg("backend-show", "nics").stdout
-    assert "services  sriov  1  ready  total_vfs=8\n          reset  1  unavailable  no way\n" in shown
+    assert "services    sriov  1  ready  total_vfs=8\n            reset  1  unavailable  no way\n" in shown
     key = json.loads(cyborg("backend-show", "nics", "--host", "cmp1", "-f", "json").stdout)["id"]
     assert cyborg("backend-show", key).stdout == shown
     ready = cyborg("service-list", "--state", "ready", "-f", "csv").stdout

@@ -74,6 +74,17 @@ def test_a_rule_that_somebody_changes_meanwhile_is_left_as_it_is(
     assert AdmissionRule.objects.get().action == "ready"
 
 
+def test_a_rule_is_deleted_only_in_the_version_that_was_shown(cyborg: Cyborg) -> None:
+    assert cyborg("rule-create", "one", "--action", "ready").exit_code == 0
+    assert cyborg("rule-set", "one", "--vendor", "10de").exit_code == 0
+    refused = cyborg("rule-delete", "one", "--yes", "--generation", "1")
+    assert_refused(refused, 1, "one is at generation 2 now, not 1", "[conflict]")
+    assert_refused(cyborg("rule-set", "one", "--disabled", "--generation", "1"), 1, "generation 2 now, not 1")
+    assert AdmissionRule.objects.get().enabled
+    deleted = cyborg("rule-delete", "one", "--yes", "--generation", "2")
+    assert deleted.exit_code == 0 and '-  "vendor": "10de"' in deleted.stderr.replace(",", "")
+
+
 def test_manage_py_has_the_same_commands() -> None:
     run_verb("rule", "create", "one", "--action", "quarantined")
     (row,) = json.loads(run_verb("rule", "list", "--json")[1])

@@ -6,6 +6,8 @@ import pytest
 from django.test import Client
 from django.urls import reverse
 
+from accelerators import conductor
+from accelerators.models import DriverWish
 from drivers.inventory import Backend, Service
 from tests.support.reports import apply_report, get_or_create_host, make_card, make_driver_report
 
@@ -67,12 +69,21 @@ def test_the_lists_of_backends_and_services_show_and_filter_those_of_all_hosts(o
     for name in ("cmp1", "cmp2"):
         report = make_driver_report(make_card(1, backend="nics"), driver="generic_driver", backends=(works, failed))
         apply_report(get_or_create_host(name), report)
+    wanted = {"backends": {"nics": {"kind": "pci"}, "disks": {"kind": "pci", "enabled": False}}}
+    with conductor.writing():
+        DriverWish.objects.create(host=get_or_create_host("cmp2"), driver="generic_driver", settings=wanted)
     backends, services = (reverse(f"admin:accelerators_{name}_changelist") for name in ("backend", "service"))
     found = {
-        answer: [str(row) for row in operator.get(backends, {"failing": answer, "q": "cmp2"}).context["cl"].result_list]
-        for answer in ("yes", "no")
+        state: [str(row) for row in operator.get(backends, {"state": state, "q": "cmp2"}).context["cl"].result_list]
+        for state in ("failing", "answering", "disabled", "waiting")
     }
-    assert found == {"yes": ["generic_driver:gpus"], "no": ["generic_driver:nics"]}
+    assert found == {
+        "failing": ["generic_driver:gpus"],
+        "answering": ["generic_driver:nics"],
+        "disabled": ["generic_driver:disks"],
+        "waiting": [],
+    }
+    assert "It is disabled in its settings." in operator.get(backends).content.decode()
     page = operator.get(backends).content.decode()
     assert "1 of 2 ready" in page and page.count("the kernel holds it") >= 2
     listed = operator.get(services, {"q": "cmp2", "backend": "nics"})

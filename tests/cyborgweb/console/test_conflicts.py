@@ -8,9 +8,10 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from django.contrib import admin
 from django.contrib.auth.models import User
 from django.http import HttpResponse
-from django.test import Client
+from django.test import Client, RequestFactory
 from django.urls import reverse
 
 from accelerators import conductor
@@ -82,6 +83,26 @@ def test_a_form_with_a_mistake_keeps_the_generation_with_which_it_was_shown(clie
     page = client.post(address, {"name": "a b", "order": "7", "action": "ready", "generation": "1"}).content.decode()
     assert 'name="generation" value="1"' in page
     assert AdmissionRule.objects.get().order == 8
+
+
+def test_a_form_without_a_generation_changes_nothing_and_says_why(client: Client) -> None:
+    client.force_login(User.objects.create_superuser("olga"))
+    rule = admission_rules.create_rule({"name": "gpus", "action": "ready"}, THEO)
+    for page, fields in (
+        ("change", {"name": "gpus", "order": "7", "action": "ready"}),
+        ("delete", {"post": "yes"}),
+    ):
+        address = reverse(f"admin:accelerators_admissionrule_{page}", args=[rule.pk])
+        answer = client.post(address, fields, follow=True).content.decode()
+        assert "does not say which version it shows. Nothing was changed" in answer
+    assert AdmissionRule.objects.get().order == 100
+
+
+def test_no_list_deletes_several_rows_at_once(rf: RequestFactory) -> None:
+    request = rf.get("/")
+    request.user = User.objects.create_superuser("olga")
+    offered = {name for model_admin in admin.site._registry.values() for name in model_admin.get_actions(request)}
+    assert "revoke" in offered and "delete_selected" not in offered, "such an action would carry no generations"
 
 
 @pytest.mark.slow
@@ -163,7 +184,9 @@ def test_backends_are_added_changed_disabled_and_removed_on_the_page_of_their_dr
         ("backend-save", '{"labels": {}}', "Say the kind"),
         ("backend-save", '{"kind": "pci", "a/b": 1}', "must not contain /"),
     ):
-        refused = operator.post(address, {"do": button, "backend": "gpus", "settings": settings})
+        (seen, *_) = re.findall(r'name="generation" value="(\d+)"', operator.get(address).content.decode())
+        fields = {"do": button, "backend": "gpus", "settings": settings, "generation": seen}
+        refused = operator.post(address, fields)
         assert says in refused.content.decode()
     assert DriverWish.objects.get().settings == {"backends": {"gpus": {"kind": "pci"}}}
     with conductor.writing():

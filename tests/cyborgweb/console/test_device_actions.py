@@ -168,7 +168,7 @@ def test_admission_rules_are_created_changed_applied_and_deleted_in_the_console(
     rule = AdmissionRule.objects.get()
     rule_url = reverse("admin:accelerators_admissionrule_change", args=[rule.pk])
     assert "driver test_*" in operator.get(rules).content.decode()
-    assert operator.post(rule_url, RULE | {"order": "5"}).status_code == 302
+    assert operator.post(rule_url, RULE | {"order": "5", "generation": "1"}).status_code == 302
     assert operator.post(rule_url, RULE | {"name": "no good"}).status_code == 200
     applying = reverse("admin:accelerators_admissionrule_apply")
     assert operator.get(applying).status_code == 405
@@ -180,7 +180,9 @@ def test_admission_rules_are_created_changed_applied_and_deleted_in_the_console(
     assert "The enabled rules would change no device that is inactive now." in applied_again
     assert Device.objects.filter(state="ready", state_by="rule fakes").count() == 3
     assert (
-        operator.post(reverse("admin:accelerators_admissionrule_delete", args=[rule.pk]), {"post": "yes"}).status_code
+        operator.post(
+            reverse("admin:accelerators_admissionrule_delete", args=[rule.pk]), {"post": "yes", "generation": "2"}
+        ).status_code
         == 302
     )
     rule_events = Event.objects.filter(subject_type="rule").order_by("id").values_list("action", "source", "actor")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 from django.contrib.auth.models import Permission, User
 from django.test import Client
@@ -34,7 +36,9 @@ def driver_page(driver: str = "pci_driver", host: str = "cmp0") -> str:
 
 
 def press_button(client: Client, address: str, **fields: str) -> str:
-    response = client.post(address, fields, follow=True)
+    """Press a button of a page, which sends the generation that the page shows, and return the next page."""
+    shown = re.findall(r'name="generation" value="(\d+)"', client.get(address).content.decode())
+    response = client.post(address, dict(generation=shown[0] if shown else "") | fields, follow=True)
     assert response.status_code == 200
     return response.content.decode()
 

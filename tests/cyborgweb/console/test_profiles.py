@@ -103,7 +103,7 @@ def test_a_free_profile_is_deleted_after_a_confirmation_and_a_used_one_is_kept(o
     for profile, sentence in ((free, "Device profile free was deleted."), (used, "is used by accelerator requests")):
         url = reverse("admin:accelerators_deviceprofile_delete", args=[profile.pk])
         assert f"Delete device profile {profile.name}?" in operator.get(url).content.decode()
-        assert sentence in operator.post(url, follow=True).content.decode()
+        assert sentence in operator.post(url, {"generation": profile.generation}, follow=True).content.decode()
     assert list(DeviceProfile.objects.all()) == [used]
     assert Event.objects.get(action="profile.deleted").actor == "olga"
 

@@ -136,22 +136,31 @@ def test_a_test_message_is_delivered_can_be_replayed_and_is_refused_when_off(ask
     assert ask(f"{get_path(delivery)}replay/", "member", "p1", "POST").status_code == 202
     sender.run()
     assert receiver.accepted_ids() == [f"msg_{delivery['uuid']}"] * 2
-    off = ask(get_path(hook), "member", "p1", "PATCH", {"standing": "off"})
+    off = ask(get_path(hook), "member", "p1", "PATCH", {"standing": "off", "generation": 1})
     assert json.loads(off.content)["standing"] == "off"
     assert "make it active" in get_error_message(ask(f"{get_path(hook)}test/", "member", "p1", "POST"), 409)
     assert "make it active" in get_error_message(ask(f"{get_path(delivery)}replay/", "member", "p1", "POST"), 409)
-    assert "create another" in get_error_message(ask(get_path(hook), "member", "p1", "PATCH", {"way": "inbox"}), 409)
-    assert ask(get_path(hook), "member", "p1", "DELETE").status_code == 204
+    assert "create another" in get_error_message(
+        ask(get_path(hook), "member", "p1", "PATCH", {"way": "inbox", "generation": 1}), 409
+    )
+    assert ask(f"{get_path(hook)}?generation=2", "member", "p1", "DELETE").status_code == 204
     assert not Delivery.objects.exists()
 
 
 def test_changing_the_way_or_owner_of_a_subscription_is_answered_409(ask: Ask) -> None:
     """docs/notifications.md lists these answers: the request is well formed, but contradicts the subscription."""
     hook, inbox = create_subscription(ask, WEBHOOK_DATA), create_subscription(ask, INBOX_DATA)
-    assert "create another" in get_error_message(ask(get_path(hook), "member", "p1", "PATCH", {"way": "inbox"}), 409)
-    assert "create another" in get_error_message(ask(get_path(hook), "member", "p1", "PATCH", {"personal": True}), 409)
+    assert "create another" in get_error_message(
+        ask(get_path(hook), "member", "p1", "PATCH", {"way": "inbox", "generation": 1}), 409
+    )
+    assert "create another" in get_error_message(
+        ask(get_path(hook), "member", "p1", "PATCH", {"personal": True, "generation": 1}), 409
+    )
     assert "Only webhooks" in get_error_message(ask(f"{get_path(inbox)}rotate/", "member", "p1", "POST"), 409)
-    assert ask(get_path(hook), "member", "p1", "PATCH", {"way": "webhook", "personal": False}).status_code == 200
+    assert (
+        ask(get_path(hook), "member", "p1", "PATCH", {"way": "webhook", "personal": False, "generation": 1}).status_code
+        == 200
+    )
 
 
 def test_an_inbox_shows_messages_only_to_its_person(ask: Ask, subscribe: Subscribe) -> None:
@@ -262,7 +271,7 @@ def test_subscriptions_and_the_inbox_are_managed_in_the_console(client: Client, 
     added = client.post("/admin/cyborgweb/subscription/add/", hook, follow=True).content.decode()
     assert added.count("whsec_") == 1
     row = Subscription.objects.get(name="hook")
-    changed = {**hook, "standing": "off"}
+    changed = {**hook, "standing": "off", "generation": "1"}
     assert client.post(f"/admin/cyborgweb/subscription/{row.pk}/change/", changed).status_code == 302
     row.refresh_from_db()
     assert (row.standing, row.way) == ("off", "webhook")

@@ -115,6 +115,7 @@ def test_what_has_a_stored_address_that_is_not_plain_can_be_switched_off(subscri
     assert subscriptions.edit(by_api.pk, {"standing": "off"}, OLGA).standing == "off"
     page = f"/admin/cyborgweb/subscription/{by_console.pk}/change/"
     values = {"name": "mine", "kinds": "request.bound", "scope": "cloud", "target": "admin@corp", "standing": "off"}
+    values["generation"] = "1"
     answer = client.post(page, values)
     by_console.refresh_from_db()
     assert (answer.status_code, by_console.standing, by_console.target) == (302, "off", "admin@corp")

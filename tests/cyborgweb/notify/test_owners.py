@@ -460,7 +460,7 @@ def test_a_manager_sees_ended_subscriptions_of_members_and_hands_them_over(ask: 
         ann.user_id,
     )
     assert shown["target"] == "https://hook.example", "the URL holds a token"
-    for verb, values in (("rotate/", {}), ("test/", {}), ("resend/", {}), ("", {"name": "yours"})):
+    for verb, values in (("rotate/", {}), ("test/", {}), ("resend/", {}), ("", {"name": "yours", "generation": 1})):
         method = "POST" if verb else "PATCH"
         for who in ("manager", "admin"):
             answer = ask(f"{path}{verb}", who, "p1", method, values)
@@ -505,7 +505,7 @@ def test_a_manager_deletes_an_ended_subscription_of_a_member_but_does_not_read_i
     assert get_results(ask("/api/deliveries/", "manager")) == []
     subscriptions.hand_over(inbox.pk, str(User.objects.get(username="rita").pk), "", OLGA)
     assert get_results(ask("/api/deliveries/", "manager")) == [], "messages in the inbox of the former owner stay there"
-    assert ask(f"/api/subscriptions/{hook.uuid}/", "manager", "p1", "DELETE").status_code == 204
+    assert ask(f"/api/subscriptions/{hook.uuid}/?generation=1", "manager", "p1", "DELETE").status_code == 204
     assert not Subscription.objects.filter(pk=hook.pk).exists()
 
 

@@ -25,8 +25,13 @@ def get_body(response: HttpResponse, status: int = 202) -> dict[str, Any]:
     return json.loads(response.content)
 
 
+def get_present() -> dict[str, Any]:
+    """Return the field `generation` with the present generation of the driver."""
+    return {"generation": DriverWish.objects.values_list("generation", flat=True).first() or 0}
+
+
 def add(ask: Ask, name: str, settings: dict[str, Any], by: str = "operator", **fields: Any) -> HttpResponse:
-    body = {"host": "cmp1", "name": name, "settings": settings} | fields
+    body = {"host": "cmp1", "name": name, "settings": settings} | get_present() | fields
     return ask("/api/backends/", by, method="POST", data=body)
 
 
@@ -35,11 +40,11 @@ def get_path(name: str, driver: str = "generic_driver") -> str:
 
 
 def change(ask: Ask, name: str, by: str = "operator", **fields: Any) -> HttpResponse:
-    return ask(get_path(name), by, method="PATCH", data=fields)
+    return ask(get_path(name), by, method="PATCH", data=get_present() | fields)
 
 
 def remove(ask: Ask, name: str, by: str = "operator", **query: Any) -> HttpResponse:
-    return ask(f"{get_path(name)}?{urlencode(query)}".removesuffix("?"), by, method="DELETE")
+    return ask(f"{get_path(name)}?{urlencode(get_present() | query)}", by, method="DELETE")
 
 
 def finish(response: HttpResponse) -> dict[str, Any]:
@@ -60,6 +65,7 @@ def installed(ask: Ask) -> None:
     """Install generic_driver on cmp1 with one backend."""
     apply_report(get_or_create_host(), DriverReport("generic_driver", state="absent"))
     body = {"driver": "generic_driver", "op": "install", "hosts": ["cmp1"], "settings": {"backends": {"gpus": GPUS}}}
+    body["generation"] = 0
     finish(ask("/api/rollouts/", "operator", method="POST", data=body))
 
 
@@ -94,6 +100,20 @@ def test_a_change_of_a_backend_based_on_an_older_generation_is_refused(ask: Ask,
     assert get_sections() == {"gpus": GPUS, "nics": NICS}
 
 
+def test_a_change_of_a_backend_without_a_generation_is_refused(ask: Ask, installed: None) -> None:
+    body = {"host": "cmp1", "name": "nics", "settings": NICS}
+    for refused in (
+        ask("/api/backends/", "operator", method="POST", data=body),
+        ask(get_path("gpus"), "operator", method="PATCH", data={"enabled": False}),
+        ask(get_path("gpus"), "operator", method="DELETE"),
+    ):
+        answer = get_body(refused, 428)
+        assert "generic_driver on cmp1 is at generation 1 now. Send the generation" in answer["error"]["message"]
+        assert answer["error"]["reason"] == "no_generation"
+        assert answer["current"] == get_results(ask("/api/drivers/"))[0]
+    assert get_sections() == {"gpus": GPUS}
+
+
 def test_backends_of_held_devices_are_not_removed(ask: Ask, fill: Fill) -> None:
     (host,) = fill(3)
     driver = host.devices.first().driver
@@ -102,8 +122,8 @@ def test_backends_of_held_devices_are_not_removed(ask: Ask, fill: Fill) -> None:
         Host.objects.filter(pk=host.pk).update(name="cmp1")
         DriverWish.objects.create(host=host, driver=driver, **wish)
     for response in (
-        ask(get_path("gpus", driver), "operator", method="DELETE"),
-        ask(get_path("gpus", driver), "operator", method="PATCH", data={"enabled": False}),
+        ask(f"{get_path('gpus', driver)}?generation=4", "operator", method="DELETE"),
+        ask(get_path("gpus", driver), "operator", method="PATCH", data={"enabled": False, "generation": 4}),
     ):
         text = get_error_message(response, 409, "in_use")
         assert " is held by request " in text and " of instance " in text
@@ -116,7 +136,9 @@ def test_wrong_changes_of_backends_are_refused(ask: Ask, installed: None) -> Non
     assert "Say the kind" in get_error_message(add(ask, "nics", {}), 400)
     assert "looks like a secret" in get_error_message(add(ask, "nics", NICS | {"password": "x"}), 400)
     assert "There is no host cmp9" in get_error_message(add(ask, "nics", NICS, host="cmp9"), 400)
-    assert "is not installed on cmp1" in get_error_message(add(ask, "nics", NICS, driver="pci_driver"), 409)
+    assert "is not installed on cmp1" in get_error_message(
+        add(ask, "nics", NICS, driver="pci_driver", generation=0), 409
+    )
     for broken in ({"unset": ["kind"]}, {"set": {"kind": None}}, {"set": {"kind": 3}}):
         assert "Say the kind" in get_error_message(change(ask, "gpus", **broken), 400)
     assert "Say what to change" in get_error_message(change(ask, "gpus"), 400)

@@ -6,9 +6,11 @@ import json
 from typing import Any
 
 import pytest
+from django.db.models.functions import Now
 from django.http import HttpResponse
 
-from accelerators.models import Event, Host
+from accelerators import conductor
+from accelerators.models import DriverWish, Event, Host
 from drivers.inventory import Backend, Device, DriverReport, Service
 from tests.accelerators.api.own.conftest import Ask, get_results
 from tests.support.reports import apply_report, get_or_create_host, make_card
@@ -77,6 +79,68 @@ def test_backends_and_services_are_listed_filtered_and_shown(ask: Ask, host: Hos
     assert json.loads(ask(f"/api/services/{found[0]['id']}/").content) == found[0]
     first = json.loads(ask("/api/services/?limit=5").content)
     assert len(first["results"] + json.loads(ask(first["next"]).content)["results"]) == 8
+
+
+def store_wish(host: Host, driver: str = "generic_driver", **values: Any) -> None:
+    with conductor.writing():
+        DriverWish.objects.update_or_create(host=host, driver=driver, defaults=values)
+
+
+def get_states(ask: Ask, query: str = "") -> dict[str, tuple[str, str]]:
+    """Return the state and the reason of each backend by name."""
+    return {row["name"]: (row["state"], row["reason"]) for row in get_results(ask(f"/api/backends/?{query}"))}
+
+
+def test_backends_that_are_configured_and_not_reported_are_listed_with_their_state_and_reason(
+    ask: Ask, host: Host
+) -> None:
+    gpus, off = {"kind": "mdev", "labels": {"rack": "r2"}}, {"kind": "remote", "enabled": False}
+    settings = {"backends": {"nics": {"kind": "pci"}, "gpus": gpus, "off": off}}
+    etag = ask("/api/backends/")["ETag"]
+    store_wish(host, settings=settings, generation=7)
+    assert ask("/api/backends/")["ETag"] != etag
+    assert get_states(ask) == {
+        "disks": ("answering", ""),
+        "nics": ("answering", ""),
+        "gpus": (
+            "waiting",
+            "It is configured, but the agent does not run the driver with these settings yet.",
+        ),
+        "off": ("disabled", "It is disabled in its settings."),
+    }
+    (row,) = get_results(ask("/api/backends/?state=waiting&kind=mdev"))
+    assert (row["settings"], row["generation"], row["labels"]) == (gpus, 7, {"rack": "r2"})
+    assert (row["services"], row["devices"], row["error"], row["kind"]) == ([], 0, "", "mdev")
+    assert json.loads(ask(f"/api/backends/{host.uuid}:generic_driver:gpus/").content) == row
+    assert [row["settings"] for row in get_results(ask("/api/backends/?name=disks"))] == [None]
+    assert ask("/api/backends/?state=unknown").status_code == 400
+
+    generic = DriverReport("generic_driver", backends=(Backend("nics", "pci"),), generation=7)
+    apply_report(host, generic, seq=2)
+    assert get_states(ask)["gpus"] == ("waiting", "It is configured, but its driver has not reported it yet.")
+    apply_report(host, DriverReport("generic_driver", "it crashed", generation=7), seq=3)
+    assert get_states(ask)["gpus"] == ("waiting", "It is configured, but its driver fails: it crashed")
+    with conductor.writing():
+        Host.objects.update(stale_since=Now())
+    assert get_states(ask)["gpus"][1] == "It is configured, but the agent of the host is not heard from."
+    store_wish(host, enabled=False)
+    assert get_states(ask, "name=gpus")["gpus"] == ("disabled", "Its driver is disabled on this host.")
+    store_wish(host, installed=False)
+    assert "gpus" not in get_states(ask)
+
+
+@pytest.mark.parametrize("settings", [None, {}, {"backends": []}, {"backends": {}}, {"mtu": 1500}])
+def test_wanted_settings_without_backends_add_none_to_the_list(ask: Ask, host: Host, settings: Any) -> None:
+    store_wish(host, settings=settings)
+    assert [*get_states(ask)] == ["disks", "nics"]
+
+
+def test_a_section_that_is_no_table_is_listed_as_well(ask: Ask, host: Host) -> None:
+    store_wish(host, settings={"backends": {"broken": 3, "labels": {"labels": 7}}}, generation=1)
+    assert {name: state for name, (state, _) in get_states(ask).items()} == {
+        **dict.fromkeys(("disks", "nics"), "answering"),
+        **dict.fromkeys(("broken", "labels"), "waiting"),
+    }
 
 
 @pytest.mark.parametrize("path", ["/api/backends/", "/api/services/"])

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from django.http import HttpResponse
 
-from accelerators.models import Command, DriverWish, Event, Rollout
+from accelerators.models import Command, Device, DriverWish, Event, Rollout
 from drivers.inventory import DriverReport
-from tests.accelerators.api.own.conftest import Ask, get_error_message, get_results
+from tests.accelerators.api.own.conftest import Ask, Fill, get_error_message, get_results
 from tests.accelerators.workflows.test_rollouts import answer_as_agent, run_rollout
 from tests.support.reports import apply_report, get_or_create_host, make_card, make_driver_report
 
@@ -63,16 +63,68 @@ def test_a_change_or_deletion_based_on_an_older_generation_is_refused_and_shows_
 
 
 @pytest.mark.parametrize("collection", CASES)
-def test_a_change_without_a_generation_is_made_and_counted(ask: Ask, collection: str) -> None:
-    new, their_change, my_change = CASES[collection]
-    path = get_body(ask(f"/api/{collection}/", method="POST", data=new), 201)["url"].removeprefix("http://testserver")
-    assert get_body(ask(path, method="PATCH", data=their_change))["generation"] == 2
-    assert get_body(ask(path, method="PATCH", data=my_change | {"generation": 2}))["generation"] == 3
-    assert ask(path, method="DELETE").status_code == 204
+def test_a_change_or_deletion_without_a_generation_is_refused_and_shows_the_present_version(
+    ask: Ask, collection: str
+) -> None:
+    new, their_change, _ = CASES[collection]
+    row = get_body(ask(f"/api/{collection}/", method="POST", data=new), 201)
+    path = row["url"].removeprefix("http://testserver")
+    shown = get_body(ask(path))
+    for response in (ask(path, method="PATCH", data=their_change), ask(path, method="DELETE")):
+        refused = get_body(response, 428)
+        assert refused["error"]["reason"] == "no_generation" and refused["error"]["title"] == "Precondition Required"
+        text = f"{row['name']} is at generation 1 now. Send the generation that you have read, as `generation`"
+        assert text in refused["error"]["message"]
+        assert refused["current"] == shown == get_body(ask(path)), "nothing was changed"
+    assert ask(path, method="PATCH", data={"name": 3}).status_code == 400, "a wrong body is named first"
+
+
+def test_the_layout_of_a_device_is_changed_only_with_its_generation(ask: Ask, fill: Fill) -> None:
+    fill(3)
+    device = Device.objects.earliest("id")
+    refused = get_body(ask(f"/api/devices/{device.uuid}/", method="PATCH", data={"layout": {"vfs": "4"}}), 428)
+    assert f"Device {device.uuid} is at generation {device.generation} now" in refused["error"]["message"]
+    assert refused["current"]["uuid"] == str(device.uuid) and not Command.objects.filter(op="partition").exists()
+
+
+def test_a_change_of_a_driver_on_one_host_without_a_generation_is_refused(ask: Ask, installed: None) -> None:
+    def post(**fields: Any) -> HttpResponse:
+        body = {"driver": "pci_driver", "hosts": ["cmp1"]} | fields
+        return ask("/api/rollouts/", "operator", method="POST", data=body)
+
+    for fields in ({"op": "update", "edits": {"set": {"mtu": 9000}}}, {"op": "uninstall"}, {"op": "install"}):
+        refused = get_body(post(**fields), 428)
+        assert "pci_driver on cmp1 is at generation 1 now. Send the generation" in refused["error"]["message"]
+        assert refused["current"] == get_results(ask("/api/drivers/?driver=pci_driver"))[0]
+    absent = get_body(post(op="install", driver="new_driver"), 428)
+    assert "is at generation 0 now" in absent["error"]["message"] and "current" not in absent
+    assert Rollout.objects.count() == 1, "nothing was stored"
+
+    preview = get_body(post(op="update", edits={"set": {"mtu": 9000}}, dry_run=True))
+    assert preview["steps"][0]["generation"] == 1
+    get_body(post(op="update", edits={"set": {"mtu": 9000}}, token=preview["token"]), 202)
+
+
+def test_a_retry_on_one_host_without_a_generation_is_refused(ask: Ask, installed: None) -> None:
+    get_body(post_rollout(ask, hosts=["cmp1"], edits={"set": {"mtu": 9000}}), 202)
+    answer_as_agent(Command.objects.latest("id"), "failed")
+    failed = run_rollout(Rollout.objects.latest("id"))
+    path = f"/api/rollouts/{failed.uuid}/retry/"
+    refused = get_body(ask(path, "operator", method="POST", data={}), 428)
+    assert "is at generation 2 now" in refused["error"]["message"] and Rollout.objects.count() == 2
+    assert refused["current"]["generation"] == 2
+    get_body(ask(path, "operator", method="POST", data={"generation": 2}), 202)
 
 
 def post_rollout(ask: Ask, **fields: Any) -> HttpResponse:
-    return ask("/api/rollouts/", "operator", method="POST", data={"driver": "pci_driver", "op": "update"} | fields)
+    """Start a rollout; on one host it is based on the present generation unless the fields name another."""
+    driver = fields.get("driver", "pci_driver")
+    present = {"generation": get_generation(driver)} if len(fields.get("hosts", ())) == 1 else {}
+    return ask("/api/rollouts/", "operator", method="POST", data={"driver": driver, "op": "update"} | present | fields)
+
+
+def get_generation(driver: str) -> int:
+    return DriverWish.objects.filter(driver=driver).values_list("generation", flat=True).first() or 0
 
 
 def start_and_finish(ask: Ask, **fields: Any) -> None:

@@ -208,12 +208,14 @@ def test_a_rule_is_created_changed_and_deleted_with_events(ask: Ask) -> None:
     assert json.loads(ask(rule["url"].removeprefix("http://testserver")).content) == rule
     assert (rule["order"], rule["host"], rule["enabled"]) == (10, "", True)
     rule_path = rule["url"].removeprefix("http://testserver")
-    changed = json.loads(ask(rule_path, method="PATCH", data={"enabled": False, "name": "fakes"}).content)
+    changed = json.loads(
+        ask(rule_path, method="PATCH", data={"enabled": False, "name": "fakes", "generation": 1}).content
+    )
     assert (changed["enabled"], changed["name"]) == (False, "fakes")
     assert [row["name"] for row in get_results(ask("/api/rules/", "manager"))] == ["fakes"]
     assert get_results(ask("/api/rules/?enabled=true&action=ready")) == []
     assert json.loads(ask(rule_path).content) == changed
-    assert ask(rule_path, method="DELETE").status_code == 204
+    assert ask(f"{rule_path}?generation=2", method="DELETE").status_code == 204
     assert ask(rule_path).status_code == 404
     rule_events = Event.objects.filter(subject=rule["uuid"]).order_by("id").values_list("action", "actor")
     assert [*rule_events] == [("rule.created", "admin-p1"), ("rule.changed", "admin-p1"), ("rule.deleted", "admin-p1")]
@@ -237,12 +239,14 @@ def test_a_rule_that_reaches_several_hosts_is_stored_only_with_the_token_of_its_
     created = ask("/api/rules/", method="POST", data=RULE | token)
     assert created.status_code == 201, created.content
     rule_path = json.loads(created.content)["url"].removeprefix("http://testserver")
-    assert ask(rule_path, method="PATCH", data={"name": "same"}).status_code == 200, "it reaches nothing new"
-    answer = ask(rule_path, method="PATCH", data={"action": "quarantined"})
+    assert ask(rule_path, method="PATCH", data={"name": "same", "generation": 1}).status_code == 200, (
+        "it reaches nothing new"
+    )
+    answer = ask(rule_path, method="PATCH", data={"action": "quarantined", "generation": 2})
     get_error_message(answer, 409, "not_confirmed")
     apply_report(get_or_create_host("cmp3"), make_driver_report(make_card(1), driver="other_driver"))
     token = {"token": json.loads(answer.content)["preview"]["token"]}
-    assert ask(rule_path, method="PATCH", data={"action": "quarantined"} | token).status_code == 200
+    assert ask(rule_path, method="PATCH", data={"action": "quarantined", "generation": 2} | token).status_code == 200
     assert AdmissionRule.objects.get().action == "quarantined"
     assert {*Device.objects.values_list("state", flat=True)} == {"inactive"}
 

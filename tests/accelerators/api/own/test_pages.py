@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 
 import pytest
@@ -47,6 +48,17 @@ def test_every_collection_and_element_has_an_html_page(ask: Ask, fill: Fill) -> 
 def test_what_stands_in_backticks_in_a_description_is_shown_as_code(ask: Ask) -> None:
     described = re.search(r'<p class="about">(.*?)</p>', get_page(ask, "/api/requests/"), re.DOTALL)
     assert described and "<code>" in described[1] and "`" not in described[1]
+
+
+def test_the_forms_that_change_and_delete_settings_send_the_generation_that_the_page_shows(ask: Ask) -> None:
+    rule = {"name": "gpus", "action": "ready"}
+    path = json.loads(ask("/api/rules/", method="POST", data=rule).content)["url"].removeprefix("http://testserver")
+    ask(path, method="PATCH", data={"name": "cards", "generation": 1})
+    page = get_page(ask, path)
+    assert {("PATCH", path), ("DELETE", f"{path}?generation=2")} <= list_forms(page)
+    field = re.search(r"<textarea [^>]*name=\"generation\"[^>]*>([^<]*)<", page)
+    assert field and "data-always" in field[0] and field[1] == "2"
+    assert page.count("data-always") == 1, "all other fields are sent only if they were edited"
 
 
 def test_pages_offer_only_the_forms_that_the_caller_may_use(ask: Ask, fill: Fill) -> None:

@@ -10,7 +10,7 @@ import pytest
 from django.http import HttpResponse
 
 from accelerators import conductor
-from accelerators.models import Command, Event, Host, Rollout, RolloutStep
+from accelerators.models import Command, DriverWish, Event, Host, Rollout, RolloutStep
 from accelerators.workflows import driver_rollouts
 from drivers.inventory import DriverReport
 from tests.accelerators.api.own.conftest import Ask, Fill, get_error_message, get_results
@@ -27,7 +27,11 @@ def get_body(response: HttpResponse, status: int = 200) -> dict[str, Any]:
 
 
 def post_rollout(ask: Ask, by: str = "operator", **fields: Any) -> HttpResponse:
-    return ask("/api/rollouts/", by, method="POST", data={"driver": "pci_driver"} | fields)
+    """Start a rollout; on one host it is based on the present generation unless the fields name another."""
+    driver, hosts = fields.get("driver", "pci_driver"), fields.get("hosts", ())
+    wish = DriverWish.objects.filter(driver=driver, host__name__in=hosts).first() if len(hosts) == 1 else None
+    present = {"generation": wish.generation if wish else 0} if len(hosts) == 1 else {}
+    return ask("/api/rollouts/", by, method="POST", data={"driver": driver} | present | fields)
 
 
 def confirm_rollout(ask: Ask, path: str = "/api/rollouts/", by: str = "operator", **fields: Any) -> dict[str, Any]:

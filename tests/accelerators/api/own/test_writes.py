@@ -27,11 +27,13 @@ def test_a_profile_is_created_edited_and_deleted_with_events(ask: Ask) -> None:
     profile = create_profile(ask, description="one")
     assert (profile["name"], profile["groups"], profile["used"]) == ("small", SMALL_PROFILE["groups"], False)
     path = profile["url"].removeprefix("http://testserver")
-    changed = json.loads(ask(path, method="PATCH", data={"groups": [{"resources:GPU": "2"}], "name": "big"}).content)
+    changed = json.loads(
+        ask(path, method="PATCH", data={"groups": [{"resources:GPU": "2"}], "name": "big", "generation": 1}).content
+    )
     assert (changed["name"], changed["groups"], changed["description"]) == ("big", [{"resources:GPU": "2"}], "one")
     assert changed["updated_at"]
     assert [row["name"] for row in get_results(ask("/api/profiles/", "reader"))] == ["big"]
-    assert ask(path, method="DELETE").status_code == 204
+    assert ask(f"{path}?generation=2", method="DELETE").status_code == 204
     get_error_message(ask(path), 404)
     actions = [e["action"] for e in get_results(ask(f"/api/events/?subject={profile['uuid']}"))]
     assert actions == ["profile.deleted", "profile.changed", "profile.created"]
@@ -47,8 +49,10 @@ def test_editing_or_deleting_a_profile_in_use_is_refused(ask: Ask, fill: Fill) -
     fill(1)
     (profile,) = get_results(ask("/api/profiles/?used=true"))
     path = profile["url"].removeprefix("http://testserver")
-    assert "make another one instead" in get_error_message(ask(path, method="PATCH", data={"description": "x"}), 409)
-    assert "delete those first" in get_error_message(ask(path, method="DELETE"), 409, "in_use")
+    assert "make another one instead" in get_error_message(
+        ask(path, method="PATCH", data={"description": "x", "generation": 1}), 409
+    )
+    assert "delete those first" in get_error_message(ask(f"{path}?generation=1", method="DELETE"), 409, "in_use")
 
 
 def test_a_duplicate_profile_name_is_refused(ask: Ask) -> None:
@@ -56,7 +60,9 @@ def test_a_duplicate_profile_name_is_refused(ask: Ask) -> None:
     other = create_profile(ask, name="other")
     assert "already exists" in get_error_message(ask("/api/profiles/", method="POST", data=SMALL_PROFILE), 409)
     path = other["url"].removeprefix("http://testserver")
-    assert "already exists" in get_error_message(ask(path, method="PATCH", data={"name": "small"}), 409, "conflict")
+    assert "already exists" in get_error_message(
+        ask(path, method="PATCH", data={"name": "small", "generation": 1}), 409, "conflict"
+    )
 
 
 @pytest.mark.parametrize(
