@@ -257,7 +257,7 @@ def find_address(machine: Machine, key: str, address: str = "") -> str:
     """
     kind, _, identity = key.partition(":")
     if kind != "pci" and address:
-        read_key = _make_device_key(machine, _read_function(machine, address))
+        read_key = read_device_key(machine, address)
         if read_key not in (key, f"pci:{address}"):
             raise Gone(f"the device at {address} is not {key} any more: it is {read_key}")
         return address
@@ -523,6 +523,11 @@ def parse_handle(handle: AttachHandle | None, attach_type: HandleType = "PCI") -
     if not address:
         raise Invalid(f"{handle} is not the handle of a PCI function")
     return address
+
+
+def read_device_key(machine: Machine, address: str) -> str:
+    """Return the key of the device at `address`, as it is read there now. Raises as `_read_function` does."""
+    return _make_device_key(machine, _read_function(machine, address))
 
 
 def _make_device_key(machine: Machine, function: PciFunction) -> str:
