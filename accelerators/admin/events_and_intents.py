@@ -18,15 +18,17 @@ from unfold.decorators import display
 
 from accelerators.audit import sealing
 from accelerators.domain.uuids import uuid_bounds
-from accelerators.models import Device, Event, Intent
+from accelerators.models import Device, Event, Host, Intent
 from accelerators.models.records import event_has_words
 from accelerators.runtime import database_clock
 from accelerators.ui import badges, timeline
 from accelerators.ui.changelist import (
     AFTER_PARAM,
+    BEGINNING_MARK,
     MAX_LISTED_KEYS,
     ConsoleChangeList,
     ReadOnlyModelAdmin,
+    note_exact_word,
     parse_uuid,
 )
 from accelerators.ui.empty_lists import Source
@@ -177,7 +179,8 @@ class EventAdmin(ReadOnlyModelAdmin):
 
         A uuid is that of the subject. A term with a prefix of EXACT_LOOKUPS matches the whole value; `since:` and
         `until:` limit the time. Every other term matches as `_build_word_condition` describes. Terms after the first
-        MAX_SEARCH_TERMS are ignored. Costs a statement for each other term. Raises ValueError for an invalid time.
+        MAX_SEARCH_TERMS are ignored. Costs one or two statements for each other term. Raises ValueError for an invalid
+        time.
         """
         terms = search_term.split()[:MAX_SEARCH_TERMS]
         for name, _, value in [term.partition(":") for term in terms if _is_exact_term(term)]:
@@ -198,9 +201,18 @@ class EventAdmin(ReadOnlyModelAdmin):
         """Build the condition that the word is the beginning of a word of the event, of the uuid of its subject, or of
         the PCI address, the serial number or the key of the device that it is about.
 
+        The name of a host must be a whole word of the event, so that cmp1 does not find cmp10. A word that ends in `*`
+        is always a beginning.
+
         If more than MAX_LISTED_KEYS devices have such an address or serial number, they are not searched, and a message
-        says so. Costs one statement.
+        says so. Costs one or two statements.
         """
+        names = list(Host.objects.filter(name__startswith=word).order_by("name").values_list("name", flat=True)[:2])
+        if word in names:  # then it is the first
+            if len(names) > 1:
+                note_exact_word(request, word)
+            return Q(event_has_words(word, exact=True))
+        word = word.removesuffix(BEGINNING_MARK)
         words = dict.fromkeys([word, *list_search_prefixes("address", word)])
         condition = reduce(or_, (Q(event_has_words(one)) for one in words))
         if bounds := uuid_bounds(word):

@@ -56,6 +56,7 @@ class HostAdmin(ReadOnlyModelAdmin):
     list_filter = (HostFreshnessListFilter,)
     ordering = ("name",)
     search_fields = ("uuid__startswith", "name__icontains", "node__icontains")
+    indexed_search_fields = ("uuid", "name", "node")
     search_help_text = "name, node, uuid"
     exports = {"shown_drivers": ("drivers",)}
     empty = "No hosts yet. An agent on a compute host joins with a join token. This command prints one:"

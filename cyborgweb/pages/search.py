@@ -15,15 +15,17 @@ from operator import or_
 from typing import Any
 from urllib.parse import urlencode
 
-from django.contrib import admin
+from django.contrib import admin, messages
 from django.contrib.admin.utils import quote
 from django.db.models import BooleanField, Case, CharField, Q, QuerySet, Value, When
 from django.db.models.functions import Cast
 from django.http import HttpRequest, HttpResponse, HttpResponseRedirect
 from django.template.response import TemplateResponse
 from django.urls import reverse
+from django.utils.html import format_html
 
 from accelerators.domain.uuids import uuid_bounds
+from accelerators.ui.changelist import BEGINNING_MARK
 from accelerators.ui.extensions import SEARCH_PROVIDERS
 from accelerators.ui.search import list_search_prefixes
 
@@ -33,13 +35,19 @@ MAX_TERM_LENGTH = 255
 
 
 def show_search(request: HttpRequest) -> HttpResponse:
-    """Search for the parameter `q`. Redirect to the page of the only result, or of the only exact one; otherwise show
-    the results by kind, at most MAX_HITS_PER_KIND of each. Without a term show only the form.
+    """Search for the parameter `q`. Redirect to the page of the only result, or of the only exact one, with a
+    message that leads to the others; otherwise show the results by kind, at most MAX_HITS_PER_KIND of each. A term that
+    ends in `*` has no exact results. Without a term show only the form.
     """
     term = request.GET.get("q", "").strip().replace("\0", "")[:MAX_TERM_LENGTH]
-    hits = list(_iterate_hits(request, term)) if term else []
-    exact_hits = [hit for hit in hits if hit["exact"]]
+    beginning = term.removesuffix(BEGINNING_MARK)
+    hits = list(_iterate_hits(request, beginning)) if beginning else []
+    exact_hits = [hit for hit in hits if hit["exact"] and term == beginning]
     if len(exact_hits) == 1 or len(hits) == 1:
+        if len(hits) > 1:
+            url = f"{reverse('find')}?{urlencode({'q': f'{term}{BEGINNING_MARK}'})}"
+            text = 'This is exactly “{}”. <a href="{}">Show also what begins with it</a>.'
+            messages.info(request, format_html(text, term, url))
         return HttpResponseRedirect((exact_hits or hits)[0]["url"])
     groups = [(title, list(found)) for title, found in groupby(hits, key=lambda hit: hit["title"])]
     context = admin.site.each_context(request) | {
