@@ -68,7 +68,9 @@ REVIEWED_STEPS: dict[str, str] = {
     "cyborgweb 0005_generations_of_subscriptions: RunSQL": "it sets a time limit for the migration's locks",
     "accelerators 0011_host_removing_since: RunSQL": "it sets a time limit for the migration's locks",
     "accelerators 0012_arguments_of_bulk_actions: RunSQL": "it sets a time limit for the migration's locks",
-    "accelerators 0018_host_deleting_since: RunSQL": "it sets a time limit for the migration's locks",
+    "accelerators 0018_host_removal_progress: RunSQL": "it sets a time limit for the migration's locks",
+    "accelerators 0018_host_removal_progress: AddIndex accelerators.acceleratorrequest": "no request can be written "
+    "while the index is built, which takes less than a second for 100 000 requests",
     "agents 0003_agent_announcement: RunSQL": "it sets a time limit for the migration's locks",
     "agents 0002_used_nonces: RunSQL": "it sets a time limit for the migration's locks",
     "cyborgweb 0002_mail_server: RunSQL": "it sets a time limit for the migration's locks",

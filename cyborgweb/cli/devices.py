@@ -321,6 +321,7 @@ def host_remove(cli_context: CliContext, host: str, dry_run: bool, reason: str, 
 @verb_command("host-removal-cancel", "host-removal-cancel cmp9.example --reason 'wrong host'")
 @click.argument("host", shell_complete=completion.complete_hosts)
 @options.reason_option
+@options.request_dry_run_option
 @pass_cli_context
 def host_removal_cancel(cli_context: CliContext, host: str, reason: str) -> None:
     """Cancel the removal of a host. Its devices get their former states back.

@@ -236,7 +236,9 @@ def test_nothing_of_a_host_that_is_being_removed_comes_back(host: Host, placemen
     with pytest.raises(authentication.ConnectionRejectedError) as refused:
         authentication.identify_or_enrol(credential, None)
     assert refused.value.code == "token-expired", "a token that was made before the removal does not work any more"
-    credential = msgspec.structs.replace(credential, token=authentication.credentials.parse_join_string(make_token()).secret)
+    credential = msgspec.structs.replace(
+        credential, token=authentication.credentials.parse_join_string(make_token()).secret
+    )
     assert authentication.identify_or_enrol(credential, None).host == "cmp1", "then the name joins again"
 
 

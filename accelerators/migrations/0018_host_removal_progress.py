@@ -1,3 +1,5 @@
+"""Store when the removal of a host begins to delete, and index the requests by host name, which a removal looks for."""
+
 from django.db import migrations, models
 
 
@@ -15,6 +17,12 @@ class Migration(migrations.Migration):
                 blank=True,
                 help_text="Since when its removal deletes what is stored of it; empty if the removal can be cancelled.",
                 null=True,
+            ),
+        ),
+        migrations.AddIndex(
+            model_name="acceleratorrequest",
+            index=models.Index(
+                condition=models.Q(("hostname__isnull", False)), fields=["hostname"], name="request_hostname"
             ),
         ),
     ]
