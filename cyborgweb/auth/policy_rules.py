@@ -435,7 +435,12 @@ OWN_RULES = (
         ),
     ),
     PolicyRule("cyborg:rule:get_all", STRICT_MANAGER, "List admission rules.", ("GET /api/rules/",)),
-    PolicyRule("cyborg:host:delete", ADMIN, "Remove a host.", ("POST /api/hosts/{uuid}/remove/",)),
+    PolicyRule(
+        "cyborg:host:delete",
+        ADMIN,
+        "Remove a host, or cancel its removal.",
+        ("POST /api/hosts/{uuid}/remove/", "POST /api/hosts/{uuid}/cancel_removal/"),
+    ),
     PolicyRule("cyborg:rule:get_one", STRICT_MANAGER, "Show an admission rule.", ("GET /api/rules/{uuid}/",)),
     PolicyRule("cyborg:rule:create", ADMIN, "Make an admission rule.", ("POST /api/rules/",)),
     PolicyRule("cyborg:rule:update", ADMIN, "Change an admission rule.", ("PATCH /api/rules/{uuid}/",)),

@@ -306,7 +306,8 @@ def join_token_delete(cli_context: CliContext, id: int) -> None:
 def host_remove(cli_context: CliContext, host: str, dry_run: bool, reason: str, yes: bool) -> None:
     """Remove a decommissioned host with its devices, its providers in Placement and its agent's key.
 
-    This is refused while a request or an allocation exists. Events are kept, and the name may join again.
+    This is refused while a request or an allocation exists. Events are kept, and the name may join again. The deletion
+    begins after CYBORG_HOST_REMOVAL_DELAY_S seconds (of the server); until then, host-removal-cancel undoes the order.
     """
     address = f"hosts/{names.resolve_host(cli_context.api, host)}/remove/"
     preview = cli_context.api.post(address, {"dry_run": True})
@@ -317,6 +318,20 @@ def host_remove(cli_context: CliContext, host: str, dry_run: bool, reason: str, 
         options.confirm_name(f"Remove host {name} with {devices} devices and {providers} providers?", name, yes)
         preview = cli_context.api.post(address, {"confirm": name, "reason": reason})
     print_row(preview, cli_context.output)
+
+
+@verb_command("host-removal-cancel", "host-removal-cancel cmp9.example --reason 'wrong host'")
+@click.argument("host", shell_complete=completion.complete_hosts)
+@options.reason_option
+@options.request_dry_run_option
+@pass_cli_context
+def host_removal_cancel(cli_context: CliContext, host: str, reason: str) -> None:
+    """Cancel the removal of a host. Its devices get their former states back.
+
+    This is refused if the host is not being removed, and once the deletion has begun.
+    """
+    address = f"hosts/{names.resolve_host(cli_context.api, host)}/cancel_removal/"
+    print_row(cli_context.api.post(address, options.drop_empty({"reason": reason})), cli_context.output)
 
 
 def _apply_action(

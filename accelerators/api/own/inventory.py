@@ -97,6 +97,7 @@ class HostSerializer(RowSerializer):
             "stale_since",
             "reported_at",
             "removing_since",
+            "deleting_since",
             "devices",
             "drivers",
             "created_at",
@@ -112,6 +113,12 @@ class RemovalSerializer(ClosedSerializer):
     )
     reason = StrictTextField(max_length=MAX_REASON, required=False, allow_blank=True)
     dry_run = StrictBooleanField(required=False, help_text="Only return what would be deleted.")
+
+
+class CancelRemovalSerializer(ClosedSerializer):
+    """Body of the cancellation of a host's removal."""
+
+    reason = StrictTextField(max_length=MAX_REASON, required=False, allow_blank=True)
 
 
 class RemovalPreviewSerializer(serializers.Serializer[Any]):
@@ -139,21 +146,22 @@ class HostView(CollectionView):
     serializer_class = HostSerializer
     filterset_class = HostFilter
     queryset = Host.objects.annotate(number_of_devices=count_related_rows(Device.objects.all(), "host"))
-    member_actions = {"remove": RemovalSerializer}
+    member_actions = {"remove": RemovalSerializer, "cancel_removal": CancelRemovalSerializer}
     actions_to_confirm = ("remove",)
     response_serializers = {"remove": (202, RemovalPreviewSerializer)}
     preview_serializers = {"remove": RemovalPreviewSerializer}
 
     @property
     def policy_rules(self) -> dict[str, str]:
-        """Add the rule `cyborg:host:delete` for POST, because the only action removes a host."""
+        """Add the rule `cyborg:host:delete` for POST: the actions remove a host, or cancel its removal."""
         return super().policy_rules | {"POST": "cyborg:host:delete"}
 
     def remove(self, request: Request, **kwargs: str) -> Response:
         """Remove a decommissioned host: revoke its agent, and delete its devices and providers; 202.
 
-        409 unless `confirm` is the host's name, and while requests or allocations exist. With `dry_run` nothing is
-        changed (200). Events are kept, and the name may join again.
+        The deletion begins after CYBORG_HOST_REMOVAL_DELAY_S seconds; until then the removal can be cancelled. 409
+        unless `confirm` is the host's name, and while requests or allocations exist. With `dry_run` nothing is changed
+        (200). Events are kept, and the name may join again.
         """
         values, host = self.validate_body(), self.get_object()
         if values.get("dry_run"):
@@ -162,6 +170,15 @@ class HostView(CollectionView):
         confirmed, reason = values.get("confirm", ""), values.get("reason", "")
         host_removal.order_removal(host.uuid, confirmed, self.caller, reason, EventSource.API)
         return Response(RemovalPreviewSerializer(removed).data, 202)
+
+    def cancel_removal(self, request: Request, **kwargs: str) -> Response:
+        """Cancel the removal of a host: its devices get their former states back.
+
+        409 if the host is not being removed, or if the deletion has begun (`deleting_since`).
+        """
+        reason, host = self.validate_body().get("reason", ""), self.get_object()
+        host_removal.cancel_removal(host.uuid, self.caller, reason, EventSource.API)
+        return self.respond_with_stored_row(host.uuid, 200)
 
 
 class DeviceFilter(ListFilter):

@@ -497,6 +497,10 @@ def find_buttons() -> dict[str, tuple[str, Press]]:
             lambda world, one=verb: (world.subscription(one), {}),
         )
     return buttons | {
+        "host: cancel-removal": (
+            "accelerators_host_cancel_removal",
+            lambda world: (world.page("host", world.host.pk, "cancel-removal"), {}),
+        ),
         "host: remove": (
             "accelerators_host_remove",
             lambda world: (world.page("host", world.host.pk, "remove"), {"name": "cmp1"}),
