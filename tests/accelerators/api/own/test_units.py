@@ -204,7 +204,12 @@ def test_the_preview_of_units_names_what_is_refused_and_changes_nothing(ask: Ask
 def test_a_change_of_one_layout_has_a_preview_whose_token_is_stale_after_a_change(ask: Ask) -> None:
     report_cards(build_divisible_card(1, 2), build_divisible_card(2, 2, changeable="", sized_by=""))
     path, order = f"/api/devices/{get_device(1).uuid}/", {"layout": {"vfs": "8"}}
-    answer = ask(path, method="PATCH", data=order | {"dry_run": True})
+
+    def patch(path: str, **order: object) -> Any:
+        generation = Device.objects.get(uuid=path.split("/")[-2]).generation
+        return ask(path, method="PATCH", data=order | {"generation": generation})
+
+    answer = patch(path, **order, dry_run=True)
     assert answer.status_code == 200, answer.content
     shown = json.loads(answer.content)
     assert [(one["outcome"], one["text"]) for one in shown["forecast"]] == [
@@ -215,25 +220,26 @@ def test_a_change_of_one_layout_has_a_preview_whose_token_is_stale_after_a_chang
     token = {"token": shown["token"]}
     other = f"/api/devices/{get_device(2).uuid}/"
     for refused in (
-        ask(path, method="PATCH", data=token | {"layout": {"vfs": "9"}}),
-        ask(other, method="PATCH", data=token | order),
+        patch(path, **token, layout={"vfs": "9"}),
+        patch(other, **token, **order),
     ):
         get_error_message(refused, 409, "stale_preview")
     report_cards(build_divisible_card(1, 3), build_divisible_card(2, 2, changeable="", sized_by=""), seq=2)
-    get_error_message(ask(path, method="PATCH", data=order | token), 409, "stale_preview")
-    token = {"token": json.loads(ask(path, method="PATCH", data=order | {"dry_run": True}).content)["token"]}
-    assert ask(path, method="PATCH", data=order | token).status_code == 202
+    get_error_message(patch(path, **order, **token), 409, "stale_preview")
+    token = {"token": json.loads(patch(path, **order, dry_run=True).content)["token"]}
+    assert patch(path, **order, **token).status_code == 202
     assert list_ordered_layouts() == [{"vfs": "8"}]
     answer_and_settle(Command.objects.get(), "failed")
     for of, layout, text in ((path, {"speed": "9"}, "no setting speed"), (other, {"vfs": "9"}, "does not allow")):
-        shown = json.loads(ask(of, method="PATCH", data={"layout": layout, "dry_run": True}).content)
+        shown = json.loads(patch(of, layout=layout, dry_run=True).content)
         assert shown["forecast"][0]["outcome"] == "refused" and text in shown["forecast"][0]["text"]
 
 
 def test_a_held_device_is_refused_in_the_preview_of_its_layout(ask: Ask) -> None:
     report_cards(build_divisible_card(1, 2))
     create_bound_request(AttachHandle.objects.last())
-    path, order = f"/api/devices/{get_device(1).uuid}/", {"layout": {"vfs": "8"}}
+    device = get_device(1)
+    path, order = f"/api/devices/{device.uuid}/", {"layout": {"vfs": "8"}, "generation": device.generation}
     shown = json.loads(ask(path, method="PATCH", data=order | {"dry_run": True}).content)
     assert [(one["outcome"], one["held"]) for one in shown["forecast"]] == [("refused", True)]
     get_error_message(ask(path, method="PATCH", data=order | {"token": shown["token"]}), 409, "in_use")

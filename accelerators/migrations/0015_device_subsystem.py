@@ -4,7 +4,7 @@ from django.db import migrations, models
 
 
 class Migration(migrations.Migration):
-    dependencies = [("accelerators", "0015_wanted_backends")]
+    dependencies = [("accelerators", "0014_wanted_backends")]
 
     operations = [
         migrations.RunSQL("SET LOCAL lock_timeout = '3s'", migrations.RunSQL.noop),

@@ -5,7 +5,7 @@ from django.db import migrations, models
 
 class Migration(migrations.Migration):
     dependencies = [
-        ("accelerators", "0012_arguments_of_bulk_actions"),
+        ("accelerators", "0015_device_subsystem"),
     ]
 
     operations = [
