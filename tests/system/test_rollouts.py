@@ -51,8 +51,8 @@ def change_driver_while_killing(product: Product, token: str, folder: Path, coun
     """Change the driver's settings to `count` cards, kill `victim` at once, and retry until the change is done."""
     script = folder / f"{count}.json"
     script.write_text(json.dumps({"count": count}))
-    body = {"op": "update", "driver": "fake_driver", "hosts": ["here.example"]}
-    body |= {"settings": {"control_file": str(script)}}  # type: ignore[dict-item]
+    body: dict[str, object] = {"op": "update", "driver": "fake_driver", "hosts": ["here.example"]}
+    body["settings"] = {"control_file": str(script)}
 
     def ended() -> str:
         shown = product.json(address.removeprefix(f"http://127.0.0.1:{product.port}"), token)
@@ -60,6 +60,8 @@ def change_driver_while_killing(product: Product, token: str, folder: Path, coun
 
     for attempt in range(5):
         product.until(lambda: product.get("/healthz")[0] == 200, SOON_S, "the web is there")
+        (present,) = read_driver_row(product, token)
+        body["generation"] = present["generation"]
         answer = requests.post(
             f"http://127.0.0.1:{product.port}/api/rollouts/", json=body, headers={"X-Auth-Token": token}, timeout=60
         )

@@ -116,8 +116,9 @@ API_EXEMPTIONS = (
     Exemption(
         "positive_data_acceptance",
         "POST /api/bulk_actions/",
-        "There is no device|No device is chosen|selector: ",
-        "A schema cannot say which devices there are; the selector takes the filters of the list of devices.",
+        "There is no (device|attachment|accelerator)|No (device|attachment|accelerator) is chosen|selector: |"
+        "No admission rule would move",
+        "A schema cannot say which objects and rules there are; the selector takes the filters of their list.",
     ),
     Exemption(
         "positive_data_acceptance",
