@@ -89,6 +89,7 @@ def test_headings_of_a_list_stay_in_view_and_compact_rows_are_remembered(desk: C
     page.goto("/admin/accelerators/event/")
     heading, rows = page.locator("#result_list thead th").nth(1), page.locator("#result_list tr.data-row")
     assert rows.count() > 12, "the rows are higher than the window"
+    expect(page.locator("p.live")).to_contain_text("live")  # the badge is above the headings
     before = heading.bounding_box()
     rows.last.scroll_into_view_if_needed()
     assert heading.bounding_box() == before and before
