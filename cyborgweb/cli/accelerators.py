@@ -336,7 +336,7 @@ def _follow_bulk_action(
     elif bulk_action["state"] == "running":
         click.echo(f"To follow: {bulk.spell_show_command(api, bulk_action)}", err=True)
         return
-    stored = {one["device"]: one for one in api.iterate_rows("bulk_results/", bulk.MAX_DEVICES, bulk_action=uuid)}
+    stored = {one["device"]: one for one in api.iterate_rows("bulk_results/", bulk.MAX_OBJECTS, bulk_action=uuid)}
     targets = {one["device"]: one for one in answers if one["device"] in stored}
     results = [one for one in answers if one["device"] not in stored]
     for device, one in stored.items():
