@@ -265,3 +265,27 @@ def test_all_attachments_of_an_instance_are_detached_by_one_job_which_is_always_
     assert cyborg(*words, "--all", "--yes").exit_code == 0
     assert [one for one in sent if one.startswith("POST")] == ["POST bulk_actions/"] * 2
     assert list_states()[:3] == ["detaching", "detaching", "attached"]
+
+
+@pytest.mark.slow
+def test_many_accelerators_are_labelled_by_one_job_and_the_refused_one_is_retried(
+    cyborg: Cyborg, fill: Fill, terminal: Terminal, sent: list[str]
+) -> None:
+    fill(20)
+    first, *others = AcceleratorRequest.objects.order_by("id")
+    words = ("accelerator-label", "--filter", "all=true", "--label", "training")
+    with terminal(*words) as program:
+        program.expect(
+            f"This applies label to {len(others) + 1} accelerators on 2 hosts, of {len(others) + 1} instances."
+        )
+        program.expect(f"type the number {len(others) + 1}: ")
+        with conductor.writing():
+            AcceleratorRequest.objects.filter(pk=first.pk).update(label="theirs")
+        program.type(f"{len(others) + 1}\n")
+        assert program.end() == 6, program.text
+    assert {*AcceleratorRequest.objects.values_list("label", flat=True)} == {"theirs", "training"}
+    bulk = Bulk.objects.get(action="label", state="done")
+    again = cyborg("accelerator-label", "--retry-failed", str(bulk.uuid), "-f", "json")
+    assert [(row["target"], row["outcome"]) for row in json.loads(again.stdout)] == [(str(first.uuid), "done")]
+    assert [one for one in sent if one.startswith("POST")] == [f"POST bulk_actions/{bulk.uuid}/retry/"] * 2
+    assert {*AcceleratorRequest.objects.values_list("label", flat=True)} == {"training"}
