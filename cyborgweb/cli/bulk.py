@@ -71,16 +71,18 @@ ACCELERATORS = ObjectKind("accelerator", names.resolve_uuids)
 @dataclass(frozen=True)
 class Selection:
     """The objects of one action, selected in exactly one way: by name, by filters of their list, or as those of another
-    bulk action (`retried`) that failed."""
+    bulk action (`retried`) that failed. If they `may_be_left_out`, the service chooses them."""
 
     kind: ObjectKind
     named: tuple[str, ...] = ()
     filters: tuple[str, ...] = ()
     retried: UUID | None = None
+    may_be_left_out: bool = False
 
     def __post_init__(self) -> None:
-        """Raise UsageError unless exactly one way is given."""
-        if sum(map(bool, (self.named, self.filters, self.retried))) != 1:
+        """Raise UsageError unless exactly one way is given, or none if the objects `may_be_left_out`."""
+        number_of_ways = sum(map(bool, (self.named, self.filters, self.retried)))
+        if number_of_ways > 1 or (number_of_ways == 0 and not self.may_be_left_out):
             text = f"Select {self.kind.plural} in one way: name them, or give --filter, or --retry-failed."
             raise click.UsageError(text)
 
@@ -194,7 +196,9 @@ def _build_request(
     request: dict[str, Any] = {"action": action, **body}
     if selection.filters:
         return "bulk_actions/", request | {"selector": parse_filters(selection.filters)}
-    return "bulk_actions/", request | {selection.kind.plural: selection.kind.resolve(api, selection.named)}
+    if selection.named:
+        request[selection.kind.plural] = selection.kind.resolve(api, selection.named)
+    return "bulk_actions/", request
 
 
 def parse_filters(texts: Sequence[str]) -> dict[str, Any]:

@@ -184,8 +184,9 @@ def device_retire(cli_context: CliContext, **selection_options: Any) -> None:
     "device-admit",
     "device-admit --dry-run\ndevice-admit --filter host=cmp1",
     "Apply the admission rules to inactive devices, as if they were found now: the first rule that matches a device"
-    " decides its state. Without devices and filters, all inactive devices are meant. A device is refused if the rules"
-    f" about it change after the preview.\n\n{DASH_HELP}",
+    " decides its state. Without devices and filters, the service chooses the devices that a rule would move; it"
+    " refuses the command if there are none. A device is refused if the rules about it change after the preview."
+    f"\n\n{DASH_HELP}",
 )
 @bulk.add_device_options
 @pass_cli_context
@@ -200,9 +201,7 @@ def device_admit(
     wait: bool,
 ) -> None:
     """Apply the admission rules to the selected devices, and show a row for each."""
-    if not (named or filters or retried):
-        filters = ["state=inactive"]
-    selection = bulk.Selection(bulk.DEVICES, (*named,), (*filters,), retried)
+    selection = bulk.Selection(bulk.DEVICES, (*named,), (*filters,), retried, may_be_left_out=True)
     body = options.drop_empty({"reason": reason})
     rows = bulk.apply_action_to_many(cli_context, "admit", selection, body, bulk.BulkOptions(yes, dry_run, wait))
     if rows:

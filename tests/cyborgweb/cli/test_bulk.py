@@ -184,28 +184,36 @@ def test_a_short_uuid_and_an_address_cost_one_request_of_few_rows(cyborg: Cyborg
         assert sent == ["GET devices/", f"GET devices/{uuid}/"]
 
 
-def test_admission_rules_are_applied_after_a_preview_to_all_inactive_devices_or_to_chosen_ones(cyborg: Cyborg) -> None:
-    for name in ("cmp1", "cmp2"):
+def test_admission_rules_are_applied_after_a_preview_to_the_devices_that_they_move_or_to_chosen_ones(
+    cyborg: Cyborg,
+) -> None:
+    for name in ("cmp1", "cmp2", "other"):
         create_heard_host(name, 2)
     with conductor.writing():
         Device.objects.update(state="inactive")
-        AdmissionRule.objects.create(name="all", action="ready")
+    assert_refused(cyborg("device-admit", "--dry-run"), 1, "No admission rule would move an inactive device. [invalid]")
+    with conductor.writing():
+        AdmissionRule.objects.create(name="all", action="ready", host="cmp*")
     shown = cyborg("device-admit", "--dry-run", "--format", "csv")
     assert shown.stdout.splitlines()[1] == "4,will be done,no,becomes ready by rule all"
-    assert Device.objects.filter(state="inactive").count() == 4
+    assert len(shown.stdout.splitlines()) == 2
+    assert Device.objects.filter(state="inactive").count() == 6
     assert cyborg("device-admit", "--filter", "host=cmp1").exit_code == 0
     assert Device.objects.filter(host__name="cmp1", state_by="rule all").count() == 2
     one = Device.objects.filter(host__name="cmp2").first()
     assert cyborg("device-admit", str(one.uuid), "--reason", "hall 3").exit_code == 0
     assert Device.objects.get(pk=one.pk).state_reason.endswith(": hall 3")
-    assert cyborg("device-admit", "--yes").exit_code == 0
-    assert set(Device.objects.values_list("state", flat=True)) == {"ready"}
+    admitted = cyborg("device-admit", "--yes", "-f", "json")
+    assert [row["host"] for row in json.loads(admitted.stdout)] == ["cmp2"]
+    assert set(Device.objects.filter(host__name__startswith="cmp").values_list("state", flat=True)) == {"ready"}
+    assert set(Device.objects.filter(host__name="other").values_list("state", flat=True)) == {"inactive"}
 
 
 @pytest.mark.slow
 def test_attachments_are_detached_by_one_job_that_is_followed_until_the_last_is_detached(
-    cyborg: Cyborg, fill: Fill, sent: list[str]
+    cyborg: Cyborg, fill: Fill, sent: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(bulk_actions, "BULK_SLICE_SIZE", 5)
     fill(20)
     rows = attach_all()
     shown = cyborg("attachment-detach", "--filter", "state=attached", "--dry-run", "-f", "csv")
@@ -220,7 +228,12 @@ def test_attachments_are_detached_by_one_job_that_is_followed_until_the_last_is_
     told = [(row["target"], row["outcome"], row["state"]) for row in json.loads(done.stdout)]
     assert told == [(str(row.uuid), "done", "detached") for row in rows]
     assert [one for one in sent if one.startswith("POST")] == ["POST bulk_actions/"] * 2
-    assert Bulk.objects.get(action="detach", state="done").reason == "ended"
+    assert f"of {len(rows)} attachments" in done.stderr
+    bulk = Bulk.objects.get(action="detach", state="done")
+    assert bulk.reason == "ended"
+    listed = cyborg("bulk-show", "-f", "csv", "-c", "uuid,action,target,total").stdout.splitlines()
+    assert f"{bulk.uuid},detach,attachment,{len(rows)}" in listed
+    assert json.loads(cyborg("bulk-show", str(bulk.uuid), "--wait", "-f", "json").stdout)["target"] == "attachment"
 
 
 @pytest.mark.slow
