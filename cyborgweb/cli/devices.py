@@ -185,7 +185,8 @@ def device_retire(cli_context: CliContext, **selection_options: Any) -> None:
     "device-admit --dry-run\ndevice-admit --filter host=cmp1",
     "Apply the admission rules to inactive devices, as if they were found now: the first rule that matches a device"
     " decides its state. Without devices and filters, the service chooses the devices that a rule would move; it"
-    " refuses the command if there are none. A device is refused if the rules about it change after the preview."
+    " refuses the command if there are none. A device is refused if a request holds it, or if the rules about it change"
+    " after the preview."
     f"\n\n{DASH_HELP}",
 )
 @bulk.add_device_options
