@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
@@ -14,6 +15,8 @@ from accelerators.domain.errors import RefusedError
 from accelerators.domain.states import DrainTarget
 from accelerators.models import AcceleratorRequest, Attachment, Bulk, Device, Event, Intent
 from accelerators.workflows import attachment_orders, bulk_actions
+from cyborgweb.auth import policy
+from cyborgweb.auth.policy import Policy
 from tests.accelerators.api.own.conftest import Ask, Fill, get_error_message, get_results
 from tests.accelerators.api.own.test_bulk_actions import PATH, get_body, get_free_uuids, get_preview, post, run_job
 
@@ -223,6 +226,27 @@ def test_X4_a_member_who_may_not_see_devices_labels_the_accelerators_of_the_proj
         get_error_message(ask(path, "nobody"), 403)
         get_error_message(ask(path, ""), 401)
     get_error_message(post(ask, by="member", action="detach", selector={"all": True}), 403)
+
+
+def test_X4_a_member_to_whom_the_policy_file_gives_detaching_detaches_those_of_the_project_in_bulk(
+    ask: Ask, fill: Fill, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written = tmp_path / "policy.yaml"
+    written.write_text('"cyborg:attachment:delete": "rule:project_member_api"\n')
+    monkeypatch.setattr(policy, "_get_policy", lambda: Policy(written, False))
+    fill(10)
+    rows = attach_all()
+    order = {"action": "detach", "selector": {"all": True}}
+    assert "cyborg:attachment:get" in get_error_message(post(ask, by="member", **order), 403, "not_allowed")
+    written.write_text(written.read_text() + '"cyborg:attachment:get": "rule:project_member_api"\n')
+    allowing = Policy(written, False)
+    monkeypatch.setattr(policy, "_get_policy", lambda: allowing)
+    made = get_body(post(ask, by="member", **order, token=get_preview(post(ask, by="member", **order))["token"]))
+    own = {str(row.uuid) for row in rows if row.project_id == "p1"}
+    assert {*get_outcomes(ask, made, "member")} == own
+    assert {row["uuid"] for row in get_results(ask(PATH, "member"))} == {made["uuid"]}
+    states = {(row.project_id, row.state) for row in Attachment.objects.all()}
+    assert states == {("p1", "detaching"), ("p2", "attached")}
 
 
 @pytest.mark.parametrize(
