@@ -13,10 +13,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Hashable, Mapping
 from dataclasses import dataclass, field
+from functools import reduce
+from operator import or_
 from typing import Any
 from uuid import UUID
 
-from django.db.models import F, Func, IntegerField, QuerySet, TextField, Value
+from django.db.models import Exists, F, Func, IntegerField, OuterRef, Q, QuerySet, TextField, Value
 from django.db.models.expressions import RawSQL
 
 from accelerators.domain import driver_status
@@ -34,6 +36,8 @@ may change while services are asked, and then the next answer counts."""
 HOLDER_CHECK_PAUSE_S, LONGEST_HOLDER_CHECK_PAUSE_S = 12.0, 60.0
 """Seconds before a job asks again; the pause doubles with each attempt. The first one is longer than the time for which
 a service that was away is not asked (`placement_sync.jobs.holder_checks.BACK_OFF_S`)."""
+HOLDER_PATHS = ("deployable__device", "attach_handle__deployable__device")
+"""The paths from a request to the device that it holds."""
 MAX_HOLDERS_NAMED = 5
 NO_TIME_LEFT = "there was no time left to ask: try again"
 NOT_ASKED = "the device has changed since it was asked for: try again"
@@ -247,6 +251,17 @@ def find_releases_of_devices(devices: Collection[int]) -> list[tuple[int, Releas
     return [(release.concerned_device, release) for release in of_devices.annotate(concerned_device=concerned)]
 
 
+def build_held_condition(device: str) -> Q:
+    """Return the condition that a request holds a handle of a device or is being bound to it (BindStarted, Bound).
+
+    `device` is the path from the queried rows to the device. A request that holds the same hardware through another
+    device does not count: `query_requests_of_devices` finds it, and the act itself is checked with that.
+    """
+    holding_requests = AcceleratorRequest.objects.filter(state__in=["BindStarted", "Bound"])
+    by_path = (Q(Exists(holding_requests.filter(**{path: OuterRef(device)}))) for path in HOLDER_PATHS)
+    return reduce(or_, by_path)
+
+
 def query_requests_of_devices(devices: Collection[int], *columns: str) -> QuerySet[Any, Any]:
     """Query the requests that hold a handle of these devices or are being bound to them (BindStarted, Bound).
 
@@ -256,8 +271,7 @@ def query_requests_of_devices(devices: Collection[int], *columns: str) -> QueryS
     """
     holding_requests = AcceleratorRequest.objects.filter(state__in=["BindStarted", "Bound"]).order_by()
     by_deployable, by_handle = (
-        holding_requests.filter(**{f"{path}__in": devices}).values_list(path, *columns)
-        for path in ("deployable__device", "attach_handle__deployable__device")
+        holding_requests.filter(**{f"{path}__in": devices}).values_list(path, *columns) for path in HOLDER_PATHS
     )
     by_address = holding_requests.extra(tables=["accelerators_device"], where=[HOLDS_ADDRESS], params=[list(devices)])
     return by_deployable.union(

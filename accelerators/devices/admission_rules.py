@@ -17,7 +17,7 @@ from uuid import UUID
 from django.db import IntegrityError, connection
 from django.db.models import Count, QuerySet
 
-from accelerators import conductor
+from accelerators import conductor, safety
 from accelerators.domain import admission, generations
 from accelerators.domain.admission import AdmissionFacts, EnabledRule
 from accelerators.domain.caller import Caller
@@ -164,8 +164,10 @@ def _to_enabled_rule(row: AdmissionRule) -> EnabledRule:
 
 
 def query_undecided_devices() -> QuerySet[Device]:
-    """Return the devices that rules may decide about: inactive, not draining, and not busy with a command."""
-    return Device.objects.filter(state="inactive", drain_to__isnull=True, busy_with__isnull=True)
+    """Return the devices that rules may decide about: inactive, not draining, not busy with a command, and held by
+    nobody."""
+    is_held = safety.build_held_condition("pk")
+    return Device.objects.filter(~is_held, state="inactive", drain_to__isnull=True, busy_with__isnull=True)
 
 
 def query_devices_to_move() -> QuerySet[Device]:

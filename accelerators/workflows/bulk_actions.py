@@ -15,8 +15,6 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
-from functools import reduce
-from operator import or_
 from typing import Any
 
 import msgspec
@@ -42,7 +40,7 @@ from accelerators.domain.states import (
     EventSource,
     IllegalTransitionError,
 )
-from accelerators.models import AcceleratorRequest, Bulk, BulkItem, Command, Device
+from accelerators.models import Bulk, BulkItem, Command, Device
 from accelerators.models.bulks import BULK_IS_RUNNING, ITEM_IS_WAITING
 from accelerators.runtime import database_clock, jobs
 from accelerators.runtime.after_commit import call_after_commit
@@ -316,6 +314,7 @@ ADMISSION_COLUMNS = (
     "device__drain_to",
     "installs",
     "busy",
+    "is_held",
     *(f"device__{name}" for name in admission_rules.FACT_COLUMNS),
 )
 """The columns of an item that decide what the admission rules do to its device; the last ones are `AdmissionFacts`."""
@@ -341,6 +340,7 @@ def _build_admission_forecaster(bulk: Bulk) -> Callable[..., BulkForecast]:
         drains: str | None,
         installs: bool,
         busy: bool,
+        held: bool,
         *facts: str,
     ) -> BulkForecast:
         """Return the forecast of one device; `state` is None if it is gone."""
@@ -349,9 +349,9 @@ def _build_admission_forecaster(bulk: Bulk) -> Callable[..., BulkForecast]:
         returns_to, drain_to = returns and DeviceState(returns), drains and DrainTarget(drains)
         state_now = LifecycleState(DeviceState(state), returns_to or None, drain_to or None, 0, installs)
         outcome, text = bulk_admission.predict_admission(
-            chosen_rules, present_rules, AdmissionFacts(*facts), word_when_chosen, state_now, is_busy=busy
+            chosen_rules, present_rules, AdmissionFacts(*facts), word_when_chosen, state_now, is_busy=busy, is_held=held
         )
-        return BulkForecast(outcome, text, held=False)
+        return BulkForecast(outcome, text, held)
 
     return predict
 
@@ -469,21 +469,15 @@ attributes of loaded items."""
 
 def _query_items_with_facts(bulk: Bulk) -> QuerySet[BulkItem]:
     """Return the items of a set, annotated with what `predict_outcome` needs to know of each device now."""
-    holding_requests = AcceleratorRequest.objects.filter(state__in=["BindStarted", "Bound"])
-    holds = (Exists(holding_requests.filter(**{path: OuterRef("device")})) for path in HOLDER_PATHS)
     return bulk.items.annotate(
         now_state=F("device__state"),
         now_returns=F("device__returns_to"),
         now_drains=F("device__drain_to"),
         installs=Q(device__to_install__gt=""),
         busy=Q(device__busy_with__isnull=False),
-        is_held=reduce(or_, holds),
+        is_held=safety.build_held_condition("device"),
         able=Q(device__acts__regex=rf"\m{bulk.action}\M"),
     )
-
-
-HOLDER_PATHS = ("deployable__device", "attach_handle__deployable__device")
-"""The paths from a request to the device that it holds."""
 
 
 def predict_outcome(

@@ -14,7 +14,7 @@ from uuid import UUID
 
 import msgspec
 
-from accelerators import conductor
+from accelerators import conductor, safety
 from accelerators.devices import admission_rules, lifecycle
 from accelerators.devices.lifecycle import ActionResult, SeenStates
 from accelerators.domain.admission import AdmissionFacts, EnabledRule, first_matching_rule
@@ -29,6 +29,7 @@ ADMIT = "admit"
 ACTION_BY_ADMISSION = {AdmittedState.READY: Action.ENABLE, AdmittedState.QUARANTINED: Action.QUARANTINE}
 """The action that a rule takes on an inactive device; a rule for `inactive` leaves it as it is."""
 _NO_RULE_TEXT = "no rule makes it ready or quarantined"
+_HELD_TEXT = "is held by a request: rules change only devices that nobody holds"
 _RULES_CHANGED_TEXT = "the rules have changed since it was chosen"
 
 
@@ -50,6 +51,7 @@ def predict_admission(
     state_now: LifecycleState,
     *,
     is_busy: bool,
+    is_held: bool,
 ) -> tuple[DeviceOutcome, str]:
     """Predict what the rules would do to a device: the outcome, and a text that explains it. This is a pure function.
 
@@ -64,6 +66,8 @@ def predict_admission(
     if isinstance(decided, str):
         return DeviceOutcome.UNCHANGED, decided
     rule, action = decided
+    if is_held:
+        return DeviceOutcome.REFUSED, _HELD_TEXT
     if is_busy and action is Action.ENABLE:
         return DeviceOutcome.REFUSED, "is busy with a command"
     return DeviceOutcome.MOVED, f"becomes {state_after_action(action, state_now).as_text} by rule {rule.name}"
@@ -76,8 +80,8 @@ def admit_each(
 
     Returns one result for each device. `words_when_chosen` maps each device to its `LifecycleState.as_text` when it was
     chosen. Locks the devices and their hosts. The actor of each event is the rule; its reason names the caller. A
-    device that is gone is refused with NOT_FOUND; one about which the rules decide otherwise by now, or whose state has
-    changed, with CONFLICT.
+    device that is gone is refused with NOT_FOUND; one that a request holds with IN_USE; one about which the rules
+    decide otherwise by now, or whose state has changed, with CONFLICT.
     """
     chosen_rules = read_rules(arguments)
     results: list[ActionResult] = []
@@ -85,21 +89,23 @@ def admit_each(
     with conductor.writing():
         locked = conductor.lock_devices(Device.objects.filter(uuid__in=list(words_when_chosen)))
         present_rules = admission_rules.load_enabled_rules()
+        held_ids = {pk for pk, _ in safety.query_requests_of_devices([device.id for device in locked], "id")}
         for device in locked:
             facts, state_now = _get_facts(device), lifecycle.build_lifecycle_state(device)
             word = words_when_chosen[device.uuid]
-            outcome, text = predict_admission(chosen_rules, present_rules, facts, word, state_now, is_busy=False)
+            outcome, text = predict_admission(
+                chosen_rules, present_rules, facts, word, state_now, is_busy=False, is_held=device.id in held_ids
+            )
             decided = _decide(chosen_rules, facts, state_now)
             if outcome is DeviceOutcome.MOVED and not isinstance(decided, str):
                 uuids_by_decision[decided].append(device.uuid)
                 continue
             described = (str(device), device.host.name, device.state, text)
-            is_refused = outcome is DeviceOutcome.REFUSED
-            results.append(
-                ActionResult(device.uuid, "refused", *described, RefusalReason.CONFLICT)
-                if is_refused
-                else ActionResult(device.uuid, "unchanged", *described)
-            )
+            if outcome is DeviceOutcome.REFUSED:
+                reason_code = RefusalReason.IN_USE if text == _HELD_TEXT else RefusalReason.CONFLICT
+                results.append(ActionResult(device.uuid, "refused", *described, reason_code))
+            else:
+                results.append(ActionResult(device.uuid, "unchanged", *described))
         for (rule, action), uuids in uuids_by_decision.items():
             results += _apply_rule(rule, action, uuids, words_when_chosen, caller, reason)
     missing_uuids = words_when_chosen.keys() - {device.uuid for device in locked}

@@ -285,7 +285,16 @@ OWN_RULES = (
         "Mark all of one's own messages as read.",
         ("POST /api/inbox/read_all/",),
     ),
-    PolicyRule("cyborg:accelerator:get_all", STRICT_READER, "List attached accelerators.", ("GET /api/accelerators/",)),
+    PolicyRule(
+        "cyborg:accelerator:get_all",
+        STRICT_READER,
+        "List attached accelerators, and see the bulk actions that label them.",
+        (
+            "GET /api/accelerators/",
+            *("GET /api/bulk_actions/ (action: label)", "GET /api/bulk_actions/{uuid}/ (action: label)"),
+            *("GET /api/bulk_results/ (action: label)", "GET /api/bulk_results/{id}/ (action: label)"),
+        ),
+    ),
     PolicyRule(
         "cyborg:accelerator:get_one", STRICT_READER, "Show an attached accelerator.", ("GET /api/accelerators/{uuid}/",)
     ),
@@ -362,8 +371,12 @@ OWN_RULES = (
     PolicyRule(
         "cyborg:attachment:get",
         ELEVATED,
-        "See what was attached to running instances, step by step.",
-        ("GET /api/attachments/", "GET /api/attachments/{uuid}/"),
+        "See what was attached to running instances, step by step, and the bulk actions that detach it.",
+        (
+            *("GET /api/attachments/", "GET /api/attachments/{uuid}/"),
+            *("GET /api/bulk_actions/ (action: detach)", "GET /api/bulk_actions/{uuid}/ (action: detach)"),
+            *("GET /api/bulk_results/ (action: detach)", "GET /api/bulk_results/{id}/ (action: detach)"),
+        ),
     ),
     PolicyRule("cyborg:attachment:create", ELEVATED, "Attach to a running instance.", ("POST /api/attachments/",)),
     PolicyRule(

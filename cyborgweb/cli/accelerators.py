@@ -11,7 +11,7 @@ import click
 from cyborgweb.cli import bulk, completion, names, options
 from cyborgweb.cli.backends import describe_ended_command
 from cyborgweb.cli.confirmation import order_after_preview
-from cyborgweb.cli.exit_codes import CliError, ExitCode
+from cyborgweb.cli.exit_codes import ExitCode
 from cyborgweb.cli.following import wait_for_commands
 from cyborgweb.cli.many_targets import show_and_exit
 from cyborgweb.cli.options import CliContext, pass_cli_context, verb_command
@@ -28,8 +28,7 @@ LIST_COLUMNS = (
     "instance=instance.uuid",
     "label",
 )
-LABEL_COLUMNS = ("accelerator", "outcome", "host", "text")
-MAX_LABELLED = 1000
+LABEL_COLUMNS = ("accelerator=target", "outcome", "host", "name", "text")
 CHANGE_COLUMNS = ("device", "outcome", "state", "target", "text")
 EXIT_CODE_BY_REASON = {
     "not_found": ExitCode.NOT_FOUND,
@@ -204,56 +203,32 @@ def accelerator_update(
     "accelerator-label 6a0c1d0e-0a53-4a0c-8f0e-1c2d3e4f5a6b --label training\n"
     "accelerator-label --filter instance=6a0c1d0e-0a53-4a0c-8f0e-1c2d3e4f5a6b --label ''",
 )
-@click.argument("accelerators", nargs=-1, callback=options.read_dash)
-@click.option(
-    "--filter",
-    "filters",
-    multiple=True,
-    metavar="NAME=VALUE",
-    help="The accelerators that a filter of /api/accelerators/ selects, such as host=cmp1; can be repeated.",
-)
-@click.option("--label", required=True, help="The label; an empty one removes the labels.")
-@options.dry_run_option
-@options.yes_option
+@bulk.selection_options(bulk.ACCELERATORS, "host=cmp1 or driver=pci_driver")
+@click.option("--label", help="The label; an empty one removes the labels.")
 @pass_cli_context
 def accelerator_label(
     cli_context: CliContext,
-    accelerators: Sequence[str],
+    named: Sequence[str],
     filters: Sequence[str],
-    label: str,
+    retried: UUID | None,
+    label: str | None,
     dry_run: bool,
     yes: bool,
+    reason: str,
+    wait: bool,
 ) -> None:
-    """Set the label of accelerators that are held. Name them by uuid, or write - to read names from standard input.
+    """Set the label of accelerators that are held. Name them by uuid, or write - to read uuids from standard input.
 
-    You are asked to type their number first if they are on several hosts.
+    They are labelled by one job of the service; you are asked to type their number first if they are on several hosts.
+    Members of a project label those of their project. An accelerator whose label changes after the preview is refused.
     """
-    if bool(accelerators) == bool(filters):
-        raise click.UsageError("Select accelerators in one way: name them, or give --filter.")
-    uuids = list(accelerators)
-    if filters:
-        rows = cli_context.fetch_rows("accelerators/", MAX_LABELLED, **bulk.parse_filters(filters))
-        uuids = [row["uuid"] for row in rows if row["uuid"]]
-        if not uuids:
-            raise CliError(ExitCode.NOT_FOUND, "No accelerator that is held matches these filters.")
-    answer = order_after_preview(
-        cli_context,
-        "accelerators/label/",
-        {"accelerators": uuids, "label": label},
-        f"Set the label {label!r}?",
-        "accelerators",
-        yes=yes,
-        dry_run=dry_run,
-    )
-    if answer is not None:
-        rows = [{**one, "target": one["accelerator"], "code": _find_exit_code(one)} for one in answer["results"]]
+    selection = bulk.Selection(bulk.ACCELERATORS, (*named,), (*filters,), retried)
+    if (label is None) != bool(retried):
+        raise click.UsageError("Give --label, unless you give --retry-failed, which sets the same label again.")
+    body = options.drop_empty({"reason": reason}) | ({} if label is None else {"label": label})
+    rows = bulk.apply_action_to_many(cli_context, "label", selection, body, bulk.BulkOptions(yes, dry_run, wait))
+    if rows:
         show_and_exit(rows, LABEL_COLUMNS, cli_context.output)
-
-
-def _find_exit_code(result: dict[str, Any]) -> ExitCode:
-    """Return the exit code for the result of one accelerator."""
-    refused = EXIT_CODE_BY_REASON.get(result["reason"], ExitCode.REFUSED)
-    return refused if result["outcome"] == "refused" else ExitCode.DONE
 
 
 def _change_units(
@@ -336,7 +311,7 @@ def _follow_bulk_action(
     elif bulk_action["state"] == "running":
         click.echo(f"To follow: {bulk.spell_show_command(api, bulk_action)}", err=True)
         return
-    stored = {one["device"]: one for one in api.iterate_rows("bulk_results/", bulk.MAX_DEVICES, bulk_action=uuid)}
+    stored = {one["device"]: one for one in api.iterate_rows("bulk_results/", bulk.MAX_OBJECTS, bulk_action=uuid)}
     targets = {one["device"]: one for one in answers if one["device"] in stored}
     results = [one for one in answers if one["device"] not in stored]
     for device, one in stored.items():

@@ -8,26 +8,22 @@ from uuid import UUID
 
 import click
 
-from cyborgweb.cli import completion, names, options
-from cyborgweb.cli.confirmation import (
-    FORECAST_COLUMNS,
-    build_forecast_rows,
-    fetch_preview,
-    get_token,
-    print_forecast,
-)
+from cyborgweb.cli import bulk, completion, names, options
+from cyborgweb.cli.confirmation import order_after_preview
 from cyborgweb.cli.exit_codes import CliError, ExitCode
 from cyborgweb.cli.following import WorkProgress, follow_until_ended
-from cyborgweb.cli.many_targets import run_for_each, show_and_exit
+from cyborgweb.cli.many_targets import show_and_exit
 from cyborgweb.cli.options import CliContext, pass_cli_context, verb_command
-from cyborgweb.cli.output import print_row, print_rows
+from cyborgweb.cli.output import print_row
 
 LIST_COLUMNS = ("uuid", "state", "instance", "profile", "device", "host", "by", "fault")
-DETACH_COLUMNS = ("attachment", "outcome", "state", "text")
+DETACH_COLUMNS = ("attachment=target", "outcome", "state", "host", "text")
 GONE_STATES = ("detached", "failed")
 """States of an attachment that holds nothing any more; `failed` means that it was undone before it was attached."""
 ENDED_STATES = ("attached", *GONE_STATES)
-OPEN_STATES = ("asked", "attaching", "attached", "undoing", "detaching")
+REVERTING_STATES = ("undoing", "detaching")
+OPEN_STATES = ("asked", "attaching", "attached", *REVERTING_STATES)
+UNPLUG_ADVICE = "Unplug the accelerators from the guest first."
 USUAL_STEPS = 4
 """The usual number of steps of an attachment, from which the progress bar computes a percentage."""
 
@@ -81,7 +77,10 @@ def detach_instance(
     cli_context: CliContext, instance: UUID, attachment: UUID | None, every: bool, **detach_options: Any
 ) -> None:
     """Detach accelerators that attach-instance attached. Accelerators that Nova attached at boot stay until the
-    instance is deleted."""
+    instance is deleted.
+
+    Several attachments are detached by one job of the service.
+    """
     attachments = list(cli_context.api.iterate_rows("attachments/", 1000, instance=str(instance)))
     open_uuids = [
         row["uuid"] for row in attachments if row["state"] in OPEN_STATES and attachment in (None, UUID(row["uuid"]))
@@ -90,19 +89,29 @@ def detach_instance(
         raise CliError(ExitCode.NOT_FOUND, f"Instance {instance} has nothing that attach-instance attached.")
     if len(open_uuids) > 1 and not every:
         raise click.UsageError(f"It has the attachments {', '.join(open_uuids)}: give --attachment UUID, or --all.")
-    _detach(cli_context, open_uuids, **detach_options)
+    _detach(cli_context, bulk.Selection(bulk.ATTACHMENTS, (*open_uuids,)), **detach_options)
 
 
-@verb_command("attachment-detach", "attachment-detach 0e8f9e63-1b5a-4738-9fb6-eff9659e382f --yes")
-@click.argument("attachment", type=click.UUID)
-@options.dry_run_option
-@options.yes_option
-@options.reason_option
-@options.wait_option
+@verb_command(
+    "attachment-detach",
+    "attachment-detach 0e8f9e63-1b5a-4738-9fb6-eff9659e382f --yes\n"
+    "attachment-detach --filter host=cmp1.example --filter state=attached --dry-run",
+)
+@bulk.selection_options(bulk.ATTACHMENTS, "host=cmp1 or state=attached")
 @pass_cli_context
-def attachment_detach(cli_context: CliContext, attachment: UUID, **detach_options: Any) -> None:
-    """Detach one attachment. If it is not attached yet, it is undone."""
-    _detach(cli_context, [str(attachment)], **detach_options)
+def attachment_detach(
+    cli_context: CliContext,
+    named: Sequence[str],
+    filters: Sequence[str],
+    retried: UUID | None,
+    **detach_options: Any,
+) -> None:
+    """Detach attachments. One that is not attached yet is undone.
+
+    Name them by uuid, or write - to read uuids from standard input. Several attachments are detached by one job of the
+    service; you are asked to type their number first. A filter leaves out those that have ended or are being detached.
+    """
+    _detach(cli_context, bulk.Selection(bulk.ATTACHMENTS, (*named,), (*filters,), retried), **detach_options)
 
 
 @verb_command("attachment-list", "attachment-list --state attached")
@@ -128,39 +137,62 @@ def attachment_show(cli_context: CliContext, attachment: UUID) -> None:
 
 
 def _detach(
-    cli_context: CliContext, uuids: Sequence[str], *, dry_run: bool, yes: bool, reason: str, wait: bool
+    cli_context: CliContext, selection: bulk.Selection, *, dry_run: bool, yes: bool, reason: str, wait: bool
 ) -> None:
-    """Order the detachment of each attachment and show one row for each; with `wait`, follow each until it has ended.
+    """Order the detachment of the selected attachments and show one row for each; with `wait`, follow them until they
+    have ended.
 
-    Their previews are printed before, and the user must type their number, unless `yes` is set; with `dry_run` nothing
-    else happens. Raises CliError, and UsageError if standard input is not a terminal. Exits with the rows' common code
-    if that is not DONE.
+    A single attachment that is named is one request; several are one bulk action (`bulk.apply_action_to_many`). The
+    preview is printed before, and the user must type the number of attachments, unless `yes` is set; with `dry_run`
+    nothing else happens. Raises CliError, and UsageError if standard input is not a terminal. Exits with the rows'
+    common code if that is not DONE.
     """
     body = options.drop_empty({"reason": reason})
-    previews = {
-        uuid: fetch_preview(cli_context, f"attachments/{uuid}/detach/", body, is_required=dry_run) for uuid in uuids
-    }
-    if dry_run:
-        rows = [{"attachment": uuid} | row for uuid, one in previews.items() for row in build_forecast_rows(one or {})]
-        return print_rows(rows, ("attachment", *FORECAST_COLUMNS[1:]), cli_context.output)
-    if not yes:
-        for preview in filter(None, previews.values()):
-            print_forecast(preview)
-        question = f"Detach {', '.join(uuids)}? Unplug the accelerators from the guest first."
-        options.confirm_number(question, len(uuids), is_confirmed=False, noun="attachments")
-
-    def detach(uuid: str) -> dict[str, Any]:
-        """Order the detachment of one attachment; with `wait`, follow it. Return the row to show. Raises CliError."""
-        current = cli_context.api.post(f"attachments/{uuid}/detach/", {**body, **get_token(previews[uuid])})
+    if not selection.is_one_object:
+        how = bulk.BulkOptions(yes, dry_run, wait, always_ask=True, advice=UNPLUG_ADVICE)
+        rows = bulk.apply_action_to_many(cli_context, "detach", selection, body, how)
+        if rows:
+            if wait:
+                _wait_until_detached(cli_context, rows)
+            show_and_exit(rows, DETACH_COLUMNS, cli_context.output)
+        return
+    (uuid,) = selection.kind.resolve(cli_context.api, selection.named)
+    question = f"Detach {uuid}? {UNPLUG_ADVICE}"
+    current = order_after_preview(
+        cli_context,
+        f"attachments/{uuid}/detach/",
+        body,
+        question,
+        selection.kind.plural,
+        yes=yes,
+        dry_run=dry_run,
+        always_ask=True,
+    )
+    if current is not None:
         if wait:
             current = _follow_attachment(cli_context, current, "detach", GONE_STATES)
-        return {"attachment": uuid, "state": current["state"], "text": current["fault"]}
+        row = {"target": uuid, "outcome": "done", **_build_detached_row(current)}
+        show_and_exit([row], DETACH_COLUMNS, cli_context.output)
 
-    show_and_exit(
-        [{"attachment": row.get("target"), **row} for row in run_for_each(uuids, detach)],
-        DETACH_COLUMNS,
-        cli_context.output,
-    )
+
+def _build_detached_row(shown: dict[str, Any]) -> dict[str, Any]:
+    """Return the columns of an output row that show what an attachment of the API is now."""
+    return {"state": shown["state"], "host": shown["host"], "text": shown["fault"]}
+
+
+def _wait_until_detached(cli_context: CliContext, rows: list[dict[str, Any]]) -> None:
+    """Wait until no attachment of `rows` is being detached or undone; update each row in place. Raises CliError in the
+    same cases as `follow_until_ended`."""
+
+    def end_row(row: dict[str, Any], shown: dict[str, Any]) -> None:
+        """Update the row of an attachment that has ended."""
+        row.update(_build_detached_row(shown))
+
+    def get_progress(shown: dict[str, Any]) -> tuple[float, str]:
+        """Return what an attachment waits for."""
+        return 0, shown["waits"] or ""
+
+    bulk.follow_rows(cli_context.api, bulk.ATTACHMENTS, "detach", rows, REVERTING_STATES, end_row, get_progress)
 
 
 def _follow_attachment(

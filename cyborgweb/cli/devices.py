@@ -11,7 +11,6 @@ import click
 from cyborgweb.cli import bulk, completion, names, options
 from cyborgweb.cli.confirmation import order_after_preview
 from cyborgweb.cli.exit_codes import CliError, ExitCode
-from cyborgweb.cli.following import WorkProgress, follow_until_ended
 from cyborgweb.cli.many_targets import show_and_exit
 from cyborgweb.cli.options import CliContext, pass_cli_context, verb_command
 from cyborgweb.cli.output import print_row
@@ -20,8 +19,7 @@ DEVICE_STATES = ("inactive", "installing", "ready", "maintenance", "failed", "qu
 DEVICE_HEALTH = ("ok", "degraded", "failed", "unknown")
 DEVICE_COLUMNS = ("uuid", "state", "status", "type", "name", "address", "host=host.name", "driver", "backend", "held")
 MAX_HISTORY = 10
-MAX_POLLED_DEVICES = 20
-"""If more devices are being installed, one list is read to find those that still are, not each of them."""
+RESULT_COLUMNS = ("uuid=target", "outcome", "state", "host", "device", "text")
 ACTION_COLUMNS = ("uuid=target", "outcome", "state", "host", "address", "text")
 JOIN_TOKEN_COLUMNS = ("id", "host", "created_by", "created_at", "expires_at", "used_at")
 AGENT_COLUMNS = ("host=host.name", "state", "seen_at", "version", "address", "barred_reason")
@@ -99,7 +97,7 @@ changed, also if it is a single one."""
     "Offer devices to instances. If a device must be prepared on its host first, --wait waits for that."
     f"\n\n{DASH_HELP}",
 )
-@bulk.add_selection_options
+@bulk.add_device_options
 @pass_cli_context
 def device_ready(cli_context: CliContext, **selection_options: Any) -> None:
     """Apply `enable` to the devices; with `wait`, wait until they are installed."""
@@ -113,7 +111,7 @@ def _make_action_verb(name: str, action: str, text: str, example: str) -> click.
     """
 
     @verb_command(name, example, f"{text}\n\n{DASH_HELP}")
-    @bulk.add_selection_options
+    @bulk.add_device_options
     @pass_cli_context
     def apply_action(cli_context: CliContext, **selection_options: Any) -> None:
         """Apply `action` to the devices, show a row for each, and exit with the rows' common code if it is not DONE."""
@@ -155,7 +153,7 @@ device_reinstate = _make_action_verb(
     " until the devices are free. It shows how many requests still hold each device; the state given in --then applies"
     f" when the last of them ends.\n\n{DASH_HELP}",
 )
-@bulk.add_selection_options
+@bulk.add_device_options
 @click.option(
     "--then",
     type=click.Choice(["maintenance", "retired"]),
@@ -175,7 +173,7 @@ def device_drain(cli_context: CliContext, then: str, **selection_options: Any) -
     "Take devices out of use permanently. Refused while a device is offered, or while a request holds it."
     f"\n\n{DASH_HELP}",
 )
-@bulk.add_selection_options
+@bulk.add_device_options
 @pass_cli_context
 def device_retire(cli_context: CliContext, **selection_options: Any) -> None:
     """Apply `retire` to the devices, after a confirmation in any case."""
@@ -186,29 +184,31 @@ def device_retire(cli_context: CliContext, **selection_options: Any) -> None:
     "device-admit",
     "device-admit --dry-run\ndevice-admit --filter host=cmp1",
     "Apply the admission rules to inactive devices, as if they were found now: the first rule that matches a device"
-    " decides its state. Without devices and filters, all inactive devices are meant. A device is refused if the rules"
-    f" about it change after the preview.\n\n{DASH_HELP}",
+    " decides its state. Without devices and filters, the service chooses the devices that a rule would move; it"
+    " refuses the command if there are none. A device is refused if a request holds it, or if the rules about it change"
+    " after the preview."
+    f"\n\n{DASH_HELP}",
 )
-@bulk.add_selection_options
+@bulk.add_device_options
 @pass_cli_context
 def device_admit(
     cli_context: CliContext,
-    devices: Sequence[str],
+    named: Sequence[str],
     filters: Sequence[str],
     retried: UUID | None,
     reason: str,
-    **how: bool,
+    dry_run: bool,
+    yes: bool,
+    wait: bool,
 ) -> None:
     """Apply the admission rules to the selected devices, and show a row for each."""
-    if not (devices or filters or retried):
-        filters = ["state=inactive"]
-    selection = bulk.Selection((*devices,), (*filters,), retried)
+    selection = bulk.Selection(bulk.DEVICES, (*named,), (*filters,), retried, may_be_left_out=True)
     body = options.drop_empty({"reason": reason})
-    rows = bulk.apply_action_to_many(cli_context, "admit", selection, body, bulk.BulkOptions(**how))
+    rows = bulk.apply_action_to_many(cli_context, "admit", selection, body, bulk.BulkOptions(yes, dry_run, wait))
     if rows:
-        if how["wait"]:
-            _wait_until_installed(cli_context, [row for row in rows if row.get("state") == "installing"])
-        show_and_exit(rows, bulk.RESULT_COLUMNS, cli_context.output)
+        if wait:
+            _wait_until_installed(cli_context, rows)
+        show_and_exit(rows, RESULT_COLUMNS, cli_context.output)
 
 
 @verb_command("agent-list", "agent-list --state down")
@@ -339,7 +339,7 @@ def _apply_action(
     action: str,
     body: dict[str, str],
     *,
-    devices: Sequence[str],
+    named: Sequence[str],
     filters: Sequence[str],
     retried: UUID | None,
     dry_run: bool,
@@ -355,13 +355,13 @@ def _apply_action(
     CliError; several are one bulk action (`bulk.apply_action_to_many`). With a `question`, which has a place for the
     name, the user is asked in any case.
     """
-    selection = bulk.Selection((*devices,), (*filters,), retried)
+    selection = bulk.Selection(bulk.DEVICES, (*named,), (*filters,), retried)
     body = options.drop_empty(body | {"reason": reason})
-    if selection.is_one_device and not dry_run:
+    if selection.is_one_object and not dry_run:
         if question:
-            options.confirm(question.format(devices[0]), yes)
-        uuid = names.resolve_device(cli_context.api, devices[0])
-        held_question = f"Requests hold {devices[0]}: apply {action} to it?"
+            options.confirm(question.format(named[0]), yes)
+        uuid = names.resolve_device(cli_context.api, named[0])
+        held_question = f"Requests hold {named[0]}: apply {action} to it?"
         shown = order_after_preview(
             cli_context, f"devices/{uuid}/{action}/", body, held_question, "devices", yes=yes, dry_run=False
         )
@@ -369,11 +369,11 @@ def _apply_action(
         rows, columns = [{"outcome": "done"} | _build_device_row(shown)], ACTION_COLUMNS
     else:
         how = bulk.BulkOptions(yes, dry_run, wait, always_ask=bool(question))
-        rows, columns = bulk.apply_action_to_many(cli_context, action, selection, body, how), bulk.RESULT_COLUMNS
+        rows, columns = bulk.apply_action_to_many(cli_context, action, selection, body, how), RESULT_COLUMNS
         if not rows:
             return
     if wait:
-        _wait_until_installed(cli_context, [row for row in rows if row.get("state") == "installing"])
+        _wait_until_installed(cli_context, rows)
     show_and_exit(rows, columns, cli_context.output)
 
 
@@ -400,35 +400,18 @@ def _wait_until_installed(cli_context: CliContext, rows: list[dict[str, Any]]) -
     A row whose device is then not `ready` gets the outcome `failed`. Raises CliError in the same cases as
     `follow_until_ended`.
     """
-    if not rows:
-        return
-    installing_rows = [*rows]
+    api = cli_context.api
 
-    def poll() -> WorkProgress:
-        """Fetch the devices that are still `installing` and return the progress of all.
+    def end_row(row: dict[str, Any], shown: dict[str, Any]) -> None:
+        """Update the row of a device that is no longer `installing`."""
+        row.update(_build_device_row(shown))
+        row.update({} if shown["state"] == "ready" else {"outcome": "failed", "code": ExitCode.REFUSED})
 
-        The row of a device that is done is updated.
-        """
-        percent, progress_text, still_installing = 0, "", set()
-        if len(installing_rows) > MAX_POLLED_DEVICES:
-            listed = cli_context.api.iterate_rows("devices/", bulk.MAX_DEVICES, state="installing", fields="uuid")
-            still_installing = {device["uuid"] for device in listed}
-        for row in [*installing_rows]:
-            if row["target"] in still_installing:
-                continue
-            shown = cli_context.api.get(f"devices/{row['target']}/")
-            if shown["state"] != "installing":
-                row.update(_build_device_row(shown))
-                row.update({} if shown["state"] == "ready" else {"outcome": "failed", "code": ExitCode.REFUSED})
-                installing_rows.remove(row)
-            elif shown["busy_with"]:
-                command = cli_context.api.get(f"commands/{shown['busy_with'].rstrip('/').rpartition('/')[2]}/")
-                percent, progress_text = percent + command["percent"], command["progress"] or command["state"]
-        ended_count = len(rows) - len(installing_rows)
-        return WorkProgress(
-            (100 * ended_count + percent) / len(rows),
-            progress_text or f"{ended_count} of {len(rows)}",
-            not installing_rows,
-        )
+    def get_progress(shown: dict[str, Any]) -> tuple[float, str]:
+        """Return the progress of the command that installs a device."""
+        if not shown["busy_with"]:
+            return 0, ""
+        command = api.get(f"commands/{shown['busy_with'].rstrip('/').rpartition('/')[2]}/")
+        return command["percent"], command["progress"] or command["state"]
 
-    follow_until_ended("install", f"{cli_context.api.spell_verb('device-show')} {rows[0]['target']}", poll)
+    bulk.follow_rows(api, bulk.DEVICES, "install", rows, ("installing",), end_row, get_progress)

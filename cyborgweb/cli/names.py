@@ -56,6 +56,14 @@ def resolve_devices(api: ApiClient, texts: Iterable[str]) -> list[str]:
     return list(dict.fromkeys(resolve_device(api, text) for text in texts))
 
 
+def resolve_uuids(api: ApiClient, texts: Iterable[str]) -> list[str]:
+    """Return whole uuids in this order, each once, without a request. Raises UsageError for another text."""
+    texts = [*texts]
+    if wrong := next((text for text in texts if not _parse_uuid(text)), ""):
+        raise click.UsageError(f"{wrong!r} is not a uuid.")
+    return list(dict.fromkeys(map(_parse_uuid, texts)))
+
+
 def resolve_host(api: ApiClient, name: str) -> str:
     """Return the uuid of a host, given its name or its uuid. Raises CliError if no host has the name.
 

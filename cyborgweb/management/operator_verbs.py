@@ -83,6 +83,7 @@ VERBS: Mapping[str, Mapping[str, click.Command]] = {
         "create": accelerators.accelerator_create,
         "delete": accelerators.accelerator_delete,
         "update": accelerators.accelerator_update,
+        "label": accelerators.accelerator_label,
     },
     "rule": {
         "list": rules.rule_list,

@@ -1,6 +1,7 @@
 """Bulk actions: one action on many devices, attachments or accelerators, with a preview, and the result of each.
 
-Bulk actions on attachments and accelerators are shown only to callers who may see these objects.
+Bulk actions on attachments and accelerators are shown only to callers who may see these objects; they need not be
+allowed to see devices.
 """
 
 from __future__ import annotations
@@ -58,7 +59,6 @@ WAITING = "waiting"
 """The word for the outcome of an object that was not processed yet."""
 STATE_RULE, COMMAND_RULE = "cyborg:device:update", "cyborg:command:create"
 ADD_UNITS_RULE, REMOVE_UNITS_RULE = "cyborg:accelerator:create", "cyborg:accelerator:delete"
-READ_RULE = "cyborg:inventory:get_all"
 
 
 SELECTABLES = {
@@ -103,12 +103,30 @@ def get_target(action: str) -> BulkTarget:
     return target_action.target if target_action else BulkTarget.DEVICE
 
 
+class BulkReadingView(CollectionView):
+    """Rows of bulk actions. Whoever may see the objects of one kind may read the bulk actions on them."""
+
+    def check_permissions(self, request: Request) -> None:
+        """Raise 403 unless the caller may do this. Reading needs the rule of this URL, or the rule for reading
+        attachments or accelerators."""
+        try:
+            super().check_permissions(request)
+        except PermissionDenied:
+            read_rules = [selectable.read_rule for selectable in SELECTABLES.values() if selectable.read_rule]
+            if request.method not in ("GET", "HEAD") or not any(map(self.is_rule_satisfied, read_rules)):
+                raise
+
+
 def build_visible_condition(view: CollectionView, prefix: str = "") -> Q:
     """Return the condition that selects the bulk actions which the caller of a view may see. `prefix` leads from the
-    rows of the view to their bulk action."""
+    rows of the view to their bulk action.
+
+    For a change, bulk actions on devices are included: the rule of their action decides about it.
+    """
     if view.caller.is_admin:
         return Q()
-    visible = Q(**{f"{prefix}target": BulkTarget.DEVICE})
+    may_see_devices = view.request.method == "POST" or view.is_rule_satisfied(view.policy_rules["GET"])
+    visible = Q(**{f"{prefix}target": BulkTarget.DEVICE}) if may_see_devices else Q(pk__in=())
     for target, selectable in SELECTABLES.items():
         if selectable.read_rule and view.is_rule_satisfied(selectable.read_rule):
             of_target = Q(**{f"{prefix}target": target})
@@ -294,7 +312,7 @@ class CancelBulkSerializer(ClosedSerializer):
     """An empty body."""
 
 
-class BulkActionView(CollectionView):
+class BulkActionView(BulkReadingView):
     """Actions on many objects, newest first."""
 
     policy = "device"
@@ -350,7 +368,7 @@ class BulkActionView(CollectionView):
         answer is 409, with the preview, if the objects are on several hosts or a held one would be changed. A label
         changes nothing that is held.
 
-        Whoever detaches attachments or labels accelerators must be allowed to see bulk actions, and reaches those of
+        Whoever detaches attachments or labels accelerators must be allowed to see these objects, and reaches those of
         the own project only, unless the rules for all projects allow more.
         """
         values = self.validate_body()
@@ -359,7 +377,7 @@ class BulkActionView(CollectionView):
         target = get_target(action)
         is_restricted = target is not BulkTarget.DEVICE and not self._may_change_all_projects(target)
         if target is not BulkTarget.DEVICE:
-            self.require_rule(READ_RULE)
+            self.require_rule(SELECTABLES[target].read_rule)
         project_id = self.caller.project_id if is_restricted else None
         uuids, selector = sorted(set(map(str, values.get(SELECTABLES[target].field, ())))), values.get("selector")
         described = {"kind": "bulk action", "action": action, "then": then, "devices": uuids, "selector": selector}
@@ -516,7 +534,7 @@ class BulkResultSerializer(RowSerializer):
         return item.target_uuid if item.bulk.target == BulkTarget.DEVICE else None
 
 
-class BulkResultView(CollectionView):
+class BulkResultView(BulkReadingView):
     """The objects of bulk actions with the outcome of each, oldest first."""
 
     policy = "inventory"

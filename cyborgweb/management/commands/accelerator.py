@@ -1,4 +1,4 @@
-"""`manage.py accelerator`: list the units that instances can get, and change their number."""
+"""`manage.py accelerator`: list the units that instances can get, change their number, and label them."""
 
 from cyborgweb.management.operator_verbs import VerbsCommand
 
@@ -7,7 +7,7 @@ class Command(VerbsCommand):
     """The verbs for accelerators."""
 
     noun = "accelerator"
-    help = """List accelerators, or change their number.
+    help = """List accelerators, change their number, or label those that are held.
 
     A unit is what one instance gets: a virtual function, a mediated device, a part of a card, or a whole card. To
     change the number of units, the device is partitioned again; this is refused while anybody holds one of its units.
@@ -17,4 +17,5 @@ class Command(VerbsCommand):
     manage.py accelerator list --host cmp1.example --free
     manage.py accelerator create cmp1.example/nics cmp2.example/nics --count 4 --wait
     manage.py accelerator delete 3f1c --count 1
+    manage.py accelerator label --filter host=cmp1.example --label training
     """

@@ -18,4 +18,5 @@ class Command(VerbsCommand):
     manage.py attachment attach INSTANCE --profile fpga-one --reason "ticket 4711" --wait
     manage.py attachment list --instance INSTANCE
     manage.py attachment detach ATTACHMENT --wait
+    manage.py attachment detach --filter host=cmp1.example --dry-run
     """

@@ -20,6 +20,7 @@ from accelerators.domain.errors import RefusalReason, RefusedError
 from accelerators.domain.states import DrainTarget
 from accelerators.models import AdmissionRule, AttachHandle, Bulk, Deployable, Device, Event, Host, Intent
 from accelerators.workflows import bulk_actions, bulk_admission
+from tests.accelerators.api.own.test_units import create_bound_request
 from tests.support.reports import apply_report, get_or_create_host, make_card, make_driver_report
 
 OLGA = Caller("olga", "u", frozenset({"admin"}), "p1")
@@ -193,6 +194,25 @@ def test_applying_rules_refuses_devices_that_are_gone_busy_or_whose_host_is_remo
     ]
     assert "busy" in texts[1][2] and "Host cmp2" in texts[2][2]
     assert set(Device.objects.values_list("state", flat=True)) == {"inactive"}
+
+
+@pytest.mark.django_db
+def test_a_held_inactive_device_is_refused_by_the_preview_and_the_run_and_is_not_chosen_by_the_rules() -> None:
+    apply_report(get_or_create_host(), make_driver_report(make_card(1), make_card(2)))
+    held = Device.objects.get(address="0000:01:00.0")
+    handle = AttachHandle.objects.get(deployable__device=held)
+    create_bound_request(handle)
+    forecast = admission_rules.forecast_rule({"name": "rest", "action": "ready"})
+    create_rule("rest")
+    draft = draft_admission()
+    text = "is held by a request: rules change only devices that nobody holds"
+    assert describe_forecast(draft) == {("moved", 1, "becomes ready by rule rest"), ("refused", 1, text)}
+    assert not bulk_actions.preview_bulk(draft).needs_confirmation
+    bulk_actions.confirm_draft(draft, "", held_too=True)
+    told = draft.items.order_by("target_name").values_list("outcome", "why", "text")
+    assert [*told] == [("refused", "in_use", text), ("moved", "", "")]
+    assert [*Device.objects.order_by("address").values_list("state", flat=True)] == ["inactive", "ready"]
+    assert forecast.total == 1 and not admission_rules.query_devices_to_move().exists()
 
 
 @pytest.mark.django_db

@@ -285,6 +285,13 @@ def fill_path(path: str) -> str:
     )
 
 
+ALTERNATIVE_RULES = {
+    f"GET /api/{path}": {"cyborg:accelerator:get_all", "cyborg:attachment:get"}
+    for path in ("bulk_actions/", "bulk_actions/{uuid}/", "bulk_results/", "bulk_results/{id}/")
+}
+"""Rules that are sufficient in place of the rule of an operation, for a part of its rows."""
+
+
 @pytest.mark.slow
 def test_every_route_refuses_a_caller_who_lacks_only_its_rule_and_then_writes_nothing(
     client: Client, exact_rules: ExactRules
@@ -295,7 +302,8 @@ def test_every_route_refuses_a_caller_who_lacks_only_its_rule_and_then_writes_no
         url = fill_path(path)
         if rule:
             assert client.generic(method, url).status_code == 401, operation
-            token = ApiToken.create_with_secret(f"t{number}", user, sorted(ALL_RULES - {rule}), "p1")
+            lacking = {rule} | ALTERNATIVE_RULES.get(operation, set())
+            token = ApiToken.create_with_secret(f"t{number}", user, sorted(ALL_RULES - lacking), "p1")
             with exact_rules([]), nothing_written(operation):
                 answer = client.generic(method, url, b"", "application/json", headers={"X-Auth-Token": token})
             assert answer.status_code == 403, (operation, url, answer.content)

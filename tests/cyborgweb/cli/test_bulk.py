@@ -11,15 +11,19 @@ import pytest
 from django.db import connection
 
 from accelerators import conductor
-from accelerators.models import AcceleratorRequest, AdmissionRule, AttachHandle, Bulk, Device, DeviceProfile
-from accelerators.workflows import bulk_actions
+from accelerators.models import AcceleratorRequest, AdmissionRule, AttachHandle, Attachment, Bulk, Device, DeviceProfile
+from accelerators.models.attachments import AttachmentState
+from accelerators.workflows import attachment_orders, bulk_actions
 from cyborgweb.cli.connection import HttpApiClient
+from tests.accelerators.api.own.conftest import Fill, fill
+from tests.accelerators.api.own.test_bulk_targets import attach_all, list_states
 from tests.cyborgweb.cli.conftest import Cyborg, assert_refused
 from tests.cyborgweb.cli.terminal import Terminal
 from tests.support.background import running_beside
 from tests.support.clocks import replace_sleep
 from tests.support.reports import create_heard_host
 
+__all__ = ["fill"]
 pytestmark = pytest.mark.django_db(transaction=True)
 
 
@@ -39,11 +43,14 @@ def sent(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 @contextmanager
 def run_job() -> Iterator[None]:
-    """Run the job of bulk actions in a thread."""
+    """Run the jobs of bulk actions and of attachments in a thread: what is being detached is detached."""
 
     def work(over: Event) -> None:
         while not over.wait(0.05):
             bulk_actions.process_next_slice()
+            for row in Attachment.objects.filter(state="detaching"):
+                with conductor.writing():
+                    attachment_orders.advance_attachment(row, AttachmentState.DETACHED, "detached", "")
         connection.close()
 
     with running_beside(work):
@@ -177,19 +184,121 @@ def test_a_short_uuid_and_an_address_cost_one_request_of_few_rows(cyborg: Cyborg
         assert sent == ["GET devices/", f"GET devices/{uuid}/"]
 
 
-def test_admission_rules_are_applied_after_a_preview_to_all_inactive_devices_or_to_chosen_ones(cyborg: Cyborg) -> None:
-    for name in ("cmp1", "cmp2"):
+def test_admission_rules_are_applied_after_a_preview_to_the_devices_that_they_move_or_to_chosen_ones(
+    cyborg: Cyborg,
+) -> None:
+    for name in ("cmp1", "cmp2", "other"):
         create_heard_host(name, 2)
     with conductor.writing():
         Device.objects.update(state="inactive")
-        AdmissionRule.objects.create(name="all", action="ready")
+    assert_refused(cyborg("device-admit", "--dry-run"), 1, "No admission rule would move an inactive device. [invalid]")
+    with conductor.writing():
+        AdmissionRule.objects.create(name="all", action="ready", host="cmp*")
     shown = cyborg("device-admit", "--dry-run", "--format", "csv")
     assert shown.stdout.splitlines()[1] == "4,will be done,no,becomes ready by rule all"
-    assert Device.objects.filter(state="inactive").count() == 4
+    assert len(shown.stdout.splitlines()) == 2
+    assert Device.objects.filter(state="inactive").count() == 6
     assert cyborg("device-admit", "--filter", "host=cmp1").exit_code == 0
     assert Device.objects.filter(host__name="cmp1", state_by="rule all").count() == 2
     one = Device.objects.filter(host__name="cmp2").first()
     assert cyborg("device-admit", str(one.uuid), "--reason", "hall 3").exit_code == 0
     assert Device.objects.get(pk=one.pk).state_reason.endswith(": hall 3")
-    assert cyborg("device-admit", "--yes").exit_code == 0
-    assert set(Device.objects.values_list("state", flat=True)) == {"ready"}
+    admitted = cyborg("device-admit", "--yes", "-f", "json")
+    assert [row["host"] for row in json.loads(admitted.stdout)] == ["cmp2"]
+    assert set(Device.objects.filter(host__name__startswith="cmp").values_list("state", flat=True)) == {"ready"}
+    assert set(Device.objects.filter(host__name="other").values_list("state", flat=True)) == {"inactive"}
+
+
+@pytest.mark.slow
+def test_attachments_are_detached_by_one_job_that_is_followed_until_the_last_is_detached(
+    cyborg: Cyborg, fill: Fill, sent: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bulk_actions, "BULK_SLICE_SIZE", 5)
+    fill(20)
+    rows = attach_all()
+    shown = cyborg("attachment-detach", "--filter", "state=attached", "--dry-run", "-f", "csv")
+    assert shown.stdout.splitlines() == ["attachments,outcome,held,text", f"{len(rows)},will be done,yes,is detached"]
+    reach = f"This applies detach to {len(rows)} attachments on 2 hosts, of {len(rows)} instances"
+    assert f"{reach}; {len(rows)} held units would be given back." in shown.stderr
+    assert set(list_states()) == {"attached"}
+    sent.clear()
+    with run_job():
+        done = cyborg("attachment-detach", "--filter", "state=attached", "--yes", "--reason", "ended", "-f", "json")
+    assert done.exit_code == 0, done.output
+    told = [(row["target"], row["outcome"], row["state"]) for row in json.loads(done.stdout)]
+    assert told == [(str(row.uuid), "done", "detached") for row in rows]
+    assert [one for one in sent if one.startswith("POST")] == ["POST bulk_actions/"] * 2
+    assert f"of {len(rows)} attachments" in done.stderr
+    bulk = Bulk.objects.get(action="detach", state="done")
+    assert bulk.reason == "ended"
+    listed = cyborg("bulk-show", "-f", "csv", "-c", "uuid,action,target,total").stdout.splitlines()
+    assert f"{bulk.uuid},detach,attachment,{len(rows)}" in listed
+    assert json.loads(cyborg("bulk-show", str(bulk.uuid), "--wait", "-f", "json").stdout)["target"] == "attachment"
+
+
+@pytest.mark.slow
+def test_named_attachments_are_detached_after_their_number_was_typed_and_the_refused_one_is_retried(
+    cyborg: Cyborg, fill: Fill, terminal: Terminal
+) -> None:
+    fill(10)
+    first, second, *_ = attach_all()
+    words = ("attachment-detach", str(first.uuid), str(second.uuid), "--no-wait")
+    assert_refused(cyborg(*words), 2, "give --yes")
+    with terminal(*words) as program:
+        program.expect("will be done")
+        program.expect("Unplug the accelerators from the guest first.")
+        program.expect("type the number 2: ")
+        with conductor.writing():
+            Attachment.objects.filter(pk=first.pk).update(requests=[])
+        program.type("2\n")
+        assert program.end() == 6, program.text
+    assert list_states()[:2] == ["attached", "detaching"]
+    bulk = Bulk.objects.get(action="detach", state="done")
+    assert_refused(cyborg("device-ready", "--retry-failed", str(bulk.uuid)), 2, "has the action detach, not enable")
+    again = cyborg("attachment-detach", "--retry-failed", str(bulk.uuid), "--yes", "--no-wait", "-f", "json")
+    assert [(row["target"], row["state"]) for row in json.loads(again.stdout)] == [(str(first.uuid), "detaching")]
+
+
+def test_wrong_names_of_attachments_are_wrong_usage(cyborg: Cyborg) -> None:
+    assert_refused(cyborg("attachment-detach"), 2, "Select attachments in one way")
+    assert_refused(cyborg("attachment-detach", "3f1c", "77ab"), 2, "'3f1c' is not a uuid")
+
+
+def test_all_attachments_of_an_instance_are_detached_by_one_job_which_is_always_confirmed(
+    cyborg: Cyborg, fill: Fill, sent: list[str]
+) -> None:
+    fill(10)
+    rows = attach_all()[:2]
+    with conductor.writing():
+        Attachment.objects.filter(pk__in=[row.pk for row in rows]).update(instance=rows[0].instance, requests=[])
+    words = ("detach-instance", str(rows[0].instance), "--no-wait")
+    assert_refused(cyborg(*words), 2, "give --attachment UUID, or --all")
+    assert_refused(cyborg(*words, "--all"), 2, "give --yes")
+    sent.clear()
+    assert cyborg(*words, "--all", "--yes").exit_code == 0
+    assert [one for one in sent if one.startswith("POST")] == ["POST bulk_actions/"] * 2
+    assert list_states()[:3] == ["detaching", "detaching", "attached"]
+
+
+@pytest.mark.slow
+def test_many_accelerators_are_labelled_by_one_job_and_the_refused_one_is_retried(
+    cyborg: Cyborg, fill: Fill, terminal: Terminal, sent: list[str]
+) -> None:
+    fill(20)
+    first, *others = AcceleratorRequest.objects.order_by("id")
+    words = ("accelerator-label", "--filter", "all=true", "--label", "training")
+    with terminal(*words) as program:
+        program.expect(
+            f"This applies label to {len(others) + 1} accelerators on 2 hosts, of {len(others) + 1} instances."
+        )
+        program.expect(f"type the number {len(others) + 1}: ")
+        with conductor.writing():
+            AcceleratorRequest.objects.filter(pk=first.pk).update(label="theirs")
+        program.type(f"{len(others) + 1}\n")
+        assert program.end() == 6, program.text
+    assert {*AcceleratorRequest.objects.values_list("label", flat=True)} == {"theirs", "training"}
+    bulk = Bulk.objects.get(action="label", state="done")
+    again = cyborg("accelerator-label", "--retry-failed", str(bulk.uuid), "-f", "json")
+    assert [(row["target"], row["outcome"]) for row in json.loads(again.stdout)] == [(str(first.uuid), "done")]
+    assert [one for one in sent if one.startswith("POST")] == [f"POST bulk_actions/{bulk.uuid}/retry/"] * 2
+    assert {*AcceleratorRequest.objects.values_list("label", flat=True)} == {"training"}

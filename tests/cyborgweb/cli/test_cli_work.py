@@ -31,6 +31,7 @@ from accelerators.models import (
     Image,
     Rollout,
 )
+from accelerators.models import Event as AuditEvent
 from accelerators.models.attachments import AttachmentState
 from accelerators.workflows import attachment_orders, command_endings, driver_rollouts
 from agents.models import Agent
@@ -232,17 +233,22 @@ def test_accelerators_are_labelled_by_filter_and_by_name(cyborg: Cyborg, host: H
         create_bound_request(handle, instance=instance)
         for handle, instance in zip(AttachHandle.objects.order_by("id"), instances, strict=True)
     ]
+    first, second = (str(one.uuid) for one in requests)
     words = ("accelerator-label", "--filter", "host=cmp1", "--label", "training")
     shown = cyborg(*words, "--dry-run", "-f", "csv", "-c", "number,outcome,text")
     assert shown.stdout == "number,outcome,text\n2,will be done,gets the label 'training'\n", shown.output
     done = cyborg(*words, "-f", "csv", "-c", "accelerator,outcome")
-    assert done.stdout.splitlines()[1:] == [f"{one.uuid},moved" for one in requests], done.output
-    done = cyborg("accelerator-label", str(requests[0].uuid), UNKNOWN_UUID, "--label", "")
-    assert done.exit_code == 6, done.output
+    assert done.stdout.splitlines()[1:] == [f"{first},done", f"{second},done"], done.output
+    assert_refused(cyborg("accelerator-label", first, UNKNOWN_UUID, "--label", ""), 1, "There is no accelerator")
+    done = cyborg("accelerator-label", first, "--label", "", "--reason", "ended", role="member")
+    assert done.exit_code == 0, done.output
     assert [*AcceleratorRequest.objects.order_by("id").values_list("label", flat=True)] == ["", "training"]
+    assert AuditEvent.objects.filter(action="request.labelled").latest("id").reason == "ended"
     with conductor.writing():
         AcceleratorRequest.objects.filter(pk=requests[0].pk).update(hostname="cmp2")
-    assert_refused(cyborg("accelerator-label", *(str(one.uuid) for one in requests), "--label", "x"), 2, "give --yes")
+    assert_refused(cyborg("accelerator-label", first, second, "--label", "x"), 2, "give --yes")
+    assert_refused(cyborg("accelerator-label", first), 2, "Give --label, unless")
+    assert_refused(cyborg("accelerator-label", "--retry-failed", UNKNOWN_UUID, "--label", "x"), 2, "Give --label")
 
 
 def test_accelerator_list_shows_held_and_free_units(cyborg: Cyborg, host: Host) -> None:
@@ -477,9 +483,9 @@ def test_attach_instance_and_detach_instance_wait_for_the_outcome(
         assert_refused(cyborg(*attach), 1, "Placement has no room")
     with run_attachment_job(asked="detached"):
         assert_refused(cyborg(*attach), 1, "The attachment is detached.")
-    shown = cyborg("detach-instance", INSTANCE, "--dry-run", "-f", "csv", "-c", "attachment,outcome,held")
+    shown = cyborg("detach-instance", INSTANCE, "--dry-run", "-f", "csv", "-c", "number,outcome,held")
     assert shown.exit_code == 0, shown.output
-    assert shown.stdout == f"attachment,outcome,held\n{Attachment.objects.get(state='attached').uuid},will be done,no\n"
+    assert shown.stdout == "number,outcome,held\n1,will be done,no\n"
     assert_refused(cyborg("detach-instance", INSTANCE), 2, "give --yes")
     with run_attachment_job(detaching="detached"):
         back = cyborg("detach-instance", INSTANCE, "--yes", "-f", "csv", "-c", "outcome,state")

@@ -135,6 +135,7 @@ SAME_OUTPUT = {
     "accelerator-create": ("cmp0/nics", "DEVICE", "--count", "2"),
     "accelerator-delete": ("DEVICE", "--yes", "--no-wait"),
     "accelerator-update": ("DEVICE", "--layout", "vfs=3"),
+    "accelerator-label": ("--filter", "host=cmp0", "--label", "training", "--dry-run"),
     "rule-list": (),
     "rule-create": ("bad name", "--action", "ready"),
     "rule-set": ("none", "--disabled"),

@@ -31,8 +31,10 @@ INFRASTRUCTURE_COLLECTIONS = (
         "discrepancies",
         "seals",
     ),
-    *("nova_endpoints", "bulk_actions", "bulk_results"),
+    "nova_endpoints",
 )
+BULK_COLLECTIONS = ("bulk_actions", "bulk_results")
+"""Members of a project see rows about its accelerators: tests/accelerators/api/own/test_bulk_targets.py."""
 OPERATIONS_COLLECTIONS = ("backends", "services", "drivers", "rollouts", "attachments")
 """Their permissions are tested in tests/cyborgweb/auth/test_roles.py."""
 PROJECT_COLLECTIONS = ("accelerators", "requests", "profiles", "events")
@@ -91,7 +93,7 @@ def test_managers_see_accelerators_of_every_project_but_requests_only_of_their_o
 
 def test_a_token_without_a_project_is_refused_everywhere(ask: Ask, fill: Fill) -> None:
     fill(1)
-    for collection in (*INFRASTRUCTURE_COLLECTIONS, *PROJECT_COLLECTIONS):
+    for collection in (*INFRASTRUCTURE_COLLECTIONS, *BULK_COLLECTIONS, *PROJECT_COLLECTIONS):
         get_error_message(ask(f"/api/{collection}/", "admin", project=""), 403)
 
 
@@ -163,6 +165,7 @@ def test_the_root_lists_all_collections_without_a_token(client: Client) -> None:
     rest = {"usage", "census", "rules", "schema", "docs"}
     assert set(found) == {
         *INFRASTRUCTURE_COLLECTIONS,
+        *BULK_COLLECTIONS,
         *PROJECT_COLLECTIONS,
         *OPERATIONS_COLLECTIONS,
         *MESSAGE_COLLECTIONS,

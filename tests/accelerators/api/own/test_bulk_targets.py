@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
@@ -14,6 +15,8 @@ from accelerators.domain.errors import RefusedError
 from accelerators.domain.states import DrainTarget
 from accelerators.models import AcceleratorRequest, Attachment, Bulk, Device, Event, Intent
 from accelerators.workflows import attachment_orders, bulk_actions
+from cyborgweb.auth import policy
+from cyborgweb.auth.policy import Policy
 from tests.accelerators.api.own.conftest import Ask, Fill, get_error_message, get_results
 from tests.accelerators.api.own.test_bulk_actions import PATH, get_body, get_free_uuids, get_preview, post, run_job
 
@@ -189,10 +192,61 @@ def test_X4_a_manager_labels_and_sees_only_what_the_rules_allow(ask: Ask, fill: 
         not get_outcomes(ask, detached, "manager") and ask(f"{PATH}{detached['uuid']}/", "manager").status_code == 404
     )
     get_error_message(post(ask, by="manager", **everything), 403)
-    get_error_message(post(ask, by="member", **order), 403)
+    get_error_message(post(ask, by="reader", **order), 403)
     # a project manager of p2 sees accelerators of all projects, and changes only those of p2
     answer = ask(f"{PATH}{made['uuid']}/retry/", "manager", project="p2", method="POST", data={})
     get_error_message(answer, 403)
+
+
+def test_X4_a_member_who_may_not_see_devices_labels_the_accelerators_of_the_project_in_bulk(
+    ask: Ask, fill: Fill
+) -> None:
+    fill(20)
+    of_devices = get_body(post(ask, action="quarantine", devices=get_free_uuids()[:1]))
+    everywhere = {"action": "label", "selector": {"all": True}, "label": "everywhere"}
+    of_all = get_body(post(ask, **everywhere, token=get_preview(post(ask, **everywhere))["token"]))
+    order = {"action": "label", "selector": {"all": True}, "label": "ours"}
+    preview = get_preview(post(ask, by="member", **order))
+    made = get_body(post(ask, by="member", **order, token=preview["token"]))
+    run_job()
+    assert {*AcceleratorRequest.objects.filter(label="ours").values_list("project_id", flat=True)} == {"p1"}
+    assert {outcome for outcome, _ in get_outcomes(ask, made, "member").values()} == {"moved"}
+    for reader in ("member", "reader"):
+        assert {row["uuid"] for row in get_results(ask(PATH, reader))} == {made["uuid"]}
+        assert {row["bulk_action"].split("/")[-2] for row in get_results(ask("/api/bulk_results/", reader))} == {
+            made["uuid"]
+        }
+        for hidden in (of_devices, of_all):
+            assert ask(f"{PATH}{hidden['uuid']}/", reader).status_code == 404
+            refused = ask(f"{PATH}{hidden['uuid']}/retry/", reader, method="POST", data={})
+            assert refused.status_code == (404 if (reader, hidden) == ("member", of_all) else 403)
+    assert not get_results(ask(PATH, "member", project="p2"))
+    get_error_message(ask(f"{PATH}{made['uuid']}/cancel/", "member", project="p2", method="POST", data={}), 404)
+    for path in (PATH, "/api/bulk_results/"):
+        get_error_message(ask(path, "nobody"), 403)
+        get_error_message(ask(path, ""), 401)
+    get_error_message(post(ask, by="member", action="detach", selector={"all": True}), 403)
+
+
+def test_X4_a_member_to_whom_the_policy_file_gives_detaching_detaches_those_of_the_project_in_bulk(
+    ask: Ask, fill: Fill, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written = tmp_path / "policy.yaml"
+    written.write_text('"cyborg:attachment:delete": "rule:project_member_api"\n')
+    monkeypatch.setattr(policy, "_get_policy", lambda: Policy(written, False))
+    fill(10)
+    rows = attach_all()
+    order = {"action": "detach", "selector": {"all": True}}
+    assert "cyborg:attachment:get" in get_error_message(post(ask, by="member", **order), 403, "not_allowed")
+    written.write_text(written.read_text() + '"cyborg:attachment:get": "rule:project_member_api"\n')
+    allowing = Policy(written, False)
+    monkeypatch.setattr(policy, "_get_policy", lambda: allowing)
+    made = get_body(post(ask, by="member", **order, token=get_preview(post(ask, by="member", **order))["token"]))
+    own = {str(row.uuid) for row in rows if row.project_id == "p1"}
+    assert {*get_outcomes(ask, made, "member")} == own
+    assert {row["uuid"] for row in get_results(ask(PATH, "member"))} == {made["uuid"]}
+    states = {(row.project_id, row.state) for row in Attachment.objects.all()}
+    assert states == {("p1", "detaching"), ("p2", "attached")}
 
 
 @pytest.mark.parametrize(
