@@ -313,6 +313,35 @@ def test_a_change_of_units_that_failed_is_retried_for_the_failed_devices(ask: As
     assert Command.objects.filter(device=first.device).count() == 1
 
 
+def test_a_change_of_many_units_shows_the_result_of_each_command_and_their_numbers(ask: Ask) -> None:
+    report_cards(*(build_divisible_card(n, 1) for n in range(1, 6)))
+    held = create_bound_request(get_device(5).deployables.get().attach_handles.first())
+    order = {"targets": [{"host": "cmp1", "backend": "a"}], "count": 2}
+    answer = ask("/api/accelerators/", method="POST", data=order)
+    path = f"/api/bulk_actions/{json.loads(answer.content)['bulk_action']}/"
+    first, second, third, _ = Command.objects.order_by("id")
+    none_ended = {"open": 4, "succeeded": 0, "failed": 0, "refused": 0, "expired": 0, "unknown": 0}
+    assert json.loads(ask(path).content)["commands"] == none_ended
+    answer_and_settle(first)
+    answer_and_settle(second, "failed", "no room")
+    answer_and_settle(third, "refused", "in use by a guest")
+    assert json.loads(ask(path).content)["commands"] == none_ended | {
+        **{"open": 1, "succeeded": 1, "failed": 1, "refused": 1}
+    }
+    assert get_results(ask("/api/bulk_actions/"))[0]["commands"] is None
+    rows = get_results(ask(f"/api/bulk_results/?bulk_action={path.split('/')[-2]}"))
+    assert [(row["outcome"], row["command_state"], row["command_text"]) for row in rows] == [
+        ("moved", "succeeded", "succeeded"),
+        ("moved", "failed", "no room"),
+        ("moved", "refused", "in use by a guest"),
+        ("moved", "queued", ""),
+        ("refused", None, None),
+    ]
+    assert str(held.uuid) in rows[4]["text"] and rows[4]["command"] is None
+    retried = json.loads(ask(f"{path}retry/", method="POST", data={}).content)
+    assert retried["total"] == 3, "those whose command was not successful, and the one that was refused"
+
+
 def test_a_device_that_is_named_twice_is_ordered_once(ask: Ask) -> None:
     report_cards(build_divisible_card(1, 2))
     uuid = str(get_device(1).uuid)
