@@ -279,14 +279,26 @@ def query_requests_of_devices(devices: Collection[int], *columns: str) -> QueryS
     )
 
 
+def affects_others(device: Device, act: str) -> bool:
+    """Return whether the driver declares that `act` on this device affects other devices. `device.host` must be
+    loaded."""
+    return _get_affected_prefix(device, act) is not None
+
+
+def _get_affected_prefix(device: Device, act: str) -> str | None:
+    """Return the beginning of the addresses of the devices that `act` on this device affects; None if it affects no
+    other."""
+    scope = driver_status.get_declared_scope(device.host.drivers.get(device.driver, {}), act)
+    return get_affected_prefix(scope, device.address)
+
+
 def find_affected_siblings(device: Device, act: str) -> list[Device]:
     """Return the other devices of the host that `act` on this device affects, by their ids; retired ones are left out.
 
     Costs one statement, and none if the driver declares that the act affects the device alone. `device.host` must be
     loaded.
     """
-    scope = driver_status.get_declared_scope(device.host.drivers.get(device.driver, {}), act)
-    prefix = get_affected_prefix(scope, device.address)
+    prefix = _get_affected_prefix(device, act)
     if prefix is None:
         return []
     others = Device.objects.filter(host=device.host_id).exclude(pk=device.pk).exclude(state=DeviceState.RETIRED)

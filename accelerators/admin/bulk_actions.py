@@ -11,7 +11,7 @@ from urllib.parse import urlencode
 
 from django.contrib import admin, messages
 from django.core.exceptions import PermissionDenied
-from django.db.models import Case, Model, When
+from django.db.models import Case, Model, QuerySet, When
 from django.http import HttpRequest, HttpResponse, HttpResponseRedirect
 from django.template.response import TemplateResponse
 from django.urls import path, reverse
@@ -23,7 +23,13 @@ from accelerators import safety
 from accelerators.admin import device_actions
 from accelerators.devices import lifecycle
 from accelerators.domain.errors import RefusedError
-from accelerators.domain.states import BulkState, BulkTarget, DeviceOutcome
+from accelerators.domain.states import (
+    OPEN_COMMAND_STATES,
+    BulkState,
+    BulkTarget,
+    CommandState,
+    DeviceOutcome,
+)
 from accelerators.models import Bulk, BulkItem, Device
 from accelerators.models.attachments import AttachmentState
 from accelerators.ui import badges, permissions
@@ -193,7 +199,7 @@ class BulkAdmin(ReadOnlyModelAdmin):
 class BulkItemAdmin(ReadOnlyModelAdmin):
     """List of the objects of a bulk action with the outcome of each; the page of a bulk action links to it."""
 
-    list_display = ("shown_object", "shown_host", "shown_outcome", "shown_state", "stood", "text")
+    list_display = ("shown_object", "shown_host", "shown_outcome", "shown_state", "stood", "shown_text")
     list_display_links = None
     list_filter = ("outcome", "why")
     list_select_related = ("bulk",)
@@ -207,6 +213,10 @@ class BulkItemAdmin(ReadOnlyModelAdmin):
         """Return the same as `BulkAdmin.has_view_permission`, with the view permission for bulk items."""
         return super().has_view_permission(request, obj) or _may_make_bulk_actions(request)
 
+    def get_queryset(self, request: HttpRequest) -> QuerySet[BulkItem]:
+        """Return the objects with the commands that were ordered for them."""
+        return bulk_actions.annotate_with_commands(super().get_queryset(request))
+
     @display(description="Object", ordering="target_name")
     def shown_object(self, item: BulkItem) -> SafeString | str:
         """Render the object as a link, or the name of a device that does not exist any more."""
@@ -219,13 +229,19 @@ class BulkItemAdmin(ReadOnlyModelAdmin):
 
     @display(description="Outcome", ordering="outcome")
     def shown_outcome(self, item: BulkItem) -> SafeString:
-        """Render the outcome of the object as a badge; "not done" if the object was not processed."""
-        return render_item_outcome(item.outcome, item.bulk)
+        """Render the outcome of the object, or the state of its command, as a badge; "not done" if the object was not
+        processed."""
+        return render_item_outcome(item, item.bulk)
 
     @display(description="State afterwards", ordering="state")
     def shown_state(self, item: BulkItem) -> SafeString | str:
         """Render the state of the object after the action; a dash if none was stored."""
         return render_item_state(item, item.bulk) or badges.DASH
+
+    @display(description="Text", ordering="text")
+    def shown_text(self, item: BulkItem) -> SafeString | str:
+        """Render the reason of the outcome, or a link to the object's command with its result."""
+        return _render_item_reason(item, item.bulk)
 
 
 def _may_make_bulk_actions(request: HttpRequest) -> bool:
@@ -266,11 +282,23 @@ def count_outcomes(bulk: Bulk) -> list[tuple[SafeString, int]]:
     ]
 
 
-def render_item_outcome(outcome_name: str, bulk: Bulk) -> SafeString:
-    """Render the outcome of one object as a badge; an empty `outcome_name` means that it was not processed."""
-    if not outcome_name:
+def render_item_outcome(item: BulkItem, bulk: Bulk) -> SafeString:
+    """Render the outcome of an object as a badge, or the state of the command that was ordered for it.
+
+    `item` is one of `bulk_actions.annotate_with_commands`.
+    """
+    if not item.outcome:
         return badges.render_badge("not done", "calm")
-    return _render_outcome(outcome_name, _get_moved_word(bulk))
+    if command := _get_ordered_command(item, bulk):
+        return badges.render_choice(CommandState(command["state"]))
+    return _render_outcome(item.outcome, _get_moved_word(bulk))
+
+
+def _get_ordered_command(item: BulkItem, bulk: Bulk) -> dict[str, Any] | None:
+    """Return what `bulk_actions.annotate_with_commands` has added to an item; None if no command was ordered, or in a
+    dry run."""
+    ordered: dict[str, Any] | None = item.ordered_command  # type: ignore[attr-defined]  # annotated
+    return ordered if bulk_actions.orders_commands(bulk) else None
 
 
 def _get_moved_word(bulk: Bulk) -> str:
@@ -308,13 +336,18 @@ def render_item_state(item: BulkItem, bulk: Bulk) -> SafeString | str:
 
 
 def _render_item_reason(item: BulkItem, bulk: Bulk) -> SafeString | str:
-    """Return the reason of an item's outcome; for an ordered command a link to it, or '' in a dry run.
+    """Return the reason of an item's outcome; for an ordered command a link to it with its result, or '' in a dry run.
 
-    A dry run takes its commands back, so there is nothing to link to.
+    A dry run takes its commands back, and commands are deleted after some time: then there is nothing to link to.
     """
     if bulk.action not in bulk_commands.BULK_OPS or item.outcome != DeviceOutcome.MOVED:
         return item.text
-    return "" if bulk.dry else badges.render_page_link("command", item.text.removeprefix("command "), item.text)
+    command = _get_ordered_command(item, bulk)
+    if command is None:
+        return "" if bulk.dry else item.text
+    link = badges.render_page_link("command", command["id"], item.text)
+    result = command["text"] if command["text"] != command["state"] else ""
+    return format_html('{}<span class="reason">{}</span>', link, result) if result else link
 
 
 def command_list_url(bulk: Bulk) -> str:
@@ -324,19 +357,29 @@ def command_list_url(bulk: Bulk) -> str:
 
 
 def build_progress_context(bulk: Bulk) -> dict[str, Any]:
-    """Return the context of `bulk_now.html`: state, progress, counts and duration.
+    """Return the context of `bulk_action_progress.html`: state, progress, counts, commands by state, and duration.
 
-    `piece` is the URL that the page polls, '' unless the bulk action is running. Costs no statement.
+    `refresh_url` is the URL that the page polls, and the page is read again when the number of open commands changes;
+    it is '' if neither the bulk action nor one of its commands is under way. Costs one statement if the action orders
+    commands, else none.
     """
     running = bulk.state == BulkState.RUNNING
+    command_counts = bulk_actions.count_commands(bulk) if bulk.moved else {}
+    open_commands = sum(number for state, number in command_counts.items() if state in OPEN_COMMAND_STATES)
     return {
         "bulk": bulk,
         "running": running,
         "state": render_bulk_state(bulk),
         "bar": render_bulk_progress(bulk) if running else "",
         "counts": [mark for mark, _ in count_outcomes(bulk)] if bulk.started_at else [],
+        "command_counts": [
+            badges.render_badge(f"{command_counts[state]} {state.label}", state.tone)
+            for state in CommandState
+            if state in command_counts
+        ],
+        "open_commands": open_commands,
         "took": badges.format_duration(bulk.started_at, None if running else bulk.ended_at) if bulk.started_at else "",
-        "refresh_url": reverse("admin:accelerators_bulk_now", args=[bulk.pk]) if running else "",
+        "refresh_url": reverse("admin:accelerators_bulk_now", args=[bulk.pk]) if running or open_commands else "",
     }
 
 
@@ -414,17 +457,21 @@ def _build_confirmation_context(bulk: Bulk) -> dict[str, Any]:
 def _build_result_context(bulk: Bulk) -> dict[str, Any]:
     """Return the context of the result: at most MAX_RESULT_ROWS processed objects with their outcomes.
 
-    Refused objects come first. Costs two statements.
+    Refused objects come first, then those whose command or installation has failed. Costs four statements.
     """
+    processed = bulk_actions.annotate_with_commands(bulk.items.exclude(outcome=""))
+    failed = bulk_actions.query_failed_items(bulk)
     refused_first = Case(When(outcome=DeviceOutcome.REFUSED, then=0), default=1)
-    items = list(bulk.items.exclude(outcome="").order_by(refused_first, "id")[:MAX_RESULT_ROWS])
+    failed_ids = list(failed.order_by(refused_first, "id").values_list("pk", flat=True)[:MAX_RESULT_ROWS])
+    items = list(processed.filter(pk__in=failed_ids).order_by(refused_first, "id"))
+    items += processed.exclude(pk__in=failed_ids).order_by("id")[: MAX_RESULT_ROWS - len(items)]
     list_url = reverse("admin:accelerators_bulkitem_changelist")
     return {
         "rows": [
             (
                 render_item_object(item, bulk),
                 item.host,
-                render_item_outcome(item.outcome, bulk),
+                render_item_outcome(item, bulk),
                 render_item_state(item, bulk),
                 _render_item_reason(item, bulk),
             )

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any, NamedTuple
 from uuid import UUID
 
@@ -70,7 +71,7 @@ _json = msgspec.json.Encoder()
 CommandId = tuple[int, int]
 """How an agent identifies a command: the host's id and the command's number (its primary key)."""
 REACH_CHECKS: Registry[Callable[[Host], str]] = Registry("reach check")
-"""Functions that return why a host's agent takes no commands, or '' if they know no reason. `refuse_if_unreachable`
+"""Functions that return why a host's agent takes no commands, or '' if they know no reason. `find_unreachable_reason`
 calls them."""
 
 
@@ -211,6 +212,51 @@ def order_device_command(
         return command
 
 
+def order_command_for_each(
+    op: str,
+    layouts: Mapping[Device, Mapping[str, str] | None],
+    caller: Caller,
+    reason: str,
+    source: EventSource,
+    answers: safety.HolderAnswers,
+) -> dict[Device, Command | RefusedError]:
+    """Place command `op` for each of these devices with its layout; return the command or the refusal of each.
+
+    The devices and their hosts must be locked, and `host` loaded. `answers` are those of `ask_holders_for_command`.
+    The refusals are those of `order_device_command`. Costs a constant number of statements and some for each host,
+    except for devices whose driver declares that the command affects other devices: these are ordered last, one by one.
+    Raises RefusedError INVALID for a reason that cannot be stored.
+    """
+    reason = check_reason(reason)
+    affecting = [one for one in layouts if op in DESTRUCTIVE and safety.affects_others(one, op)]
+    separate = [one for one in layouts if one not in affecting]
+    results: dict[Device, Command | RefusedError] = {}
+    orders: dict[Device, CommandOrder] = {}
+    with conductor.writing():
+        holders = safety.find_holders(separate, answers) if op in DESTRUCTIVE else None
+        find_unreachable = cache(find_unreachable_reason)
+        for device in separate:
+            try:
+                arguments = check_arguments(op, layouts[device], None)
+                refuse_unknown_words(device, layouts[device] or {})
+                _refuse_if_impossible(op, device, find_unreachable)
+                if holders:
+                    _refuse_if_held_or_affecting(op, device, (), holders)
+            except RefusedError as refused:
+                results[device] = refused
+            else:
+                orders[device] = CommandOrder(op, device.uuid, arguments=arguments, actor=caller.name, reason=reason)
+        results |= zip(orders, place_commands(list(orders.values()), source), strict=True)
+        for device in affecting:
+            try:
+                results[device] = order_device_command(
+                    op, device.uuid, caller, reason=reason, layout=layouts[device], source=source, answers=answers
+                )
+            except RefusedError as refused:
+                results[device] = refused
+    return results
+
+
 def ask_holders_if_possible(
     op: str,
     device_uuid: UUID,
@@ -249,11 +295,12 @@ def ask_holders_for_command(
     devices = list(selected.select_related("host"))
     loaded = {one.pk: one for one in [*devices, *safety.find_affected_outside(selected, op)]}
     known, to_ask = safety.find_known_holders(loaded.values()), dict[int, Device]()
+    find_unreachable = cache(find_unreachable_reason)
     for device in devices:
         affected = [loaded[one.pk] for one in safety.find_affected_siblings(device, op) if one.pk in loaded]
         try:
             refuse(device)
-            _refuse_if_impossible(op, device)
+            _refuse_if_impossible(op, device, find_unreachable)
             _refuse_if_held_or_affecting(op, device, affected, known)
         except RefusedError:
             continue
@@ -545,9 +592,9 @@ def _choose_deployable(device: Device, deployable_uuid: UUID | None) -> int:
     return ids_by_uuid[deployable_uuid]
 
 
-def _refuse_if_impossible(op: str, device: Device) -> None:
+def _refuse_if_impossible(op: str, device: Device, find_unreachable: Callable[[Host], str] | None = None) -> None:
     """Raise RefusedError CONFLICT if the state of the device, its driver, another command or its agent does not allow
-    the command `op` now.
+    the command `op` now. `find_unreachable` is that of `refuse_if_unreachable`.
     """
     if DeviceState(device.state) not in ALLOWED_STATES[op]:
         possible = ", ".join(sorted(ALLOWED_STATES[op]))
@@ -557,7 +604,7 @@ def _refuse_if_impossible(op: str, device: Device) -> None:
     if op not in device.acts.split():
         raise RefusedError(RefusalReason.CONFLICT, f"Device {device.uuid}: {device.driver} cannot {op} it.")
     refuse_if_busy(device, op)
-    refuse_if_unreachable(device.host)
+    refuse_if_unreachable(device.host, find_unreachable or find_unreachable_reason)
 
 
 def _lock_affected_siblings(op: str, device: Device) -> list[Device]:
@@ -597,12 +644,16 @@ def refuse_if_busy(device: Device, op: str) -> None:
         raise RefusedError(RefusalReason.CONFLICT, text)
 
 
-def refuse_if_unreachable(host: Host) -> None:
-    """Raise RefusedError CONFLICT, with the reason, if a check in REACH_CHECKS says that the host's agent takes no
-    commands."""
-    for check in REACH_CHECKS.values():
-        if text := check(host):
-            raise RefusedError(RefusalReason.CONFLICT, f"{text[0].upper()}{text[1:]}.")
+def find_unreachable_reason(host: Host) -> str:
+    """Return why the host's agent takes no commands, by the checks in REACH_CHECKS; '' if none knows a reason."""
+    return next(filter(None, (check(host) for check in REACH_CHECKS.values())), "")
+
+
+def refuse_if_unreachable(host: Host, find_reason: Callable[[Host], str] = find_unreachable_reason) -> None:
+    """Raise RefusedError CONFLICT, with the reason, if the host's agent takes no commands. A caller that asks about
+    many devices of a host gives a cached `find_reason`."""
+    if text := find_reason(host):
+        raise RefusedError(RefusalReason.CONFLICT, f"{text[0].upper()}{text[1:]}.")
 
 
 def check_reason(text: str) -> str:

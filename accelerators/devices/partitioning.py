@@ -91,29 +91,23 @@ def partition_device(
         device = next(iter(conductor.lock_devices(Device.objects.filter(uuid=uuid))), None)
         if device is None:
             raise device_not_found_error(uuid)
-        present_units = count_units([device])[device.pk]
-        return partition_locked_device(device, present_units, change, caller, reason, source, answers, seen)
+        layout = build_layout_if_unchanged(device, change, count_units([device])[device.pk], seen)
+        return command_queue.order_device_command(
+            "partition", device.uuid, caller, reason=reason, layout=layout, source=source, answers=answers
+        )
 
 
-def partition_locked_device(
-    device: Device,
-    present_units: int,
-    change: PartitionChange,
-    caller: Caller,
-    reason: str,
-    source: EventSource,
-    answers: safety.HolderAnswers,
-    seen: str,
-) -> Command:
-    """Place the command of `partition_device` for a device that is locked; it has `present_units` units now."""
+def build_layout_if_unchanged(device: Device, change: PartitionChange, present_units: int, seen: str) -> dict[str, str]:
+    """Return the layout for the command of a locked device, which has `present_units` units now.
+
+    Raises RefusedError: CONFLICT if the device is not as it was `seen`, or has another generation than `change` names;
+    INVALID if it does not allow the change.
+    """
     if seen and (present := describe_units(device.lifecycle_text, present_units)) != seen:
         text = f"It was {seen} when it was chosen; it is {present} now. Look at it again."
         raise RefusedError(RefusalReason.CONFLICT, text)
     command_queue.refuse_if_changed(device, change.generation)
-    layout = build_layout(device, change, present_units)
-    return command_queue.order_device_command(
-        "partition", device.uuid, caller, reason=reason, layout=layout, source=source, answers=answers
-    )
+    return build_layout(device, change, present_units)
 
 
 def device_not_found_error(uuid: UUID) -> RefusedError:
@@ -248,9 +242,11 @@ def _find_devices_of_backends(targets: Sequence[PartitionTarget]) -> dict[tuple[
     uuids: dict[tuple[str, str], list[UUID]] = {}
     number = 0
     for uuid, host, backend in present.values_list("uuid", "host__name", "backend").iterator() if named else ():
-        if (host, backend) in named and number <= MAX_DEVICES:
+        if (host, backend) in named:
             uuids.setdefault((host, backend), []).append(uuid)
             number += 1
+        if number > MAX_DEVICES:
+            break
     return uuids
 
 

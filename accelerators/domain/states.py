@@ -117,6 +117,10 @@ class CommandState(Choice):
     """The command was started, but its result is not known."""
 
 
+OPEN_COMMAND_STATES = (CommandState.PREPARING, CommandState.QUEUED, CommandState.TAKEN, CommandState.STARTED)
+"""The states of a command that has not ended."""
+
+
 class BulkState(Choice):
     """The state of a bulk action, which does the same to many objects."""
 

@@ -20,7 +20,7 @@ from typing import Any
 import msgspec
 from django.db import connection, transaction
 from django.db.models import Case, Count, Exists, F, OuterRef, Q, QuerySet, Subquery, When
-from django.db.models.functions import Now
+from django.db.models.functions import JSONObject, Now
 
 from accelerators import conductor, outbox, safety
 from accelerators.commands import command_queue
@@ -268,12 +268,31 @@ def query_failed_items(bulk: Bulk) -> QuerySet[BulkItem]:
 
 
 def annotate_with_commands(items: QuerySet[BulkItem]) -> QuerySet[BulkItem]:
-    """Add to items of bulk actions the uuid of the command that was ordered for the device (`command`)."""
+    """Add to items of bulk actions the command that was ordered for the device, as `ordered_command`: its `id`, `uuid`,
+    `state`, `text` and `ended_at`; None if none was ordered, or if it is not stored any more."""
     of_item = Command.objects.filter(
         device=OuterRef("device"), op=OuterRef("bulk__action"), request_id=OuterRef("bulk__request_id")
     )
-    newest = Subquery(of_item.order_by("-id").values("uuid")[:1])
-    return items.annotate(command=Case(When(outcome=DeviceOutcome.MOVED, then=newest)))
+    command = JSONObject(id="id", uuid="uuid", state="state", text="text", ended_at="ended_at")
+    newest = Subquery(of_item.order_by("-id").values(command=command)[:1])
+    return items.annotate(ordered_command=Case(When(outcome=DeviceOutcome.MOVED, then=newest)))
+
+
+def orders_commands(bulk: Bulk) -> bool:
+    """Return whether a bulk action has ordered commands, or may order them; a dry run takes them back."""
+    return bulk.action in bulk_commands.BULK_OPS and not bulk.dry
+
+
+def count_commands(bulk: Bulk) -> Counter[CommandState]:
+    """Count the commands that a bulk action has ordered and that are still stored, by their state; one statement.
+
+    Returns an empty Counter for an action without commands.
+    """
+    if not orders_commands(bulk):
+        return Counter()
+    ordered = bulk.items.filter(outcome=DeviceOutcome.MOVED).values("device")
+    commands = Command.objects.filter(device__in=ordered, op=bulk.action, request_id=bulk.request_id).order_by()
+    return Counter({CommandState(state): n for state, n in commands.values_list("state").annotate(number=Count("pk"))})
 
 
 def forecast_bulk(bulk: Bulk) -> list[BulkForecast]:

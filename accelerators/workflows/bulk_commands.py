@@ -1,13 +1,13 @@
 """Place the commands of a bulk action: one for each device, or a reason why the device gets none.
 
-Each command is placed by `command_queue.order_device_command`, whose checks decide, whatever `predict_refusal`
+The commands are placed by `command_queue.order_command_for_each`, whose checks decide, whatever `predict_refusal`
 predicted.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 from uuid import UUID
 
@@ -86,56 +86,47 @@ def place_command_for_each(
     `describe_units`. Locks the devices and their hosts. `answers` are those of `ask_holders_for_each` for these
     devices. A device that is gone is refused with NOT_FOUND.
     """
+    results: dict[UUID, ActionResult] = {}
+    layouts: dict[Device, dict[str, str] | None] = {}
+
+    def refuse(device: Device, refused: RefusedError) -> None:
+        """Store the result of a device that is refused."""
+        columns = (str(device), device.host.name, device.state)
+        results[device.uuid] = ActionResult(device.uuid, "refused", *columns, refused.text, refused.reason)
+
     with conductor.writing():
-        devices = {
-            device.uuid: device
-            for device in conductor.lock_devices(Device.objects.filter(uuid__in=list(words_when_chosen)))
-        }
-        units = partitioning.count_units(list(devices.values())) if op == PARTITION else Counter[int]()
-        results: Sequence[ActionResult] = [
-            _place_command(
-                op, arguments, device, units[device.pk], words_when_chosen[uuid], caller, reason, answers, source
-            )
-            for uuid, device in devices.items()
-        ]
-    missing_uuids = words_when_chosen.keys() - devices.keys()
-    refused_results = (
-        ActionResult(uuid, "refused", text="The device does not exist any more.", reason=RefusalReason.NOT_FOUND)
-        for uuid in missing_uuids
-    )
-    return [*results, *refused_results]
-
-
-def _place_command(
-    op: str,
-    arguments: Mapping[str, Any] | None,
-    device: Device,
-    present_units: int,
-    word_when_chosen: str,
-    caller: Caller,
-    reason: str,
-    answers: safety.HolderAnswers,
-    source: EventSource,
-) -> ActionResult:
-    """Place the command for one locked device; return the result. A RefusedError becomes a refused result.
-
-    `present_units` is its number of units, which only PARTITION needs.
-    """
-    device_columns = (str(device), device.host.name, device.state)
-    try:
-        if op == PARTITION:
-            change = partitioning.PartitionChange.from_arguments(arguments or {})
-            command = partitioning.partition_locked_device(
-                device, present_units, change, caller, reason, source, answers, word_when_chosen
-            )
+        devices = conductor.lock_devices(Device.objects.filter(uuid__in=list(words_when_chosen)))
+        units = partitioning.count_units(devices) if op == PARTITION else Counter[int]()
+        for device in devices:
+            try:
+                layouts[device] = _check_device(op, arguments, device, units[device.pk], words_when_chosen[device.uuid])
+            except RefusedError as refused:
+                refuse(device, refused)
+        ordered = command_queue.order_command_for_each(op, layouts, caller, reason, source, answers)
+    for device, command in ordered.items():
+        if isinstance(command, RefusedError):
+            refuse(device, command)
         else:
-            _refuse_if_changed(op, device, word_when_chosen)
-            command = command_queue.order_device_command(
-                op, device.uuid, caller, reason=reason, source=source, answers=answers
-            )
-    except RefusedError as refused:
-        return ActionResult(device.uuid, "refused", *device_columns, refused.text, refused.reason)
-    return ActionResult(device.uuid, "moved", *device_columns, f"command {command.pk}")
+            columns = (str(device), device.host.name, device.state)
+            results[device.uuid] = ActionResult(device.uuid, "moved", *columns, f"command {command.pk}")
+    missing = RefusalReason.NOT_FOUND
+    return [
+        results.get(uuid) or ActionResult(uuid, "refused", text="The device does not exist any more.", reason=missing)
+        for uuid in words_when_chosen
+    ]
+
+
+def _check_device(
+    op: str, arguments: Mapping[str, Any] | None, device: Device, present_units: int, word_when_chosen: str
+) -> dict[str, str] | None:
+    """Return the layout for the command of a locked device, None unless the command is PARTITION; `present_units` is
+    its number of units, which only PARTITION needs. Raises RefusedError if the device has changed since it was chosen,
+    or does not allow the change."""
+    if op == PARTITION:
+        change = partitioning.PartitionChange.from_arguments(arguments or {})
+        return partitioning.build_layout_if_unchanged(device, change, present_units, word_when_chosen)
+    _refuse_if_changed(op, device, word_when_chosen)
+    return None
 
 
 def _refuse_if_changed(op: str, device: Device, word_when_chosen: str) -> None:

@@ -11,8 +11,9 @@ import click
 from cyborgweb.cli import bulk, completion, names, options
 from cyborgweb.cli.backends import describe_ended_command
 from cyborgweb.cli.confirmation import order_after_preview
-from cyborgweb.cli.exit_codes import ExitCode
-from cyborgweb.cli.following import wait_for_commands
+from cyborgweb.cli.connection import ApiClient
+from cyborgweb.cli.exit_codes import CliError, ExitCode
+from cyborgweb.cli.following import WorkProgress, follow_until_ended, wait_for_commands
 from cyborgweb.cli.many_targets import show_and_exit
 from cyborgweb.cli.options import CliContext, pass_cli_context, verb_command
 
@@ -106,6 +107,14 @@ def add_target_options(function: Callable[..., Any]) -> Callable[..., Any]:
                 multiple=True,
                 help="On all devices of this backend of --host; can be repeated.",
             ),
+            click.option(
+                "--filter",
+                "filters",
+                multiple=True,
+                metavar="NAME=VALUE",
+                help="On the devices that a filter of /api/devices/ selects, such as host=cmp1, and whose number of"
+                " units can be chosen; can be repeated. all=true selects every device.",
+            ),
             options.layout_option(
                 help="Settings of the driver in addition to the number, such as bind=vfio-pci; can be repeated."
             ),
@@ -129,7 +138,8 @@ def add_target_options(function: Callable[..., Any]) -> Callable[..., Any]:
 
 @verb_command(
     "accelerator-create",
-    "accelerator-create --device 3f1c --count 4\naccelerator-create cmp1/nics cmp2/nics --count 2",
+    "accelerator-create --device 3f1c --count 4\naccelerator-create cmp1/nics cmp2/nics --count 2\n"
+    "accelerator-create --filter driver=pci_driver --filter state=ready --dry-run",
 )
 @add_target_options
 @click.option(
@@ -173,12 +183,18 @@ def accelerator_delete(cli_context: CliContext, count: int | None, **target_opti
 @click.argument("device", shell_complete=completion.complete_devices)
 @options.layout_option(required=True)
 @options.generation_option
+@options.dry_run_option
 @options.reason_option
 @options.wait_option
-@options.request_dry_run_option
 @pass_cli_context
 def accelerator_update(
-    cli_context: CliContext, device: str, wait: bool, layout: dict[str, str], generation: int | None, reason: str
+    cli_context: CliContext,
+    device: str,
+    layout: dict[str, str],
+    generation: int | None,
+    dry_run: bool,
+    reason: str,
+    wait: bool,
 ) -> None:
     """Change the layout of a device. The driver defines the layout's keys. Refused while one of its units is held.
 
@@ -187,7 +203,18 @@ def accelerator_update(
     uuid = names.resolve_device(cli_context.api, device)
     present = cli_context.api.get(f"devices/{uuid}/", fields="generation")
     body = {"layout": layout, "generation": present["generation"] if generation is None else generation}
-    command = cli_context.api.patch(f"devices/{uuid}/", body | options.drop_empty({"reason": reason}))
+    command = order_after_preview(
+        cli_context,
+        f"devices/{uuid}/",
+        body | options.drop_empty({"reason": reason}),
+        f"Change the layout of {device}?",
+        "devices",
+        yes=False,  # the service asks for no confirmation of a single device
+        dry_run=dry_run,
+        method="PATCH",
+    )
+    if command is None:
+        return
     row = {
         "target": device,
         "device": uuid,
@@ -240,6 +267,7 @@ def _change_units(
     devices: Sequence[str],
     hosts: Sequence[str],
     backends: Sequence[str],
+    filters: Sequence[str],
     retried: UUID | None,
     dry_run: bool,
     yes: bool,
@@ -252,14 +280,16 @@ def _change_units(
 
     `path` is the API's path; `count` None removes all units; with `wait`, the changes are followed until they end. With
     `dry_run` only the preview is printed. The user must type the number of devices if the preview says so, or with
-    `always_ask`. Raises UsageError if no devices are selected, or --host or --backend is given alone; CliError if a
-    device is not found or the whole request is refused. Exits with the rows' common code if that is not DONE.
+    `always_ask`. Raises UsageError if devices are not selected in exactly one way, or --host or --backend is given
+    alone; CliError if a device is not found or the whole request is refused. Exits with the rows' common code if that
+    is not DONE.
     """
     how: dict[str, Any] = {"yes": yes, "dry_run": dry_run, "always_ask": always_ask}
     body: dict[str, Any] = options.drop_empty({"reason": reason})
+    are_named = bool(targets or devices or hosts or backends)
+    if sum((are_named, bool(filters), bool(retried))) > 1:
+        raise click.UsageError("Select devices in one way: name them, or give --filter, or --retry-failed.")
     if retried:
-        if targets or devices or hosts:
-            raise click.UsageError("Select devices in one way: name them, or give --retry-failed.")
         question = "Repeat the change of units for the devices that failed?"
         bulk_action = order_after_preview(
             cli_context, f"bulk_actions/{retried}/retry/", body, question, "devices", **how
@@ -267,16 +297,17 @@ def _change_units(
         if bulk_action is not None:
             _follow_bulk_action(cli_context, action, bulk_action["uuid"], [], {}, wait)
         return
-    if bool(hosts) != bool(backends) or not (targets or devices or hosts):
-        raise click.UsageError("Select devices: name them, or give --device, or --host and --backend.")
+    if not filters and (bool(hosts) != bool(backends) or not are_named):
+        raise click.UsageError("Select devices: name them, or give --device, or --host and --backend, or --filter.")
     devices = (*devices, *(target for target in targets if "/" not in target))
     host_backends = [target.rpartition("/")[::2] for target in targets if "/" in target]
     host_backends += [(host, backend) for host in hosts for backend in backends]
     name_by_uuid = {names.resolve_device(cli_context.api, device): device for device in devices}
     named_targets = [{"device": uuid} for uuid in name_by_uuid]
     named_targets += [{"host": host, "backend": backend} for host, backend in host_backends]
-    body |= {"targets": named_targets} | options.drop_empty({"count": count, **changes})
-    spelled = ", ".join((*devices, *(f"{host} {backend}" for host, backend in host_backends)))
+    body |= {"selector": bulk.parse_filters(filters)} if filters else {"targets": named_targets}
+    body |= options.drop_empty({"count": count, **changes})
+    spelled = ", ".join((*devices, *(f"{host} {backend}" for host, backend in host_backends), *filters))
     units = "all units" if count is None else f"{count} unit{'' if count == 1 else 's'}"
     answer = order_after_preview(
         cli_context, path, body, f"{action.capitalize()} {units} of {spelled}?", "devices", **how
@@ -301,25 +332,58 @@ def _follow_bulk_action(
     """With `wait`, follow a bulk action and its commands until they end; then show a row for each device, and exit with
     the rows' common code. Without `wait`, a bulk action that still runs is named on standard error.
 
-    `answers` are the results with which the request was answered, and `name_by_uuid` is as for
-    `_build_result_row`.
+    While it waits, it reads the bulk action only, whatever the number of devices; the result of each device is read
+    once, page after page, when all have ended. `answers` are the results with which the request was answered, and
+    `name_by_uuid` is as for `_build_result_row`.
     """
     api = cli_context.api
-    bulk_action = api.get(f"bulk_actions/{uuid}/")
     if wait:
-        bulk_action = bulk.follow_bulk_action(api, bulk_action)
-    elif bulk_action["state"] == "running":
-        click.echo(f"To follow: {bulk.spell_show_command(api, bulk_action)}", err=True)
-        return
-    stored = {one["device"]: one for one in api.iterate_rows("bulk_results/", bulk.MAX_OBJECTS, bulk_action=uuid)}
-    targets = {one["device"]: one for one in answers if one["device"] in stored}
-    results = [one for one in answers if one["device"] not in stored]
-    for device, one in stored.items():
-        target = targets[device]["target"] if device in targets else {"device": device}
-        result = {"target": target, "device": device, "command": one["command"]}
+        bulk_action = _wait_for_commands_of_bulk_action(api, action, uuid)
+    else:
+        bulk_action = api.get(f"bulk_actions/{uuid}/")
+        if bulk_action["state"] == "running":
+            click.echo(f"To follow: {bulk.spell_show_command(api, bulk_action)}", err=True)
+            return
+    target_by_device = {one["device"]: one["target"] for one in answers if one["device"]}
+    rows, shown_devices = [], set()
+    for one in api.iterate_rows("bulk_results/", bulk.MAX_OBJECTS, bulk_action=uuid):
+        shown_devices.add(one["device"])
+        target = target_by_device.get(one["device"], {"device": one["device"]})
         text = one["text"] if one["outcome"] else "It was not changed: the bulk action was cancelled."
-        results.append(result | {"refused": text, "reason": one["reason"]})
-    _wait_and_finish(cli_context, action, [_build_result_row(one, name_by_uuid) for one in results], wait)
+        result = {"target": target, "device": one["device"], "command": one["command"]}
+        row = _build_result_row(result | {"refused": text, "reason": one["reason"]}, name_by_uuid)
+        if wait and one["command"] and one.get("command_state"):
+            row |= describe_ended_command({"state": one["command_state"], "text": one["command_text"]})
+        rows.append(row)
+    rows = [_build_result_row(one, name_by_uuid) for one in answers if one["device"] not in shown_devices] + rows
+    # A service of an older release does not count the commands: then each of them is followed.
+    _wait_and_finish(cli_context, action, rows, wait and bulk_action.get("commands") is None)
+
+
+def _wait_for_commands_of_bulk_action(api: ApiClient, action: str, uuid: str) -> dict[str, Any]:
+    """Read a bulk action again and again until it and all commands that it has ordered have ended, and return it.
+
+    A service of an older release does not count the commands; then only the bulk action is followed. Raises CliError as
+    `follow_until_ended` does.
+    """
+    current: dict[str, Any] = {"uuid": uuid}
+
+    def poll() -> WorkProgress:
+        """Fetch the bulk action again, and return its progress, by the number of devices that are done."""
+        nonlocal current
+        current = api.get(f"bulk_actions/{uuid}/")
+        counts, commands = current["counts"], current.get("commands") or {}
+        open_count = counts["waiting"] + commands.get("open", 0)
+        failed_count = counts["refused"] + sum(
+            number for state, number in commands.items() if state not in ("open", "succeeded")
+        )
+        text = f"{current['total'] - open_count} of {current['total']} devices"
+        text += f", {failed_count} refused or failed" if failed_count else ""
+        has_ended = current["state"] != "running" and not commands.get("open")
+        return WorkProgress(100 * (current["total"] - open_count) / max(1, current["total"]), text, has_ended)
+
+    follow_until_ended(action, bulk.spell_show_command(api, current), poll)
+    return current
 
 
 def _build_result_row(result: dict[str, Any], name_by_uuid: dict[str, str]) -> dict[str, Any]:

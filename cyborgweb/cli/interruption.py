@@ -55,6 +55,9 @@ def _list_showing_commands(api: ApiClient) -> Iterator[str]:
 
 def _list_changed_objects(path: str, answer: dict[str, Any]) -> Iterator[tuple[str, str]]:
     """Yield the collection and the uuid of each object that an answer is about and that a verb shows."""
+    if answer.get("bulk_action"):
+        yield "bulk_actions", answer["bulk_action"]
+        return
     if isinstance(answer.get("results"), list):  # of a change of several devices: a command for each of them
         yield from (("commands", result["command"]) for result in answer["results"] if result.get("command"))
         return

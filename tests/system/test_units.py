@@ -5,10 +5,15 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 
+from tests.support.environment import without_settings
 from tests.system.conftest import fresh_folder
 from tests.system.machine import run_fake_command
 from tests.system.product import Product, running
@@ -55,6 +60,38 @@ def test_units_can_be_created_over_the_api_and_deleted_by_command(site: ProductW
     ended = site.call("GET", f"/api/commands/{last['command']}/?wait=30").json()
     assert ended["state"] in ("failed", "refused") and "with 1 to" in ended["text"]
     assert (count_listed_units(site), count_parts_on_host(site)) == (2, 2)
+
+
+def test_accelerator_create_makes_units_on_the_host_and_the_list_shows_them(site: ProductWithCard) -> None:
+    reset_card(site, ONE_HANDLE)
+    site.until(lambda: count_listed_units(site) == count_parts_on_host(site), "the list agrees with the host")
+    before = count_parts_on_host(site)
+    words = ("accelerator-create", "--filter", "host=here.example", "--count", "1")
+    (row,) = run_cyborg(site, *words, "--dry-run")
+    assert (row["number"], row["outcome"]) == (1, "will be done") and count_parts_on_host(site) == before
+    (row,) = run_cyborg(site, *words)
+    assert (row["device"], row["outcome"], row["state"]) == (site.device, "done", "succeeded")
+    assert count_parts_on_host(site) == before + 1, "the driver has made the unit"
+    listed = run_cyborg(site, "accelerator-list", "--all", "--device", site.device)
+    assert [unit["state"] for unit in listed] == ["free"] * (before + 1)
+    (row,) = run_cyborg(site, "accelerator-delete", site.device, "--count", "1")
+    assert (row["outcome"], count_parts_on_host(site)) == ("done", before)
+    assert len(run_cyborg(site, "accelerator-list", "--all", "--device", site.device)) == before
+
+
+def run_cyborg(site: ProductWithCard, *words: str) -> list[dict[str, Any]]:
+    """Run a verb of `cyborg` in a process of its own, as a person does, and return the rows that it prints."""
+    address = {"CYBORG_URL": f"http://127.0.0.1:{site.product.port}", "CYBORG_TOKEN": site.admin}
+    done = subprocess.run(
+        [str(Path(sys.executable).with_name("cyborg")), *words, "-f", "json"],
+        env=without_settings(**address),
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=90,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return list(json.loads(done.stdout))
 
 
 @pytest.mark.parametrize("victim", ["agent", "web", "work"])

@@ -547,7 +547,8 @@ def _describe_bulk_results(bulk: Bulk, targets: Sequence[tuple[UUID | None, Part
             error = _not_found_error(uuid, target)
             results.append(_describe_result(target, uuid, None, error.reason.value, error.text))
         elif item.outcome == DeviceOutcome.MOVED:
-            results.append(_describe_result(target, uuid, item.command))  # type: ignore[attr-defined]  # annotated
+            command = item.ordered_command  # type: ignore[attr-defined]  # annotated
+            results.append(_describe_result(target, uuid, command and UUID(command["uuid"])))
         else:
             results.append(_describe_result(target, uuid, None, item.why, item.text))
     return results

@@ -48,7 +48,14 @@ from accelerators.api.own.views import CollectionView
 from accelerators.devices import admission_rules, partitioning
 from accelerators.domain.device_actions import Action
 from accelerators.domain.errors import RefusalReason, RefusedError
-from accelerators.domain.states import BulkState, BulkTarget, DeviceOutcome, DrainTarget
+from accelerators.domain.states import (
+    OPEN_COMMAND_STATES,
+    BulkState,
+    BulkTarget,
+    CommandState,
+    DeviceOutcome,
+    DrainTarget,
+)
 from accelerators.models import AttachHandle, Attachment, Bulk, BulkItem, Device
 from accelerators.models.devices import HANDLE_USES
 from accelerators.workflows import attachment_orders, bulk_actions, bulk_admission, bulk_commands, bulk_labels
@@ -270,6 +277,7 @@ class BulkActionSerializer(RowSerializer):
     )
     by = serializers.CharField(source="actor", read_only=True)
     counts = serializers.SerializerMethodField()
+    commands = serializers.SerializerMethodField()
     results = serializers.SerializerMethodField()
 
     class Meta:
@@ -284,6 +292,7 @@ class BulkActionSerializer(RowSerializer):
             "state",
             "total",
             "counts",
+            "commands",
             "by",
             "reason",
             "results",
@@ -296,6 +305,15 @@ class BulkActionSerializer(RowSerializer):
         """The number of objects with each outcome."""
         counts = {outcome.value: getattr(bulk, outcome) for outcome in DeviceOutcome}
         return counts | {WAITING: bulk.total - bulk.finished_count}
+
+    def get_commands(self, bulk: Bulk) -> dict[str, int] | None:
+        """Of an action that orders commands (health, reset, partition), the number of those that are `open`, and of
+        those that have ended with each state; null for other actions, and in lists."""
+        if isinstance(self.parent, serializers.ListSerializer) or not bulk_actions.orders_commands(bulk):
+            return None
+        numbers = bulk_actions.count_commands(bulk)
+        ended = {state.value: numbers[state] for state in CommandState if state not in OPEN_COMMAND_STATES}
+        return {"open": numbers.total() - sum(ended.values())} | ended
 
     def get_results(self, bulk: Bulk) -> str:
         """The address of the list of its objects with the outcome of each."""
@@ -508,7 +526,22 @@ class BulkResultSerializer(RowSerializer):
         source="why", read_only=True, help_text="The stable code of the refusal; empty if it was not refused."
     )
     command = serializers.UUIDField(
-        read_only=True, allow_null=True, help_text="The command that was ordered, see /api/commands/; null if none was."
+        source="ordered_command.uuid",
+        read_only=True,
+        allow_null=True,
+        help_text="The command that was ordered, see /api/commands/; null if none was.",
+    )
+    command_state = serializers.CharField(
+        source="ordered_command.state",
+        read_only=True,
+        allow_null=True,
+        help_text="The present state of that command, as in /api/commands/.",
+    )
+    command_text = serializers.CharField(
+        source="ordered_command.text",
+        read_only=True,
+        allow_null=True,
+        help_text="The result of that command as a sentence; empty until it has ended.",
     )
 
     class Meta:
@@ -527,6 +560,8 @@ class BulkResultSerializer(RowSerializer):
             "state",
             "text",
             "command",
+            "command_state",
+            "command_text",
         )
 
     def get_device(self, item: BulkItem) -> UUID | None:

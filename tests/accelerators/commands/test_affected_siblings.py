@@ -102,6 +102,22 @@ def test_a_device_that_is_affected_by_a_running_command_takes_no_exclusive_comma
         command_queue.order_device_command("reset", device.uuid, OLGA)
 
 
+def test_S1_of_two_devices_of_a_slice_that_affect_each_other_one_is_ordered() -> None:
+    device = report_cards({"reset": "card"})
+    devices = [device, *Device.objects.filter(address__in=(SAME_CARD, OTHER_BUS)).order_by("id")]
+    chosen = {one.uuid: one.lifecycle_text for one in devices}
+    answers = bulk_commands.ask_holders_for_each("reset", None, chosen)
+    results = bulk_commands.place_command_for_each("reset", None, chosen, OLGA, "", answers)
+    assert [result.uuid for result in results] == list(chosen)
+    assert sorted((result.outcome, result.reason) for result in results) == [
+        ("moved", None),
+        ("moved", None),
+        ("refused", RefusalReason.CONFLICT),
+    ]
+    assert next(result.outcome for result in results if result.uuid == devices[-1].uuid) == "moved"
+    assert Command.objects.count() == 2 and busy_addresses() == {SAME_CARD, OTHER_BUS}
+
+
 def test_acts_without_a_declaration_affect_the_device_alone_and_cost_no_statement(
     django_assert_num_queries: DjangoAssertNumQueries,
 ) -> None:

@@ -35,7 +35,8 @@ from accelerators.models import Event as AuditEvent
 from accelerators.models.attachments import AttachmentState
 from accelerators.workflows import attachment_orders, command_endings, driver_rollouts
 from agents.models import Agent
-from cyborgweb.cli import backends, conflicts, drivers, following
+from cyborgweb.cli import accelerators, backends, conflicts, drivers, following
+from cyborgweb.cli.connection import HttpApiClient
 from cyborgweb.settings.keys import Keys
 from drivers.inventory import Backend, DriverReport, Service
 from tests.accelerators.api.own.test_units import UNKNOWN_UUID, create_bound_request
@@ -142,7 +143,7 @@ def test_accelerator_create_reports_each_device_and_its_refusal(cyborg: Cyborg, 
         (get_device_uuid("0000:01:00.0"), "done", "cmp1 nics"),
         (get_device_uuid("0000:02:00.0"), "done", "cmp1 nics"),
     ]
-    assert "create: " in done.stderr and " of 2; " in done.stderr
+    assert "create: " in done.stderr and "2 of 2 devices" in done.stderr
     assert {command.arguments["layout"]["vfs"] for command in Command.objects.all()} == {"3"}
     only = cyborg("accelerator-create", "--device", "cmp1/0000:01:00.0", "--no-wait", "-f", "csv")
     assert (only.exit_code, only.stdout.splitlines()[1].split(",")[1:3]) == (0, ["ordered", "queued"])
@@ -173,6 +174,7 @@ def test_units_of_several_hosts_are_changed_after_a_preview_and_failed_ones_are_
     assert done.exit_code == 0, done.output
     assert [row["target"] for row in json.loads(done.stdout)] == ["cmp1 nics", "cmp1 nics", "cmp2 nics"]
     assert {command.arguments["layout"]["vfs"] for command in Command.objects.all()} == {"2"}
+    assert_refused(cyborg(*words, "--filter", "host=cmp1"), 2, "Select devices in one way")
     first, bulk = Command.objects.earliest("id"), Bulk.objects.get(state="done")
     command_queue.store_answers([CommandAnswer(first.host_id, first.pk, "failed", "no room")])
     while command_endings.end_answered_commands():
@@ -181,6 +183,72 @@ def test_units_of_several_hosts_are_changed_after_a_preview_and_failed_ones_are_
     assert again.exit_code == 0, again.output
     assert [row["device"] for row in json.loads(again.stdout)] == [str(first.device and first.device.uuid)]
     assert Command.objects.filter(device=first.device).count() == 2
+
+
+@pytest.mark.slow
+def test_units_of_selected_devices_are_one_bulk_action_that_is_followed_without_a_request_for_each_device(
+    cyborg: Cyborg, host: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    apply_report(host, make_driver_report(*(make_card(n, **CARD_VALUES) for n in range(1, 31))), seq=5)
+    requests: list[str] = []
+    send_request = HttpApiClient.send_request
+
+    def send(self: HttpApiClient, method: str, path: str, **request_options: Any) -> dict[str, Any]:
+        requests.append(f"{method} {path}")
+        return send_request(self, method, path, **request_options)
+
+    monkeypatch.setattr(HttpApiClient, "send_request", send)
+    words = ("accelerator-create", "--filter", "host=cmp1", "--filter", "state=inactive", "--count", "2", "-f", "json")
+    shown = json.loads(cyborg(*words, "--dry-run").stdout)
+    assert [(row["number"], row["outcome"]) for row in shown] == [(30, "will be done")] and not Command.objects.exists()
+    requests.clear()
+    with run_agents("failed", "no room"):
+        done = cyborg(*words)
+    assert done.exit_code == 1, done.output
+    assert {(row["outcome"], row["state"], row["text"]) for row in json.loads(done.stdout)} == {
+        ("failed", "failed", "no room")
+    }
+    assert len(json.loads(done.stdout)) == Command.objects.count() == 30
+    assert "30 of 30 devices, 30 refused or failed" in done.stderr
+    bulk = Bulk.objects.get(state="done")
+    polled = [one for one in requests if one == f"GET bulk_actions/{bulk.uuid}/"]
+    others = [one for one in requests if one not in polled]
+    assert others == ["POST accelerators/", "POST accelerators/", "GET bulk_results/"]
+    assert_refused(cyborg("accelerator-delete", "--filter", "host=cmp9", "--yes"), 3, "matches no device")
+
+
+@pytest.mark.slow
+def test_interrupting_a_change_of_several_devices_names_its_bulk_action(
+    cyborg: Cyborg, host: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(*arguments: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        replace_sleep(patch, interrupt)
+        left = cyborg("accelerator-create", "cmp1/nics")
+    bulk = Bulk.objects.get(state="done")
+    assert_refused(left, 130, "the ordered work goes on", f"cyborg bulk-show {bulk.uuid} --wait")
+    assert Command.objects.count() == 2
+    with run_agents():  # the commands end, so that the devices are not busy any more
+        assert cyborg("command-show", str(Command.objects.earliest("id").uuid), "--wait").exit_code == 0
+        assert cyborg("command-show", str(Command.objects.latest("id").uuid), "--wait").exit_code == 0
+    monkeypatch.setattr(accelerators, "_follow_bulk_action", interrupt)
+    left = cyborg("accelerator-create", "cmp1/nics")
+    bulk = Bulk.objects.latest("id")
+    assert_refused(left, 130, "1 change was accepted and goes on", f"cyborg bulk-show {bulk.uuid} --wait")
+
+
+@pytest.mark.slow
+def test_accelerator_update_shows_the_preview_of_the_service(cyborg: Cyborg, host: Host) -> None:
+    words = ("accelerator-update", "cmp1/0000:02:00.0", "--layout", "vfs=2", "-f", "csv", "-c", "number,outcome,text")
+    shown = cyborg(*words, "--dry-run")
+    assert shown.exit_code == 0, shown.output
+    assert shown.stdout.splitlines()[1:] == ["1,will be done,is divided again with vfs=2; it has 0 units now"]
+    create_bound_request(AttachHandle.objects.get(deployable__device__address="0000:02:00.0"))
+    shown = cyborg(*words, "--dry-run")
+    assert (shown.exit_code, "is held: it cannot be partitioned" in shown.stdout) == (0, True)
+    assert not Command.objects.exists()
 
 
 @pytest.mark.slow

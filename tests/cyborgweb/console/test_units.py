@@ -109,6 +109,38 @@ def test_devices_of_several_backends_are_divided_after_a_preview_and_held_ones_r
     assert Command.objects.count() == 3
 
 
+def test_the_page_of_a_change_of_units_shows_how_the_command_of_each_device_ended(operator: Client) -> None:
+    report_cards(*(build_divisible_card(n, 2) for n in range(1, 4)))
+    uuids = [str(uuid) for uuid in Device.objects.values_list("uuid", flat=True)]
+    get_page_text(operator, UNITS_URL, change="more", count="1", device=uuids)
+    said = confirm_newest_draft(operator)
+    bulk = Bulk.objects.get()
+    page, polled = badges.page_url("bulk", bulk.uuid), reverse("admin:accelerators_bulk_now", args=[bulk.pk])
+    assert "3 queued" in said and "have not ended yet" in said
+    assert f'data-live="{polled}"' in operator.get(page).content.decode()
+    first, second, third = Command.objects.order_by("id")
+    answer_and_settle(first)
+    answer_and_settle(second, "failed", "no room")
+    counted = get_page_text(operator, polled).partition("Commands:")[2]
+    assert re.findall(r"\d \w+", counted) == ["1 queued", "1 succeeded", "1 failed"]
+    answer_and_settle(third)
+    with CaptureQueriesContext(connection) as run:
+        response = operator.get(page)
+    assert len(run) <= 12 and "data-live" not in response.content.decode()
+    said = get_page_text(operator, page)
+    assert "2 succeeded" in said and "1 failed" in said and "have not ended yet" not in said
+    assert "Retry the 1 failed device" in said
+    rows = [
+        (re.sub("<[^>]*>", "", outcome), re.sub("<[^>]*>", " ", text))
+        for *_, outcome, _, text in response.context["rows"]
+    ]
+    assert "failed" in rows[0][0] and "no room" in rows[0][1], "what has failed comes first"
+    assert ["succeeded" in outcome for outcome, _ in rows] == [False, True, True]
+    items = reverse("admin:accelerators_bulkitem_changelist")
+    listed = get_page_text(operator, items)
+    assert listed.count("succeeded") == 2 and "no room" in listed
+
+
 @pytest.mark.slow
 def test_units_on_several_hosts_are_changed_only_after_their_number_was_typed(operator: Client) -> None:
     report_two_hosts()

@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
 import pytest
+from django.db import connection
 
 from accelerators import conductor
 from accelerators.domain.caller import Caller
 from accelerators.domain.device_actions import Action
 from accelerators.domain.errors import RefusedError
 from accelerators.domain.states import DrainTarget
-from accelerators.models import AcceleratorRequest, Attachment, Bulk, Device, Event, Intent
+from accelerators.models import AcceleratorRequest, Attachment, Bulk, Command, Device, Event, Intent
 from accelerators.workflows import attachment_orders, bulk_actions
 from cyborgweb.auth import policy
 from cyborgweb.auth.policy import Policy
 from tests.accelerators.api.own.conftest import Ask, Fill, get_error_message, get_results
 from tests.accelerators.api.own.test_bulk_actions import PATH, get_body, get_free_uuids, get_preview, post, run_job
+from tests.accelerators.api.own.test_units import report_many_cards
 
 pytestmark = pytest.mark.django_db(transaction=True)
 OLGA = Caller("olga", "u", frozenset({"admin"}), "p1")
@@ -146,6 +151,47 @@ def test_L2_a_bulk_action_whose_worker_dies_in_a_slice_is_finished_once(
     assert (draft.state, draft.moved) == ("done", draft.total)
     subjects = [*Event.objects.filter(action=kind).values_list("subject", flat=True)]
     assert len(subjects) == len(set(subjects)) == draft.total
+
+
+WORKER_THAT_KILLS_ITSELF = """
+import os, signal, sys, django
+from django.conf import settings
+settings.DATABASES["default"]["NAME"] = sys.argv[1]
+django.setup()
+from accelerators.models import Bulk
+from accelerators.workflows import bulk_actions
+
+def kill(*args, **options):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+assert bulk_actions.process_next_slice()
+if sys.argv[2] == "in a slice":
+    Bulk.save = kill  # the last statement of a slice, after all commands were placed
+    bulk_actions.process_next_slice()
+kill()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("moment", ["between slices", "in a slice"])
+def test_L2_a_change_of_units_whose_worker_is_killed_orders_each_device_once(ask: Ask, moment: str) -> None:
+    report_many_cards(150)
+    report_many_cards(150, "cmp2")
+    order: dict[str, Any] = {"selector": {"all": True}, "count": 1}
+    order["token"] = get_preview(post(ask, "/api/accelerators/", **order))["token"]
+    bulk = Bulk.objects.get(uuid=get_body(post(ask, "/api/accelerators/", **order))["bulk_action"])
+    words = [sys.executable, "-c", WORKER_THAT_KILLS_ITSELF, str(connection.settings_dict["NAME"]), moment]
+    worker = subprocess.run(words, timeout=120, capture_output=True, text=True, check=False)
+    assert worker.returncode == -signal.SIGKILL, worker.stderr
+    bulk.refresh_from_db()
+    assert (bulk.state, bulk.moved, Command.objects.count()) == ("running", 100, 100)
+    run_job()
+    bulk.refresh_from_db()
+    assert (bulk.state, bulk.moved, bulk.refused) == ("done", 300, 0)
+    assert Command.objects.count() == Command.objects.values("device").distinct().count() == 300
+    assert set(Command.objects.values_list("arguments__layout__vfs", flat=True)) == {"3"}
+    assert Event.objects.filter(action="command.ordered").count() == 300
+    assert Event.objects.filter(subject=bulk.uuid, action="bulk.done").count() == 1
 
 
 def test_accelerators_are_labelled_with_a_result_for_each_and_the_refused_one_is_retried(ask: Ask, fill: Fill) -> None:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import threading
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 from django.db import connection
+from django.db.models import QuerySet
 from django.test.utils import CaptureQueriesContext
 from msgspec.structs import replace
 
@@ -284,7 +286,7 @@ def test_a_change_of_many_units_works_in_slices_of_bounded_cost_and_answers_with
         statements.append(len(run))
         placed.append(Command.objects.count())
     assert placed == [100, 200, 300]
-    assert max(statements) <= 10 * bulk_actions.BULK_SLICE_SIZE and max(statements) - min(statements) <= 20, statements
+    assert max(statements) <= 35 and max(statements) - min(statements) <= 5, statements
     stored = json.loads(ask(f"/api/bulk_actions/{started['bulk_action']}/").content)
     assert (stored["state"], stored["counts"]["moved"]) == ("done", 300)
 
@@ -296,6 +298,24 @@ def test_a_selector_of_units_leaves_out_devices_that_cannot_be_divided(ask: Ask)
     assert [one["device"] for one in shown["devices"]] == [str(get_device(1).uuid)]
     order["selector"] = {"host": "cmp9"}
     get_error_message(ask("/api/accelerators/", method="POST", data=order), 404, "not_found")
+
+
+def test_the_devices_of_backends_are_read_only_as_far_as_a_change_may_reach(
+    ask: Ask, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    report_cards(*(build_divisible_card(n, 2) for n in range(1, 6)))
+    read_rows: list[Any] = []
+    iterator = QuerySet.iterator
+
+    def iterate(rows: QuerySet[Any], *args: Any, **options: Any) -> Iterator[Any]:
+        for row in iterator(rows, *args, **options):
+            read_rows.append(row)
+            yield row
+
+    monkeypatch.setattr(QuerySet, "iterator", iterate)
+    monkeypatch.setattr(partitioning, "MAX_DEVICES", 2)
+    refused = post_units(ask, targets=[{"host": "cmp1", "backend": "a"}], count=1, status=400)
+    assert "Name 1 to 2 devices" in refused and len(read_rows) == 3
 
 
 @pytest.mark.slow
@@ -311,6 +331,35 @@ def test_a_change_of_units_that_failed_is_retried_for_the_failed_devices(ask: As
     assert (answer.status_code, json.loads(answer.content)["total"]) == (202, 1), answer.content
     assert Command.objects.order_by("id")[2].arguments["layout"] == {"vfs": "3"}
     assert Command.objects.filter(device=first.device).count() == 1
+
+
+def test_a_change_of_many_units_shows_the_result_of_each_command_and_their_numbers(ask: Ask) -> None:
+    report_cards(*(build_divisible_card(n, 1) for n in range(1, 6)))
+    held = create_bound_request(get_device(5).deployables.get().attach_handles.first())
+    order = {"targets": [{"host": "cmp1", "backend": "a"}], "count": 2}
+    answer = ask("/api/accelerators/", method="POST", data=order)
+    path = f"/api/bulk_actions/{json.loads(answer.content)['bulk_action']}/"
+    first, second, third, _ = Command.objects.order_by("id")
+    none_ended = {"open": 4, "succeeded": 0, "failed": 0, "refused": 0, "expired": 0, "unknown": 0}
+    assert json.loads(ask(path).content)["commands"] == none_ended
+    answer_and_settle(first)
+    answer_and_settle(second, "failed", "no room")
+    answer_and_settle(third, "refused", "in use by a guest")
+    assert json.loads(ask(path).content)["commands"] == none_ended | {
+        **{"open": 1, "succeeded": 1, "failed": 1, "refused": 1}
+    }
+    assert get_results(ask("/api/bulk_actions/"))[0]["commands"] is None
+    rows = get_results(ask(f"/api/bulk_results/?bulk_action={path.split('/')[-2]}"))
+    assert [(row["outcome"], row["command_state"], row["command_text"]) for row in rows] == [
+        ("moved", "succeeded", "succeeded"),
+        ("moved", "failed", "no room"),
+        ("moved", "refused", "in use by a guest"),
+        ("moved", "queued", ""),
+        ("refused", None, None),
+    ]
+    assert str(held.uuid) in rows[4]["text"] and rows[4]["command"] is None
+    retried = json.loads(ask(f"{path}retry/", method="POST", data={}).content)
+    assert retried["total"] == 3, "those whose command was not successful, and the one that was refused"
 
 
 def test_a_device_that_is_named_twice_is_ordered_once(ask: Ask) -> None:
