@@ -40,7 +40,7 @@ from accelerators.ui import badges, permissions, timeline
 from accelerators.ui.changelist import ReadOnlyModelAdmin
 from accelerators.ui.conflicts import ComparedSetting, read_generation, render_conflict_page
 from accelerators.ui.empty_lists import Source
-from accelerators.workflows import backend_sections, driver_rollouts, rollout_previews
+from accelerators.workflows import backend_sections, driver_rollouts, driver_settings, rollout_previews
 from accelerators.workflows.backend_sections import BackendPlace, ChangeContext
 from accelerators.workflows.driver_config import DriverChange
 
@@ -170,6 +170,7 @@ class DriverAdmin(ReadOnlyModelAdmin):
                 (name, json.dumps(section, indent=2), not isinstance(section, dict) or section.get("enabled", True))
                 for name, section in backend_sections.list_sections(row.wish).items()
             ],
+            "is_checked_here": driver_settings.is_checked_here(row.driver, row.reported),
             "has_backends": row.driver == backend_sections.DEFAULT_DRIVER,
             "reason": request.POST.get("reason", ""),
             "runs": row.state not in ("disabled", "absent"),
