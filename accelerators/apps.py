@@ -5,7 +5,7 @@ from typing import Any
 from django.apps import AppConfig
 from django.db import connection
 from django.db.models import F, Value
-from django.db.models.functions import Concat
+from django.db.models.functions import Concat, JSONObject
 from django.db.models.signals import post_migrate
 
 
@@ -19,7 +19,7 @@ class AcceleratorsConfig(AppConfig):
         """Register the jobs and the search providers, once when Django has started."""
         from accelerators import models
         from accelerators.runtime.jobs import JOBS, Job
-        from accelerators.ui import badges
+        from accelerators.ui import badges, devices
         from accelerators.ui.extensions import SEARCH_PROVIDERS, SearchProvider
 
         post_migrate.connect(_renumber_transactions, sender=self)
@@ -37,7 +37,13 @@ class AcceleratorsConfig(AppConfig):
         for provider in (
             SearchProvider(models.Host, ("uuid",), ("name",), F("name"), F("node")),
             SearchProvider(
-                models.Device, ("uuid",), ("address", "key"), Concat("model", Value(" "), "key"), F("host__name")
+                models.Device,
+                ("uuid",),
+                ("address", "key"),
+                JSONObject(vendor="vendor", model="model", subsystem="subsystem", key="key"),
+                F("host__name"),
+                devices.describe_hit,
+                devices.find_by_name,
             ),
             SearchProvider(models.Deployable, ("uuid", "rp_uuid"), (), F("name"), F("device__host__name")),
             SearchProvider(

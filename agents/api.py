@@ -25,7 +25,7 @@ from accelerators.api.own.fields import (
     StrictTextField,
     UrlField,
 )
-from accelerators.api.own.filters import host_filter, presence_filter, single_choice_filter
+from accelerators.api.own.filters import SavedViewFilter, host_filter, presence_filter, single_choice_filter
 from accelerators.api.own.views import CollectionView
 from accelerators.domain.states import AgentState, EventSource
 from accelerators.models import Device
@@ -34,7 +34,7 @@ from agents.liveness import build_state_condition, get_agent_state, get_last_hea
 from agents.models import Agent, JoinToken
 
 
-class AgentFilter(filters.FilterSet):
+class AgentFilter(SavedViewFilter):
     """Filters agents by host name, state and version."""
 
     host = host_filter("host__name")
@@ -130,7 +130,7 @@ class AgentView(CollectionView):
         return Response(self.get_serializer(self.get_object()).data)
 
 
-class JoinTokenFilter(filters.FilterSet):
+class JoinTokenFilter(SavedViewFilter):
     """Filters join tokens by host name and by whether they were used."""
 
     host = filters.CharFilter(field_name="host_name", help_text="Exactly this host.")

@@ -22,7 +22,7 @@ from django.db import connection, transaction
 from django.db.models.functions import Now
 
 from accelerators import conductor
-from accelerators.domain.errors import RefusedError
+from accelerators.domain.errors import RefusalReason, RefusedError
 from accelerators.domain.states import EventSource
 from accelerators.models import Host
 from accelerators.runtime import database_clock
@@ -231,19 +231,25 @@ def create_join_token(
 ) -> str:
     """Create a join token for `host`, valid for `hours`, and return its join string. Record the event `agent.invited`.
 
-    Only a hash of the secret is stored, so the string cannot be shown again. `address`, `fingerprint` (of the pinned
-    certificate, '' for none) and, with a pinned certificate, the announcement key go into the string only.
+    The row of the host, if there is one, is locked, so that its removal cannot begin meanwhile: a token that was made
+    before the removal expires with it. Only a hash of the secret is stored, so the string cannot be shown again.
+    `address`, `fingerprint` (of the pinned certificate, '' for none) and, with a pinned certificate, the announcement
+    key go into the string only. Raises RefusedError CONFLICT while the host is being removed.
     """
     secret = secrets.token_urlsafe(24)
-    JoinToken.objects.create(
-        host_name=host,
-        secret_hash=_hash_secret(secret),
-        created_by=created_by,
-        expires_at=database_clock.now() + timedelta(hours=hours),
-    )
     source = EventSource.SYSTEM if created_by == AUTOMATIC_CREATOR else source
-    changes = {"join token": [None, f"valid for {hours} hours"]}
-    conductor.record_event("agent.invited", source, created_by or "join token", host_name=host, changes=changes)
+    with conductor.writing():
+        row = Host.objects.select_for_update(no_key=True).filter(name=host).first()
+        if row is not None and row.removing_since:
+            raise RefusedError(RefusalReason.CONFLICT, f"host {host} is being removed: wait until it is gone")
+        JoinToken.objects.create(
+            host_name=host,
+            secret_hash=_hash_secret(secret),
+            created_by=created_by,
+            expires_at=database_clock.now() + timedelta(hours=hours),
+        )
+        changes = {"join token": [None, f"valid for {hours} hours"]}
+        conductor.record_event("agent.invited", source, created_by or "join token", host_name=host, changes=changes)
     announcement_key = settings.KEYS.agent_announcement_key if fingerprint else ""
     return credentials.encode_join_string(address, fingerprint, host, secret, announcement_key)
 

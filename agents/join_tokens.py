@@ -11,7 +11,6 @@ from urllib.parse import urlsplit
 from accelerators import conductor
 from accelerators.domain.errors import RefusalReason, RefusedError
 from accelerators.domain.states import EventSource
-from accelerators.models import Host
 from agents import authentication
 from agents.host.settings import AgentSettings, determine_host_names
 from agents.models import JoinToken
@@ -49,8 +48,6 @@ def issue_join_token(
         raise RefusedError(RefusalReason.INVALID, "the address must begin with http:// or https://")
     if not 0 < hours <= MAX_HOURS:
         raise RefusedError(RefusalReason.INVALID, f"a join token is valid for 1 to {MAX_HOURS} hours")
-    if Host.objects.filter(name=host, removing_since__isnull=False).exists():
-        raise RefusedError(RefusalReason.CONFLICT, f"host {host} is being removed: wait until it is gone")
     try:
         address, fingerprint = authentication.CONDUCTOR_ADDRESS.only()(requested_address, unpinned)
         if not requested_address and _is_loopback(address) and not _is_this_machine(host):

@@ -100,7 +100,9 @@ def revoke_agent(agent: Agent, by: str, reason: str, source: EventSource = Event
 def revoke_host(host: Host, by: str, reason: str, source: EventSource) -> None:
     """Revoke the agent of a host that is removed, if it has one, and expire the host's open join tokens.
 
-    Call it in a transaction that has not locked the host yet: an enrolment locks the tokens before the host.
+    No token is made for a host that is being removed (`authentication.create_join_token`), so none outlives the removal
+    that calls this after it has marked the host. Call it in a transaction that has not locked the host yet: an
+    enrolment locks the tokens before the host.
     """
     agent = Agent.objects.filter(host=host).first()
     if agent is not None:

@@ -29,6 +29,9 @@ Count = Annotated[int, Meta(ge=0, le=65_535)]
 
 PciAddress = Annotated[str, Meta(max_length=32, pattern=r"^[0-9a-f]{4,8}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]$")]
 
+PciSubsystem = Annotated[str, Meta(max_length=9, pattern=r"^([0-9a-f]{4}:[0-9a-f]{4})?$")]
+"""The PCI ids of a subsystem's vendor and model; '' if there is none or it is unknown."""
+
 DeviceType = Literal["GPU", "FPGA", "AICHIP", "QAT", "NIC", "SSD"]
 HandleType = Literal["PCI", "MDEV", "TEST_PCI", "DEV"]
 Health = Literal["ok", "degraded", "failed", "unknown"]
@@ -119,6 +122,7 @@ class Device(Struct, frozen=True, omit_defaults=True, gc=False):
     `backend` names the backend that found it, '' if the driver has no backends.
     `bridges` lists the addresses of the PCI bridges above it, root first, separated by blanks.
     `physical_function` is the PCI address of its card's function if `address` is a virtual function of it.
+    `subsystem` has the PCI ids by which the maker of the board identifies it, such as `10de:1533`.
     """
 
     key: Name
@@ -140,6 +144,7 @@ class Device(Struct, frozen=True, omit_defaults=True, gc=False):
     backend: Annotated[str, Meta(max_length=64)] = ""
     bridges: Annotated[str, Meta(max_length=255)] = ""
     physical_function: PciAddress | None = None
+    subsystem: PciSubsystem = ""
 
 
 class Fault(Struct, frozen=True, omit_defaults=True, gc=False):

@@ -12,7 +12,7 @@ from rest_framework.request import Request
 from rest_framework.response import Response
 
 from accelerators.api.own.fields import DeviceReference, HostReference, ReasonSerializer, RowSerializer, UrlField
-from accelerators.api.own.filters import choice_filter, host_filter
+from accelerators.api.own.filters import SavedViewFilter, choice_filter, host_filter
 from accelerators.api.own.views import CollectionView
 from accelerators.domain.errors import RefusalReason, RefusedError
 from accelerators.domain.states import EventSource
@@ -20,7 +20,7 @@ from placement_sync.models import Discrepancy, DiscrepancyKind, NovaEndpoint
 from placement_sync.nova import endpoints
 
 
-class DiscrepancyFilter(filters.FilterSet):
+class DiscrepancyFilter(SavedViewFilter):
     """Filter by kind, and by host, device, provider or instance."""
 
     kind = choice_filter(DiscrepancyKind)
@@ -101,6 +101,7 @@ class NovaEndpointView(CollectionView):
     actions_to_confirm = ("confirm", "withdraw")
     sort_fields = {"created": "id"}
     serializer_class = NovaEndpointSerializer
+    filterset_class = SavedViewFilter
     queryset = NovaEndpoint.objects.all()
 
     def confirm(self, request: Request, **kwargs: str) -> Response:

@@ -68,7 +68,14 @@ REVIEWED_STEPS: dict[str, str] = {
     "cyborgweb 0005_generations_of_subscriptions: RunSQL": "it sets a time limit for the migration's locks",
     "accelerators 0011_host_removing_since: RunSQL": "it sets a time limit for the migration's locks",
     "accelerators 0012_arguments_of_bulk_actions: RunSQL": "it sets a time limit for the migration's locks",
-    "accelerators 0015_wanted_backends: RunSQL": "a time limit for locks, and a view that only gets rows and columns",
+    "accelerators 0015_device_subsystem: RunSQL": "it sets a time limit for the migration's locks",
+    "accelerators 0014_wanted_backends: RunSQL": "a time limit for locks, and a view that only gets rows and columns",
+    "accelerators 0013_bulk_targets: RunSQL": "it sets a time limit for the migration's locks",
+    "accelerators 0013_bulk_targets: AlterField accelerators.bulkitem.stood": "the column becomes wider; it writes and "
+    "reads the states of devices as before",
+    "accelerators 0016_host_removal_progress: RunSQL": "it sets a time limit for the migration's locks",
+    "accelerators 0016_host_removal_progress: AddIndex accelerators.acceleratorrequest": "no request can be written "
+    "while the index is built, which takes less than a second for 100 000 requests",
     "agents 0003_agent_announcement: RunSQL": "it sets a time limit for the migration's locks",
     "agents 0002_used_nonces: RunSQL": "it sets a time limit for the migration's locks",
     "cyborgweb 0002_mail_server: RunSQL": "it sets a time limit for the migration's locks",

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 from uuid import UUID
 
 from django.contrib import admin, messages
 from django.core.exceptions import PermissionDenied
-from django.db.models import Model
+from django.db.models import Model, QuerySet
 from django.http import HttpRequest, HttpResponse, HttpResponseRedirect
 from django.template.response import TemplateResponse
 from django.urls import path
@@ -19,13 +19,14 @@ from accelerators.admin import device_actions
 from accelerators.devices.lifecycle import MAX_REASON
 from accelerators.domain import libvirt_xml
 from accelerators.domain.errors import RefusalReason, RefusedError
-from accelerators.domain.states import EventSource
+from accelerators.domain.states import DrainTarget, EventSource
 from accelerators.models import AcceleratorRequest, Attachment, DeviceProfile, Intent
 from accelerators.models.attachments import AttachmentState
 from accelerators.ui import badges, permissions
 from accelerators.ui.changelist import ReadOnlyModelAdmin
 from accelerators.ui.empty_lists import Source
-from accelerators.workflows import attachment_orders
+from accelerators.ui.explained_admin import Rights
+from accelerators.workflows import attachment_orders, bulk_actions, bulk_detachments
 
 MAX_PROFILES = 200
 """Maximum number of device profiles that the form offers."""
@@ -34,6 +35,25 @@ DETACH_TEXT = (
     " Remove the devices from the guest first: a PCI function is free when its host confirms that no guest uses it."
 )
 UNDO_TEXT = "The attachment holds no unit yet. Its claim and its requests are taken back, and it ends as failed."
+
+
+def detach_attachments(admin: Any, request: HttpRequest, queryset: QuerySet[Attachment]) -> HttpResponse | None:
+    """Admin action: store the selected attachments as a draft bulk action and redirect to its page.
+
+    That page predicts the result and asks for confirmation; until then no attachment is changed. If the draft is
+    refused, the list is shown again with the reason.
+    """
+    caller, selection = device_actions.get_caller(request), request.GET.urlencode()
+    try:
+        bulk = bulk_actions.create_draft(bulk_detachments.DETACH, DrainTarget.MAINTENANCE, queryset, caller, selection)
+    except RefusedError as refused:
+        messages.error(request, refused.text)
+        return None
+    return HttpResponseRedirect(badges.page_url("bulk", bulk.uuid))
+
+
+detach_attachments.short_description = "Detach"  # type: ignore[attr-defined]
+detach_attachments.allowed_permissions = ("detach",)  # type: ignore[attr-defined]
 
 
 @admin.register(Attachment)
@@ -52,6 +72,13 @@ class AttachmentAdmin(ReadOnlyModelAdmin):
         Source("Attach to a running instance", "accelerators.attachment", "attach", rights=permissions.ATTACH),
         Source("Requests", "accelerators.acceleratorrequest"),
     )
+
+    actions = (detach_attachments,)
+    rights: ClassVar[Rights] = {"detach": permissions.DETACH}
+
+    def has_detach_permission(self, request: HttpRequest) -> bool:
+        """Return whether the user may detach attachments; Django asks this for the permission `detach`."""
+        return permissions.is_allowed(request, *permissions.DETACH)
 
     def has_view_permission(self, request: HttpRequest, obj: Model | None = None) -> bool:
         """Return whether the user may view attachments: with Django's view permission, or if they may attach.

@@ -1,7 +1,7 @@
 """Console list of bulk actions, and the page of one, which asks for confirmation and shows progress and results.
 
-Devices are selected in the device list (`accelerators.admin.device_actions`); `accelerators.workflows.bulk_actions`
-performs the action.
+Devices are selected in the device list (`accelerators.admin.device_actions`), attachments and accelerators in the lists
+of attachments and requests; `accelerators.workflows.bulk_actions` performs the action.
 """
 
 from __future__ import annotations
@@ -23,17 +23,25 @@ from accelerators import safety
 from accelerators.admin import device_actions
 from accelerators.devices import lifecycle
 from accelerators.domain.errors import RefusedError
-from accelerators.domain.states import BulkState, DeviceOutcome
+from accelerators.domain.states import BulkState, BulkTarget, DeviceOutcome
 from accelerators.models import Bulk, BulkItem, Device
+from accelerators.models.attachments import AttachmentState
 from accelerators.ui import badges, permissions
 from accelerators.ui.changelist import ReadOnlyModelAdmin
 from accelerators.ui.empty_lists import Source
 from accelerators.workflows import bulk_actions, bulk_commands
+from accelerators.workflows.bulk_detachments import DETACH
 from drivers.plan import DESTRUCTIVE
 
 MAX_PREVIEW_ROWS, MAX_RESULT_ROWS = 20, 200
-"""Number of devices that the page lists before confirmation (MAX_PREVIEW_ROWS) and afterwards (MAX_RESULT_ROWS, refused
+"""Number of objects that the page lists before confirmation (MAX_PREVIEW_ROWS) and afterwards (MAX_RESULT_ROWS, refused
 ones first). The counts include all devices."""
+LIST_BY_TARGET = {
+    BulkTarget.DEVICE: "device",
+    BulkTarget.ATTACHMENT: "attachment",
+    BulkTarget.ACCELERATOR: "acceleratorrequest",
+}
+"""The model of the list in which the objects of each kind are selected."""
 MOVED_PREDICTED = "will be done"
 """Word for the outcome `moved` of an action that nobody has confirmed."""
 
@@ -51,8 +59,15 @@ class BulkAdmin(ReadOnlyModelAdmin):
     ordering = ("-id",)
     search_fields = ("uuid__startswith", "actor__startswith", "reason__icontains")
     search_help_text = "uuid, by whom, reason"
-    empty = "No bulk actions yet. To make one, select devices in the list of devices and choose an action."
-    sources = (Source("Devices", "accelerators.device", rights=(permissions.UPDATE_DEVICE,)),)
+    empty = (
+        "No bulk actions yet. To make one, select rows in the list of devices, attachments or requests and choose an"
+        " action."
+    )
+    sources = (
+        Source("Devices", "accelerators.device", rights=(permissions.UPDATE_DEVICE,)),
+        Source("Attachments", "accelerators.attachment", rights=permissions.DETACH),
+        Source("Requests", "accelerators.acceleratorrequest", rights=permissions.LABEL),
+    )
 
     def has_view_permission(self, request: HttpRequest, obj: Model | None = None) -> bool:
         """Return whether the user may view bulk actions: with Django's view permission, or if they may make some.
@@ -68,10 +83,10 @@ class BulkAdmin(ReadOnlyModelAdmin):
 
     @display(description="What", ordering="action")
     def what(self, bulk: Bulk) -> str:
-        """Return the label of the action and its number of devices."""
+        """Return the label of the action and its number of objects."""
         return describe_bulk(bulk)
 
-    @display(description="Devices")
+    @display(description="Objects")
     def shown_progress(self, bulk: Bulk) -> SafeString | str:
         """Render a progress bar while the bulk action runs, otherwise its outcomes with their numbers as badges."""
         return (
@@ -120,23 +135,24 @@ class BulkAdmin(ReadOnlyModelAdmin):
     ) -> HttpResponse:
         """GET: show the confirmation question, the progress or the result.
 
-        POST: confirm the bulk action, start a dry run, cancel it, or make a new draft of the refused devices, then
+        POST: confirm the bulk action, start a dry run, cancel it, or make a new draft of the failed objects, then
         redirect. If the POST is refused, the page is shown again with the reason. Raises Http404 if there is no such
-        bulk action, and PermissionDenied for a user who may not view it or, on POST, lacks the right of its action.
+        bulk action, and PermissionDenied for a user who may not view it or, on POST, lacks a right of its action.
         """
         bulk = self._require_view_permission(request, self.get_object(request, object_id))
         if bulk is None:
             return self._get_obj_does_not_exist_redirect(request, self.opts, object_id)
-        context, right = build_progress_context(bulk), device_actions.find_choice_of_bulk(bulk).right
+        context, rights = build_progress_context(bulk), device_actions.find_choice_of_bulk(bulk).rights
         if request.method == "POST":
-            permissions.require_permission(request, right)
+            permissions.require_permission(request, *rights)
             try:
                 return self._handle_post(request, bulk)
             except RefusedError as refused:
                 messages.error(request, refused.text)
                 context["reason"] = request.POST.get("reason", "")
         context |= self.admin_site.each_context(request) | {"title": describe_bulk(bulk), "opts": self.opts}
-        context |= permissions.build_permission_context(request, right) | {"max_reason_length": lifecycle.MAX_REASON}
+        context |= permissions.build_permission_context(request, *rights) | {"max_reason_length": lifecycle.MAX_REASON}
+        context |= {"known": bulk.action in bulk_actions.KNOWN_ACTIONS, "noun": bulk.target}
         context |= {"mine": bulk_actions.may_confirm(bulk, device_actions.get_caller(request))}
         draft = bulk.state == BulkState.DRAFT
         context |= _build_confirmation_context(bulk) if draft else {}
@@ -144,12 +160,12 @@ class BulkAdmin(ReadOnlyModelAdmin):
         return TemplateResponse(request, "accelerators/admin/bulk_action.html", context)
 
     def _handle_post(self, request: HttpRequest, bulk: Bulk) -> HttpResponse:
-        """Perform the verb of a POST: `confirm`, `try` (dry run), `cancel` or `again` (a new draft of failed devices).
+        """Perform the verb of a POST: `confirm`, `try` (dry run), `cancel` or `again` (a new draft of failed objects).
 
         Redirects to the page of the bulk action or, after `again`, of the new draft; an unknown verb does nothing else.
         A repeated `confirm`, `try` or `cancel` has no effect; each `again` makes another draft. Only the author of a
-        bulk action may confirm or try it (else PermissionDenied). If the action would change held devices, or reaches
-        several hosts, `confirm` does nothing unless the user typed the number of devices. Raises RefusedError INVALID
+        bulk action may confirm or try it (else PermissionDenied). If the action would change held objects, or reaches
+        several hosts, `confirm` does nothing unless the user typed the number of objects. Raises RefusedError INVALID
         for an unusable reason, and for `again` what `create_retry_draft` raises.
         """
         caller, target_url = device_actions.get_caller(request), badges.page_url("bulk", bulk.uuid)
@@ -160,7 +176,7 @@ class BulkAdmin(ReadOnlyModelAdmin):
                 has_typed_total = request.POST.get("typed", "").strip() == str(bulk.total)
                 preview = bulk_actions.preview_bulk(bulk)
                 if verb == "confirm" and not has_typed_total and preview.needs_confirmation:
-                    text = f"{describe_reach(preview)} To confirm, type {bulk.total}. Nothing was done."
+                    text = f"{describe_reach(bulk, preview)} To confirm, type {bulk.total}. Nothing was done."
                     messages.error(request, text)
                 else:
                     bulk_actions.confirm_draft(
@@ -175,47 +191,48 @@ class BulkAdmin(ReadOnlyModelAdmin):
 
 @admin.register(BulkItem)
 class BulkItemAdmin(ReadOnlyModelAdmin):
-    """List of the devices of a bulk action with the outcome of each; the page of a bulk action links to it."""
+    """List of the objects of a bulk action with the outcome of each; the page of a bulk action links to it."""
 
-    list_display = ("shown_device", "shown_host", "shown_outcome", "shown_state", "stood", "text")
+    list_display = ("shown_object", "shown_host", "shown_outcome", "shown_state", "stood", "text")
     list_display_links = None
     list_filter = ("outcome", "why")
     list_select_related = ("bulk",)
     ordering = ("id",)
-    search_fields = ("device_name__icontains", "host__startswith", "device_uuid__startswith")
-    search_help_text = "device, host, uuid"
-    empty = "No devices here. The page of each bulk action links to the list of its devices."
+    search_fields = ("target_name__icontains", "host__startswith", "target_uuid__startswith")
+    search_help_text = "object, host, uuid"
+    empty = "No objects here. The page of each bulk action links to the list of its objects."
     sources = (Source("Bulk actions", "accelerators.bulk"),)
 
     def has_view_permission(self, request: HttpRequest, obj: Model | None = None) -> bool:
         """Return the same as `BulkAdmin.has_view_permission`, with the view permission for bulk items."""
         return super().has_view_permission(request, obj) or _may_make_bulk_actions(request)
 
-    @display(description="Device", ordering="device_name")
-    def shown_device(self, item: BulkItem) -> SafeString | str:
-        """Render the device as a link if it still exists, else its name."""
-        return render_item_device(item)
+    @display(description="Object", ordering="target_name")
+    def shown_object(self, item: BulkItem) -> SafeString | str:
+        """Render the object as a link, or the name of a device that does not exist any more."""
+        return render_item_object(item, item.bulk)
 
     @display(description="Host", ordering="host")
     def shown_host(self, item: BulkItem) -> SafeString:
-        """Render the device's host as a link."""
+        """Render the object's host as a link."""
         return badges.render_page_link("host", item.host, item.host)
 
     @display(description="Outcome", ordering="outcome")
     def shown_outcome(self, item: BulkItem) -> SafeString:
-        """Render the outcome of the device as a badge; "not done" if the device was not processed."""
+        """Render the outcome of the object as a badge; "not done" if the object was not processed."""
         return render_item_outcome(item.outcome, item.bulk)
 
     @display(description="State afterwards", ordering="state")
     def shown_state(self, item: BulkItem) -> SafeString | str:
-        """Render the state of the device after the action; a dash if none was stored."""
-        return badges.render_device_state(item.state) if item.state else badges.DASH
+        """Render the state of the object after the action; a dash if none was stored."""
+        return render_item_state(item, item.bulk) or badges.DASH
 
 
 def _may_make_bulk_actions(request: HttpRequest) -> bool:
     """Return whether the user has the right of at least one bulk action; False while everything is read only."""
-    rights = {permissions.ADD_UNITS, permissions.REMOVE_UNITS, *(one.right for one in device_actions.LIST_CHOICES)}
-    return any(permissions.is_allowed(request, right) for right in rights)
+    rights = {one.rights for one in (*device_actions.LIST_CHOICES, *device_actions.build_target_choices(Bulk()))}
+    rights |= {(permissions.ADD_UNITS,), (permissions.REMOVE_UNITS,)}
+    return any(permissions.is_allowed(request, *needed) for needed in rights)
 
 
 def render_bulk_state(bulk: Bulk) -> SafeString:
@@ -225,22 +242,19 @@ def render_bulk_state(bulk: Bulk) -> SafeString:
 
 
 def describe_bulk(bulk: Bulk) -> str:
-    """Return the title of a bulk action, such as "Enable: 12 devices". Costs no statement.
-
-    Raises StopIteration if the device list no longer has the action with which the bulk action was made.
-    """
-    return f"{device_actions.find_choice_of_bulk(bulk).label}: {bulk.total} device{'' if bulk.total == 1 else 's'}"
+    """Return the title of a bulk action, such as "Enable: 12 devices". Costs no statement."""
+    return f"{device_actions.find_choice_of_bulk(bulk).label}: {bulk.count_targets(bulk.total)}"
 
 
 def render_bulk_progress(bulk: Bulk) -> SafeString:
-    """Render a progress bar in percent that says how many of the devices have been processed."""
+    """Render a progress bar in percent that says how many of the objects have been processed."""
     return badges.render_progress_bar(
         100 * bulk.finished_count // max(bulk.total, 1), f"{bulk.finished_count} of {bulk.total}"
     )
 
 
 def count_outcomes(bulk: Bulk) -> list[tuple[SafeString, int]]:
-    """Return a badge and a number of devices for each outcome that occurred, and for the devices not processed yet.
+    """Return a badge and a number of objects for each outcome that occurred, and for the objects not processed yet.
 
     Uses the counts in the row, so it costs no statement.
     """
@@ -253,15 +267,16 @@ def count_outcomes(bulk: Bulk) -> list[tuple[SafeString, int]]:
 
 
 def render_item_outcome(outcome_name: str, bulk: Bulk) -> SafeString:
-    """Render the outcome of one device as a badge; an empty `outcome_name` means that it was not processed."""
+    """Render the outcome of one object as a badge; an empty `outcome_name` means that it was not processed."""
     if not outcome_name:
         return badges.render_badge("not done", "calm")
     return _render_outcome(outcome_name, _get_moved_word(bulk))
 
 
 def _get_moved_word(bulk: Bulk) -> str:
-    """Return the word for the outcome `moved`: `ordered` if the action orders commands from agents, else `done`."""
-    return "ordered" if bulk.action in bulk_commands.BULK_OPS else "done"
+    """Return the word for the outcome `moved`: `ordered` if the work goes on after the bulk action, because it orders
+    commands from agents or detachments, else `done`."""
+    return "ordered" if bulk.action in (*bulk_commands.BULK_OPS, DETACH) else "done"
 
 
 def _render_outcome(outcome_name: str, moved_word: str, number: str = "") -> SafeString:
@@ -271,9 +286,25 @@ def _render_outcome(outcome_name: str, moved_word: str, number: str = "") -> Saf
     return badges.render_badge(f"{number}{word}", outcome.tone)
 
 
-def render_item_device(item: BulkItem) -> SafeString | str:
-    """Render the device of an item: as a link if it still exists, else its name."""
-    return badges.render_page_link("device", item.device_id, item.device_name) if item.device_id else item.device_name
+def render_item_object(item: BulkItem, bulk: Bulk) -> SafeString | str:
+    """Render the object of an item as a link; of a device that does not exist any more, and of an object of a kind that
+    this release does not know, the name."""
+    if bulk.target == BulkTarget.DEVICE:
+        return badges.render_page_link("device", item.device_id, item.target_name) if item.device_id else str(item)
+    if bulk.target in LIST_BY_TARGET:
+        return badges.render_page_link(LIST_BY_TARGET[BulkTarget(bulk.target)], item.target_uuid, item.target_name)
+    return str(item)
+
+
+def render_item_state(item: BulkItem, bulk: Bulk) -> SafeString | str:
+    """Render the state of an item's object after the action; '' if none was stored."""
+    if not item.state:
+        return ""
+    if bulk.target == BulkTarget.DEVICE:
+        return badges.render_device_state(item.state)
+    if bulk.target == BulkTarget.ATTACHMENT:
+        return badges.render_choice(AttachmentState(item.state))
+    return str(item.state)
 
 
 def _render_item_reason(item: BulkItem, bulk: Bulk) -> SafeString | str:
@@ -309,17 +340,24 @@ def build_progress_context(bulk: Bulk) -> dict[str, Any]:
     }
 
 
-def describe_reach(preview: bulk_actions.BulkPreview) -> str:
+def describe_reach(bulk: Bulk, preview: bulk_actions.BulkPreview) -> str:
     """Return a sentence that says why a bulk action needs a separate confirmation; '' if it needs none."""
     if preview.held_count:
-        return "Some devices are held."
-    return f"The devices are on {preview.host_count} hosts." if preview.host_count > 1 else ""
+        hold_text = "are held" if bulk.target == BulkTarget.DEVICE else "hold units"
+        return f"Some {bulk.target}s {hold_text}."
+    return f"The {bulk.target}s are on {preview.host_count} hosts." if preview.host_count > 1 else ""
+
+
+def get_list_url(bulk: Bulk) -> str:
+    """Return the URL of the list from which the objects of a bulk action were selected, with its filters."""
+    listed = LIST_BY_TARGET.get(BulkTarget(bulk.target)) if bulk.target in LIST_BY_TARGET else "bulk"
+    return f"{reverse(f'admin:accelerators_{listed}_changelist')}?{bulk.selection}"
 
 
 def _build_confirmation_context(bulk: Bulk) -> dict[str, Any]:
-    """Return the context of the confirmation: predicted outcomes, holders, and the first devices of the set.
+    """Return the context of the confirmation: predicted outcomes, holders, and the first objects of the set.
 
-    At most MAX_PREVIEW_ROWS devices are listed, as many held ones, and as many of those that are not in the set, but
+    At most MAX_PREVIEW_ROWS objects are listed, as many held devices, and as many of those that are not in the set, but
     that a destructive command affects, too. Costs a constant number of statements, and locks
     nothing.
     """
@@ -327,7 +365,7 @@ def _build_confirmation_context(bulk: Bulk) -> dict[str, Any]:
     predictions = preview.forecasts
     held_items = (
         [item for item, _ in bulk_actions.forecast_first_items(bulk, MAX_PREVIEW_ROWS, held_only=True)]
-        if any(one.held for one in predictions)
+        if bulk.target == BulkTarget.DEVICE and any(one.held for one in predictions)
         else []
     )
     holders_by_device = {
@@ -338,7 +376,7 @@ def _build_confirmation_context(bulk: Bulk) -> dict[str, Any]:
     }
     affected = (
         safety.find_affected_outside(Device.objects.filter(pk__in=bulk.items.values("device")), bulk.action)
-        if bulk.action in DESTRUCTIVE
+        if bulk.target == BulkTarget.DEVICE and bulk.action in DESTRUCTIVE
         else []
     )
     return {
@@ -348,19 +386,20 @@ def _build_confirmation_context(bulk: Bulk) -> dict[str, Any]:
         ][:MAX_PREVIEW_ROWS],
         "affected_number": len(affected),
         "forecast": [(_render_outcome(prediction.outcome, MOVED_PREDICTED), prediction) for prediction in predictions],
-        "moved_count": preview.count_devices(DeviceOutcome.MOVED),
+        "moved_count": preview.count_objects(DeviceOutcome.MOVED),
         "host_count": preview.host_count,
         "holders": [
-            (render_item_device(item), item.host, *holders_by_device[item.device_id])
+            (render_item_object(item, bulk), item.host, *holders_by_device[item.device_id])
             for item in held_items
             if item.device_id in holders_by_device
         ],
         "held": sum(one.number for one in predictions if one.held),
         "needs_typed_total": preview.needs_confirmation,
-        "reach": describe_reach(preview),
+        "reach": describe_reach(bulk, preview),
+        "instance_reach": preview.reach,
         "first": [
             (
-                render_item_device(item),
+                render_item_object(item, bulk),
                 item.host,
                 item.stood,
                 _render_outcome(one.outcome, MOVED_PREDICTED),
@@ -368,14 +407,14 @@ def _build_confirmation_context(bulk: Bulk) -> dict[str, Any]:
             )
             for item, one in bulk_actions.forecast_first_items(bulk, MAX_PREVIEW_ROWS)
         ],
-        "back": f"{reverse('admin:accelerators_device_changelist')}?{bulk.selection}",
+        "back": get_list_url(bulk),
     }
 
 
 def _build_result_context(bulk: Bulk) -> dict[str, Any]:
-    """Return the context of the result: at most MAX_RESULT_ROWS processed devices with their outcomes.
+    """Return the context of the result: at most MAX_RESULT_ROWS processed objects with their outcomes.
 
-    Refused devices come first. Costs one statement.
+    Refused objects come first. Costs two statements.
     """
     refused_first = Case(When(outcome=DeviceOutcome.REFUSED, then=0), default=1)
     items = list(bulk.items.exclude(outcome="").order_by(refused_first, "id")[:MAX_RESULT_ROWS])
@@ -383,16 +422,22 @@ def _build_result_context(bulk: Bulk) -> dict[str, Any]:
     return {
         "rows": [
             (
-                render_item_device(item),
+                render_item_object(item, bulk),
                 item.host,
                 render_item_outcome(item.outcome, bulk),
-                item.state and badges.render_device_state(item.state),
+                render_item_state(item, bulk),
                 _render_item_reason(item, bulk),
             )
             for item in items
         ],
         "left": max(0, bulk.finished_count - len(items)),
-        "failed_count": bulk_actions.query_failed_items(bulk).filter(device__isnull=False).count(),
+        "failed_count": bulk_actions.query_failed_objects(bulk).count()
+        if bulk.action in bulk_actions.KNOWN_ACTIONS
+        else 0,
+        "chosen_from": get_list_url(bulk),
+        "detaching_url": f"{reverse('admin:accelerators_attachment_changelist')}?state__exact=detaching"
+        if bulk.action == DETACH and bulk.moved and not bulk.dry
+        else "",
         "commands_url": command_list_url(bulk)
         if bulk.action in bulk_commands.BULK_OPS and bulk.moved and not bulk.dry
         else "",

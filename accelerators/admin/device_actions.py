@@ -29,7 +29,7 @@ from accelerators.domain.states import DrainTarget, EventSource, IllegalTransiti
 from accelerators.models import Bulk, Device
 from accelerators.ui import badges, permissions
 from accelerators.ui.permissions import Right
-from accelerators.workflows import bulk_actions, bulk_admission, bulk_commands
+from accelerators.workflows import bulk_actions, bulk_admission, bulk_commands, bulk_detachments, bulk_labels
 
 
 @dataclass(frozen=True)
@@ -47,9 +47,9 @@ class StateChoice:
     danger: bool = False
 
     @property
-    def right(self) -> Right:
-        """Return the right that the action needs, on one device or on many."""
-        return permissions.UPDATE_DEVICE
+    def rights(self) -> tuple[Right, ...]:
+        """Return the rights that the action needs, on one device or on many."""
+        return (permissions.UPDATE_DEVICE,)
 
     @property
     def meaning(self) -> str:
@@ -118,9 +118,9 @@ class CommandChoice:
     then: DrainTarget = DrainTarget.MAINTENANCE
 
     @property
-    def right(self) -> Right:
-        """Return the right that the command needs, for one device or for many."""
-        return permissions.CREATE_COMMAND
+    def rights(self) -> tuple[Right, ...]:
+        """Return the rights that the command needs, for one device or for many."""
+        return (permissions.CREATE_COMMAND,)
 
     @property
     def action(self) -> str:
@@ -154,9 +154,9 @@ class AdmissionChoice:
     meaning: str = "Each inactive device gets the state that the first matching rule gives to newly found devices."
 
     @property
-    def right(self) -> Right:
-        """Return the right that the action needs, on one device or on many."""
-        return permissions.UPDATE_DEVICE
+    def rights(self) -> tuple[Right, ...]:
+        """Return the rights that the action needs, on one device or on many."""
+        return (permissions.UPDATE_DEVICE,)
 
 
 ADMISSION_CHOICE = AdmissionChoice()
@@ -182,13 +182,15 @@ class UnitsChoice:
         """Return what the change does, such as "Add 2 units"."""
         if self.change.unit_delta is None:
             return "Remove all units"
+        if self.change.unit_delta == 0:  # the devices are chosen, and the number is not
+            return "Change the number of units"
         number = abs(self.change.unit_delta)
         return f"{'Add' if self.change.adds_units else 'Remove'} {number} unit{'' if number == 1 else 's'}"
 
     @property
-    def right(self) -> Right:
-        """Return the right that the change needs, on one device or on many."""
-        return permissions.ADD_UNITS if self.change.adds_units else permissions.REMOVE_UNITS
+    def rights(self) -> tuple[Right, ...]:
+        """Return the rights that the change needs, on one device or on many."""
+        return (permissions.ADD_UNITS if self.change.adds_units else permissions.REMOVE_UNITS,)
 
     @property
     def meaning(self) -> str:
@@ -198,14 +200,53 @@ class UnitsChoice:
         return f"Each device is divided again{layout_text}. A device is refused while anybody holds one of its units."
 
 
-def find_choice_of_bulk(bulk: Bulk) -> StateChoice | AdmissionChoice | CommandChoice | UnitsChoice:
-    """Return the action of the list with which a bulk action was made.
+@dataclass(frozen=True)
+class TargetChoice:
+    """An action on objects that are not devices. It has the attributes of `StateChoice` that bulk actions need."""
 
-    Raises StopIteration if the list has no such action any more.
+    name: str
+    label: str
+    meaning: str
+    rights: tuple[Right, ...]
+    danger: bool = False
+
+
+def build_target_choices(bulk: Bulk) -> Iterator[TargetChoice]:
+    """Yield the actions on objects that are not devices; `bulk` has the label of the one that sets labels."""
+    yield TargetChoice(
+        bulk_detachments.DETACH,
+        "Detach",
+        "Requests that hold units for the attachments are deleted, and their claims are removed from Placement. Remove"
+        " the devices from the guests first: a PCI function is free when its host confirms that no guest uses it. An"
+        " attachment that is not attached yet is undone.",
+        permissions.DETACH,
+        danger=True,
+    )
+    label = (bulk.arguments or {}).get("label", "")
+    yield TargetChoice(
+        bulk_labels.LABEL,
+        f"Set the label “{label}”" if label else "Remove the label",
+        "The label is the name that a project gives to an accelerator. An accelerator keeps it until its request ends.",
+        permissions.LABEL,
+    )
+
+
+def find_choice_of_bulk(
+    bulk: Bulk,
+) -> StateChoice | AdmissionChoice | CommandChoice | UnitsChoice | TargetChoice:
+    """Return the action of a bulk action.
+
+    For an action that this release does not know it is a choice that can only be cancelled, with the right to change
+    devices.
     """
     if bulk.action == bulk_commands.PARTITION:
         return UnitsChoice(PartitionChange.from_arguments(bulk.arguments or {}))
-    return next(choice for choice in LIST_CHOICES if choice.action == bulk.action and choice.then == bulk.then)
+    if bulk.action in bulk_actions.TARGET_ACTIONS:
+        return next(choice for choice in build_target_choices(bulk) if choice.name == bulk.action)
+    unknown_text = "This release does not know the action. A conductor of a newer release works on it."
+    unknown = TargetChoice(bulk.action, f"Action {bulk.action}", unknown_text, (permissions.UPDATE_DEVICE,))
+    known = (choice for choice in LIST_CHOICES if choice.action == bulk.action and choice.then == bulk.then)
+    return next(known, unknown)
 
 
 def get_caller(request: HttpRequest) -> Caller:

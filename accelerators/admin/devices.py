@@ -33,6 +33,7 @@ from accelerators.models import AttachHandle, Deployable, Device, Event
 from accelerators.models.devices import HANDLE_USES, build_name_condition
 from accelerators.ui import badges, icons, permissions, timeline
 from accelerators.ui.changelist import ReadOnlyModelAdmin
+from accelerators.ui.devices import MIN_UUID_TEXT, build_name_export
 from accelerators.ui.empty_lists import Source
 from accelerators.ui.explained_admin import Rights
 from accelerators.ui.extensions import build_sections
@@ -41,8 +42,6 @@ MAX_HANDLES = 256
 """Maximum number of attach handles on a device's page; held and missing ones come first. The list has them all."""
 
 
-MIN_UUID_TEXT = 8
-"""A shorter search term may be hardware, even if it is the beginning of a uuid."""
 DEVICE_PARAM = "deployable__device__id__exact"
 """URL parameter that limits the list of attach handles to one device."""
 
@@ -78,7 +77,7 @@ class DeviceAdmin(ReadOnlyModelAdmin):
     exports = {
         "shown_state": ("state", "state_reason", "drain_to"),
         "shown_health": ("status", "status_reason"),
-        "shown_model": ("model", "vendor"),
+        "shown_model": (build_name_export("name"), "model", "vendor", "subsystem"),
         "shown_address": ("address", "key"),
     }
     empty = "No devices yet. They appear as soon as an agent on a compute host reports what its drivers found."
@@ -328,7 +327,7 @@ class DeployableAdmin(ReadOnlyModelAdmin):
     search_fields = ("uuid__startswith", "rp_uuid__startswith", "name__icontains", "device__host__name__icontains")
     indexed_search_fields = ("uuid", "rp_uuid", "device__address", "device__host__name")
     search_help_text = "uuid, provider uuid, name, PCI address, host"
-    exports = {"shown_device": ("device__uuid", "device__model")}
+    exports = {"shown_device": ("device__uuid", build_name_export("device_name", "device__"), "device__model")}
     empty = "No deployables yet. Each device that an agent reports brings its own."
     sources = (Source("Devices", "accelerators.device"),)
 
@@ -408,7 +407,11 @@ class AttachHandleAdmin(ReadOnlyModelAdmin):
         "shown_holder": ("request__uuid",),
         "instance": ("request__instance_uuid",),
         "project": ("request__project_id",),
-        "shown_device": ("deployable__device__uuid", "deployable__device__model"),
+        "shown_device": (
+            "deployable__device__uuid",
+            build_name_export("deployable_device_name", "deployable__device__"),
+            "deployable__device__model",
+        ),
         "shown_host": ("deployable__device__host__name",),
     }
     empty = "No attach handles yet. Each deployable that an agent reports brings its own."

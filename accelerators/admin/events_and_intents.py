@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from datetime import UTC, datetime, timedelta
+from functools import reduce
+from operator import or_
 from typing import Any
 
-from django.contrib import admin
+from django.contrib import admin, messages
 from django.core.exceptions import PermissionDenied
-from django.db.models import DateTimeField, ExpressionWrapper, F, QuerySet
+from django.db.models import DateTimeField, ExpressionWrapper, F, Max, Q, QuerySet
 from django.http import HttpRequest, HttpResponse
 from django.template.response import TemplateResponse
 from django.utils.html import format_html
@@ -15,12 +17,22 @@ from django.utils.safestring import SafeString
 from unfold.decorators import display
 
 from accelerators.audit import sealing
-from accelerators.models import Event, Intent
+from accelerators.domain.uuids import uuid_bounds
+from accelerators.models import Device, Event, Host, Intent
 from accelerators.models.records import event_has_words
 from accelerators.runtime import database_clock
 from accelerators.ui import badges, timeline
-from accelerators.ui.changelist import ConsoleChangeList, ReadOnlyModelAdmin, parse_uuid
+from accelerators.ui.changelist import (
+    AFTER_PARAM,
+    BEGINNING_MARK,
+    MAX_LISTED_KEYS,
+    ConsoleChangeList,
+    ReadOnlyModelAdmin,
+    note_exact_word,
+    parse_uuid,
+)
 from accelerators.ui.empty_lists import Source
+from accelerators.ui.search import build_prefix_condition, list_search_prefixes
 
 STUCK_AFTER = 10
 """Failures after which an intent is shown as stuck."""
@@ -42,6 +54,13 @@ EXACT_LOOKUPS = {
 MAX_SEARCH_TERMS, MAX_SUBJECT_EVENTS = 10, 10
 """MAX_SEARCH_TERMS: number of search terms that are used, the rest is ignored. MAX_SUBJECT_EVENTS: number of other
 events of the same subject on the page of an event."""
+MAX_READ_EVENTS = 10_000
+"""Events that are read one by one for a page of a search with more matches than are counted exactly."""
+
+
+UNINDEXED_TIME = ExpressionWrapper(F("at") + timedelta(0), output_field=DateTimeField())
+"""The time of an event as an expression that no index has: PostgreSQL then does not read events in the order of time
+until it has found enough matches."""
 
 
 class EventAgeListFilter(admin.SimpleListFilter):
@@ -63,22 +82,53 @@ class EventAgeListFilter(admin.SimpleListFilter):
 class EventChangeList(ConsoleChangeList):
     """List of events that finds all matches of a search first and then sorts them.
 
-    Otherwise the database would read events from the newest on until a page is full; for words that are each frequent
-    but rare together, that was a million events. A search with more matches than are counted exactly is still read from
-    the newest event on, because its pages fill quickly.
+    Otherwise the database would read events from the newest on until a page is full. For words that are each frequent
+    but rare together, or that only old events have, that was a million events.
     """
 
     def get_results(self, request: HttpRequest) -> None:
         """Load the rows of the page.
 
-        The rows of a search with at most `BoundedPaginator.EXACT` matches are sorted by an expression that no index
-        has, so that the database finds all matches first.
+        The matches of a search with at most `BoundedPaginator.EXACT` of them are sorted by an expression that no index
+        has, so that the database finds all of them first. If there are more, at most MAX_READ_EVENTS events are read
+        from the beginning of the list on, and if these do not fill the page, as many from the newest match on. Only if
+        these do not fill it either, all matches are sorted. Costs at most six statements.
         """
         super().get_results(request)
-        if self.query and self.result_count and not self.paginator.estimated:
-            offset = (self.page_num - 1) * self.list_per_page
-            newest = ExpressionWrapper(F("at") + timedelta(0), output_field=DateTimeField())  # no index has this order
-            self.result_list = self.queryset.order_by(newest.desc(), "-id")[offset : offset + self.list_per_page]
+        if not (self.query and self.result_count):
+            return
+        page = slice((self.page_num - 1) * self.list_per_page, self.page_num * self.list_per_page)
+        if self.paginator.estimated:
+            for find_time in (self._find_beginning, self._find_newest_match):
+                rows = list(self._select_matches_from(find_time())[page])
+                if len(rows) == self.list_per_page:
+                    self.result_list = rows
+                    return
+        self.result_list = self.queryset.order_by(UNINDEXED_TIME.desc(), "-id")[page]
+
+    def _find_beginning(self) -> datetime | None:
+        """Return the time of the row behind which the list begins; None for a list that begins with the newest event.
+        Costs one statement or none."""
+        if not self.is_continued:
+            return None
+        return Event.objects.filter(pk=self.params[AFTER_PARAM]).values_list("at", flat=True).first()
+
+    def _find_newest_match(self) -> datetime | None:
+        """Return the time of the newest match. The database finds all matches for it, but sorts none. Costs one
+        statement."""
+        found: datetime | None = self.queryset.order_by().aggregate(at=Max(UNINDEXED_TIME))["at"]
+        return found
+
+    def _select_matches_from(self, time: datetime | None) -> QuerySet[Event]:
+        """Return the query for the matches among the MAX_READ_EVENTS events that happened at this time or before it,
+        newest first; None stands for the present. Costs one statement."""
+        events = Event.objects.filter(at__lte=time) if time else Event.objects.all()
+        times = events.order_by("-at", "-id").values_list("at", flat=True)
+        oldest_read = times[MAX_READ_EVENTS - 1 : MAX_READ_EVENTS].first()
+        matches: QuerySet[Event] = self.queryset
+        if time:
+            matches = matches.filter(at__lte=time)
+        return matches.filter(at__gte=oldest_read) if oldest_read else matches
 
 
 class SubjectTypeListFilter(admin.SimpleListFilter):
@@ -105,7 +155,7 @@ class EventAdmin(ReadOnlyModelAdmin):
     ordering = ("-at", "-id")
     sortable_by = ()
     search_fields = ("subject_name",)
-    search_help_text = "beginnings of subject, host, action, actor, request id; a uuid; actor:… host:… kind:… since:…"
+    search_help_text = "beginnings of subject, uuid, serial, host, action, actor, request id; actor:… host:… since:…"
     exports = {
         "time": ("at",),
         "shown_action": ("action",),
@@ -128,8 +178,9 @@ class EventAdmin(ReadOnlyModelAdmin):
         """Search events; every kind of search term uses an index, and all terms must match.
 
         A uuid is that of the subject. A term with a prefix of EXACT_LOOKUPS matches the whole value; `since:` and
-        `until:` limit the time. Every other term must be the beginning of a word of the event (`event_has_words`).
-        Terms after the first MAX_SEARCH_TERMS are ignored. Raises ValueError for an invalid time.
+        `until:` limit the time. Every other term matches as `_build_word_condition` describes. Terms after the first
+        MAX_SEARCH_TERMS are ignored. Costs one or two statements for each other term. Raises ValueError for an invalid
+        time.
         """
         terms = search_term.split()[:MAX_SEARCH_TERMS]
         for name, _, value in [term.partition(":") for term in terms if _is_exact_term(term)]:
@@ -139,11 +190,48 @@ class EventAdmin(ReadOnlyModelAdmin):
             )
             if name in ("actor", "request", "action"):  # no other index than `event_words` has these fields
                 queryset = queryset.filter(event_has_words(exact_value))
-        terms = [term for term in terms if not _is_exact_term(term)]
-        for uuid in filter(None, map(parse_uuid, terms)):
-            queryset = queryset.filter(subject=uuid)
-        words = [term[:255] for term in terms if parse_uuid(term) is None]
-        return (queryset.filter(event_has_words(*words)) if words else queryset), False
+        for term in [term[:255] for term in terms if not _is_exact_term(term)]:
+            uuid = parse_uuid(term)
+            queryset = (
+                queryset.filter(subject=uuid) if uuid else queryset.filter(self._build_word_condition(request, term))
+            )
+        return queryset, False
+
+    def _build_word_condition(self, request: HttpRequest, word: str) -> Q:
+        """Build the condition that the word is the beginning of a word of the event, of the uuid of its subject, or of
+        the PCI address, the serial number or the key of the device that it is about.
+
+        The name of a host must be a whole word of the event, so that cmp1 does not find cmp10. A word that ends in `*`
+        is always a beginning.
+
+        If more than MAX_LISTED_KEYS devices have such an address or serial number, they are not searched, and a message
+        says so. Costs one or two statements.
+        """
+        names = list(Host.objects.filter(name__startswith=word).order_by("name").values_list("name", flat=True)[:2])
+        if word in names:  # then it is the first
+            if len(names) > 1:
+                note_exact_word(request, word)
+            return Q(event_has_words(word, exact=True))
+        word = word.removesuffix(BEGINNING_MARK)
+        words = dict.fromkeys([word, *list_search_prefixes("address", word)])
+        condition = reduce(or_, (Q(event_has_words(one)) for one in words))
+        if bounds := uuid_bounds(word):
+            condition |= Q(subject__range=bounds)
+        of_devices = [built for path in ("address", "key") if (built := build_prefix_condition(path, word))]
+        if of_devices:
+            devices = Device.objects.filter(reduce(or_, of_devices)).order_by()
+            subjects = list(devices.values_list("uuid", flat=True)[: MAX_LISTED_KEYS + 1])
+            if len(subjects) > MAX_LISTED_KEYS:
+                text = (
+                    f"More than {MAX_LISTED_KEYS} devices have an address or a serial number that begins with “{word}”."
+                )
+                text += (
+                    " Their events are listed only if they contain this word. To find the others, search for more of"
+                )
+                messages.info(request, f"{text} it, or for the beginning of the device's uuid.", fail_silently=True)
+            elif subjects:
+                condition |= Q(subject__in=subjects)
+        return condition
 
     def get_changelist(self, request: HttpRequest, **kwargs: Any) -> type[ConsoleChangeList]:
         """Return `EventChangeList`."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, cast
 from urllib.parse import urlencode
 
+from django.conf import settings
 from django.contrib import admin, messages
 from django.core.exceptions import PermissionDenied
 from django.db.models import Count, IntegerField, OuterRef, QuerySet, Subquery, Value
@@ -21,7 +22,7 @@ from accelerators.devices.lifecycle import MAX_REASON
 from accelerators.domain import driver_status
 from accelerators.domain.errors import RefusedError
 from accelerators.domain.states import EventSource
-from accelerators.models import Device, Event, Host, Intent
+from accelerators.models import Device, Event, Host
 from accelerators.ui import badges, permissions, timeline
 from accelerators.ui.changelist import ReadOnlyModelAdmin
 from accelerators.ui.empty_lists import JOIN_COMMAND, JOIN_IN_MANUAL, Source
@@ -56,6 +57,7 @@ class HostAdmin(ReadOnlyModelAdmin):
     list_filter = (HostFreshnessListFilter,)
     ordering = ("name",)
     search_fields = ("uuid__startswith", "name__icontains", "node__icontains")
+    indexed_search_fields = ("uuid", "name", "node")
     search_help_text = "name, node, uuid"
     exports = {"shown_drivers": ("drivers",)}
     empty = "No hosts yet. An agent on a compute host joins with a join token. This command prints one:"
@@ -122,12 +124,14 @@ class HostAdmin(ReadOnlyModelAdmin):
         return badges.render_relative_time(host.reported_at)
 
     def get_urls(self) -> list[Any]:
-        """Add the URLs of `order_view` and `remove_view`."""
+        """Add the URLs of `order_view`, `remove_view` and `cancel_removal_view`."""
         order = self.admin_site.admin_view(self.order_view)
         remove = self.admin_site.admin_view(self.remove_view)
+        cancel_removal = self.admin_site.admin_view(self.cancel_removal_view)
         return [
             path("<path:object_id>/order/", order, name="accelerators_host_order"),
             path("<path:object_id>/remove/", remove, name="accelerators_host_remove"),
+            path("<path:object_id>/cancel-removal/", cancel_removal, name="accelerators_host_cancel_removal"),
             *super().get_urls(),
         ]
 
@@ -144,13 +148,15 @@ class HostAdmin(ReadOnlyModelAdmin):
     def remove_view(self, request: HttpRequest, object_id: str) -> HttpResponse:
         """GET: show what would be deleted with the host. POST with the host's name: begin to remove the host.
 
-        After a POST, redirects to the page of the host; a refusal shows this page again with the reason. Raises Http404
-        if there is no such host, and PermissionDenied for a user who may not remove hosts.
+        After a POST, redirects to the page of the host; a refusal shows this page again with the reason. Placement and
+        Nova are asked once. Raises Http404 if there is no such host, and PermissionDenied for a user who may not remove
+        hosts.
         """
         permissions.require_permission(request, permissions.REMOVE_HOST)
         host = self.get_object(request, object_id)
         if host is None:
             return self._get_obj_does_not_exist_redirect(request, self.opts, object_id)
+        preview = None
         if request.method == "POST":
             typed_name, reason = request.POST.get("name", "").strip(), request.POST.get("reason", "")
             try:
@@ -160,14 +166,37 @@ class HostAdmin(ReadOnlyModelAdmin):
                 return HttpResponseRedirect(badges.page_url("host", host.pk))
             except RefusedError as refused:
                 messages.error(request, refused.text)
+                if typed_name == host.name:  # otherwise it was refused before any service was asked
+                    preview = host_removal.count_removed_rows(host, refused.text)
         context = self.admin_site.each_context(request) | {
             "title": host.name,
             "opts": self.opts,
             "host": host,
-            "preview": host_removal.preview_removal(host),
+            "preview": preview or host_removal.preview_removal(host),
+            "delay_s": settings.KEYS.host_removal_delay_s,
             "max_reason_length": MAX_REASON,
         }
         return TemplateResponse(request, "accelerators/admin/remove_host.html", context)
+
+    def cancel_removal_view(self, request: HttpRequest, object_id: str) -> HttpResponse:
+        """Handle POST of the button that cancels the removal of a host, and redirect to the page of the host.
+
+        A host that is gone leads to the list of hosts. Raises PermissionDenied for other methods, and for a user who
+        may not remove hosts.
+        """
+        permissions.require_permission(request, permissions.REMOVE_HOST)
+        if request.method != "POST":
+            raise PermissionDenied
+        host = self.get_object(request, object_id)
+        if host is None:
+            return self._get_obj_does_not_exist_redirect(request, self.opts, object_id)
+        try:
+            caller, reason = device_actions.get_caller(request), request.POST.get("reason", "")
+            host_removal.cancel_removal(host.uuid, caller, reason, EventSource.PERSON)
+            messages.success(request, f"The removal of host {host.name} was cancelled.")
+        except RefusedError as refused:
+            messages.error(request, refused.text)
+        return HttpResponseRedirect(badges.page_url("host", host.pk))
 
     def change_view(
         self, request: HttpRequest, object_id: str, form_url: str = "", extra_context: dict[str, Any] | None = None
@@ -204,8 +233,9 @@ class HostAdmin(ReadOnlyModelAdmin):
             "orders_denial": permissions.explain_denial(request, permissions.CREATE_COMMAND),
             "max_reason_length": MAX_REASON,
             "removal_denial": permissions.explain_denial(request, permissions.REMOVE_HOST),
-            "removal_obstacle": self._load_removal_obstacle(host),
             "removing": badges.render_relative_time(host.removing_since),
+            "deleting": badges.render_relative_time(host.deleting_since),
+            "removal": host_removal.load_progress(host) if host.removing_since else None,
         }
         context |= permissions.build_permission_context(request, permissions.RESCAN) | commands.load_latest_context(
             request, host
@@ -213,13 +243,6 @@ class HostAdmin(ReadOnlyModelAdmin):
         return TemplateResponse(
             request, "accelerators/admin/host.html", context | build_sections("host", host) | (extra_context or {})
         )
-
-    def _load_removal_obstacle(self, host: Host) -> str:
-        """Return why the removal of a host that is being removed could not go on; '' if nothing went wrong."""
-        if not host.removing_since:
-            return ""
-        intents = Intent.objects.filter(kind=host_removal.REMOVAL_INTENT, key=str(host.uuid))
-        return intents.values_list("last_error", flat=True).first() or ""
 
 
 def render_freshness(host: Host) -> SafeString:

@@ -19,6 +19,7 @@ DEVICE_FIELDS = (
     "type",
     "vendor",
     "model",
+    "subsystem",
     "address",
     "bridges",
     "numa_node",

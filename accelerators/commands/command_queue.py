@@ -586,9 +586,7 @@ def refuse_unknown_words(device: Device, layout: Mapping[str, str]) -> None:
     if known_words and (unknown_words := sorted(layout.keys() - known_words)):
         known_text = f"{device.driver} takes {', '.join(known_words)}"
         refused = ", ".join(unknown_words)[:200]
-        raise RefusedError(
-            RefusalReason.INVALID, f"The layout of device {device.uuid} has no setting {refused}; {known_text}."
-        )
+        raise RefusedError(RefusalReason.INVALID, f"The device's layout has no setting {refused}; {known_text}.")
 
 
 def refuse_if_busy(device: Device, op: str) -> None:

@@ -7,12 +7,14 @@ the agent sends before it answers the command.
 
 from __future__ import annotations
 
-import json
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 from uuid import UUID
+
+from django.db.models import CharField, Count, Func, OuterRef, QuerySet, Subquery, Value
+from django.db.models.functions import Coalesce, Concat
 
 from accelerators import conductor, safety
 from accelerators.commands import command_queue
@@ -21,8 +23,8 @@ from accelerators.domain.errors import RefusalReason, RefusedError
 from accelerators.domain.states import DeviceState, EventSource, HandleType
 from accelerators.models import AttachHandle, Command, Device
 
-MAX_DEVICES = 256
-"""Maximum number of devices of one change."""
+MAX_DEVICES = 100_000
+"""Maximum number of devices of one change, as of every bulk action."""
 MAX_UNITS = 65_535
 
 
@@ -39,9 +41,10 @@ class PartitionTarget:
 class PartitionChange:
     """The change wanted for each device.
 
-    `unit_delta` is the number of units to add, or to remove if it is negative; None removes all units, 0 is refused.
-    `layout` holds further keys of the layout that the driver accepts, without the key of the number of units. With
-    `generation`, for a single device only, the change is refused if the device has been changed since then.
+    `unit_delta` is the number of units to add, or to remove if it is negative; None removes all units. 0 sets only the
+    keys of `layout`. Otherwise `layout` holds further keys of the layout that the driver accepts, without the key of
+    the number of units. With `generation`, for a single device only, the change is refused if the device has been
+    changed since then.
     """
 
     unit_delta: int | None
@@ -89,14 +92,28 @@ def partition_device(
         if device is None:
             raise device_not_found_error(uuid)
         present_units = count_units([device])[device.pk]
-        if seen and (present := describe_units(device.lifecycle_text, present_units)) != seen:
-            text = f"It was {seen} when it was chosen; it is {present} now. Look at it again."
-            raise RefusedError(RefusalReason.CONFLICT, text)
-        command_queue.refuse_if_changed(device, change.generation)
-        layout = build_layout(device, change, present_units)
-        return command_queue.order_device_command(
-            "partition", uuid, caller, reason=reason, layout=layout, source=source, answers=answers
-        )
+        return partition_locked_device(device, present_units, change, caller, reason, source, answers, seen)
+
+
+def partition_locked_device(
+    device: Device,
+    present_units: int,
+    change: PartitionChange,
+    caller: Caller,
+    reason: str,
+    source: EventSource,
+    answers: safety.HolderAnswers,
+    seen: str,
+) -> Command:
+    """Place the command of `partition_device` for a device that is locked; it has `present_units` units now."""
+    if seen and (present := describe_units(device.lifecycle_text, present_units)) != seen:
+        text = f"It was {seen} when it was chosen; it is {present} now. Look at it again."
+        raise RefusedError(RefusalReason.CONFLICT, text)
+    command_queue.refuse_if_changed(device, change.generation)
+    layout = build_layout(device, change, present_units)
+    return command_queue.order_device_command(
+        "partition", device.uuid, caller, reason=reason, layout=layout, source=source, answers=answers
+    )
 
 
 def device_not_found_error(uuid: UUID) -> RefusedError:
@@ -105,46 +122,19 @@ def device_not_found_error(uuid: UUID) -> RefusedError:
 
 
 def check_change(change: PartitionChange, reason: str) -> None:
-    """Raise RefusedError INVALID if the number of units is out of range, or if the reason cannot be stored."""
+    """Raise RefusedError INVALID if the number of units is out of range, or if the layout or the reason cannot be
+    stored."""
     command_queue.check_reason(reason)
-    if change.unit_delta is not None and not 0 < abs(change.unit_delta) <= MAX_UNITS:
+    if change.layout:
+        command_queue.check_arguments("partition", change.layout, None)
+    minimum = 0 if change.layout else 1
+    if change.unit_delta is not None and not minimum <= abs(change.unit_delta) <= MAX_UNITS:
         raise RefusedError(RefusalReason.INVALID, f"The number of units must be 1 to {MAX_UNITS}.")
 
 
 def describe_units(lifecycle_text: str, number: int) -> str:
     """Return the state of a device and its number of units, such as "ready, 4 units"; at most 64 characters."""
     return f"{lifecycle_text}, {number} unit{'' if number == 1 else 's'}"[-64:]
-
-
-def update_layout(
-    device: UUID,
-    layout: Mapping[str, str],
-    caller: Caller,
-    generation: int | None = None,
-    reason: str = "",
-    source: EventSource = EventSource.API,
-) -> Command:
-    """Place a `partition` command that sets these keys of the device's layout, and return it.
-
-    Raises RefusedError as `command_queue.order_device_command` does, and INVALID if the device's driver does not allow
-    its layout to be changed.
-    """
-    command_queue.check_arguments("partition", layout, None)
-    command_queue.check_reason(reason)
-    _refuse_if_unchangeable(Device.objects.filter(uuid=device).first())
-    answers = command_queue.ask_holders_if_possible("partition", device, layout, generation=generation)
-    with conductor.writing():
-        _refuse_if_unchangeable(next(iter(conductor.lock_devices(Device.objects.filter(uuid=device))), None))
-        return command_queue.order_device_command(
-            "partition",
-            device,
-            caller,
-            reason=reason,
-            layout=layout,
-            generation=generation,
-            source=source,
-            answers=answers,
-        )
 
 
 def ask_holders_for_partition(uuids: Collection[UUID], wanted: PartitionChange) -> safety.HolderAnswers:
@@ -173,34 +163,51 @@ def plan_layout(device: Device, wanted: PartitionChange, present_units: int) -> 
     return layout
 
 
-def _refuse_if_unchangeable(device: Device | None) -> None:
-    """Raise RefusedError INVALID if there is such a device, and its driver does not allow its layout to be changed."""
-    if device and not device.changeable:
-        text = f"Device {device.uuid}: {device.driver} does not allow its layout to be changed."
-        raise RefusedError(RefusalReason.INVALID, text)
-
-
 def count_units(devices: Collection[Device]) -> Counter[int]:
     """Count the units into which each device is divided, by device id; one statement.
 
     A unit that is the whole device, such as a card without virtual functions, is not counted, and neither are missing
     units.
     """
-    whole_device_infos = {device.pk: _encode_pci_attach_info(device.address) for device in devices if device.address}
+    counted = annotate_unit_count(Device.objects.filter(pk__in=[device.pk for device in devices]))
+    return Counter(dict(counted.values_list("pk", "unit_count")))
+
+
+def annotate_unit_count(rows: QuerySet[Any], device_prefix: str = "") -> QuerySet[Any]:
+    """Add to devices, or to rows that refer to them, the number of units of the device, as `count_units` counts it.
+
+    The column is `unit_count`; `device_prefix` is the path to the device, such as "device__".
+    """
+    address = OuterRef(f"{device_prefix}address")
     present = AttachHandle.objects.filter(
-        deployable__device__in=list(devices), deployable__missing_since__isnull=True, missing_since__isnull=True
-    )
-    handles = present.values_list("deployable__device", "attach_type", "attach_info")
-    return Counter(
-        id for id, kind, info in handles if not (kind == HandleType.PCI and info == whole_device_infos.get(id))
-    )
+        deployable__device=OuterRef(f"{device_prefix}pk"),
+        deployable__missing_since__isnull=True,
+        missing_since__isnull=True,
+    ).exclude(attach_type=HandleType.PCI, attach_info=_build_pci_attach_info(address))
+    number = Subquery(present.order_by().values("deployable__device").annotate(n=Count("pk")).values("n"))
+    annotated: QuerySet[Any] = rows.annotate(unit_count=Coalesce(number, 0))
+    return annotated
 
 
-def _encode_pci_attach_info(address: str) -> str:
-    """Return the attach information of the PCI function at `address`, the same JSON text as `drivers.inventory`."""
-    domain, bus, slot = address.split(":")
-    device, _, function = slot.partition(".")
-    return json.dumps({"bus": bus, "device": device, "domain": domain, "function": function})
+def _build_pci_attach_info(address: Any) -> Any:
+    """Return the SQL expression of the attach information of the PCI function at `address`, the same JSON text as
+    `drivers.inventory`; NULL without an address."""
+
+    def split_part(text: Any, mark: str, number: int) -> Func:
+        """Return the part with this number of a text that marks divide into parts."""
+        return Func(text, Value(mark), Value(number), function="split_part", output_field=CharField())
+
+    slot = split_part(address, ":", 3)
+    parts = {
+        "bus": split_part(address, ":", 2),
+        "device": split_part(slot, ".", 1),
+        "domain": split_part(address, ":", 1),
+        "function": split_part(slot, ".", 2),
+    }
+    pieces: list[Any] = []
+    for name, part in parts.items():
+        pieces += [Value(f'{", " if pieces else "{"}"{name}": "'), part, Value('"')]
+    return Concat(*pieces, Value("}"), output_field=CharField())
 
 
 def resolve_targets(
@@ -208,46 +215,58 @@ def resolve_targets(
 ) -> list[tuple[UUID | None, PartitionTarget]]:
     """Return each device once, with the first target that names it; None for a target that matches no device.
 
-    A uuid that no device has is returned, too. Raises RefusedError INVALID if the targets name no device or more than
-    MAX_DEVICES, or if the change has a generation and is for more than one device.
+    A uuid that no device has is returned, too. If a target is a backend, its retired and missing devices are left out,
+    and those whose number of units cannot be chosen. Costs one statement, whatever the number of targets. Raises
+    RefusedError INVALID if the targets name no device or more than MAX_DEVICES, or if the change has a generation and
+    is for more than one device.
     """
-    resolved: list[tuple[UUID | None, PartitionTarget]] = []
-    known_uuids: set[UUID] = set()
-    for target in targets[: MAX_DEVICES + 1]:
-        uuids_of_target = list(_query_target_devices(target))
-        new_uuids = [uuid for uuid in uuids_of_target if uuid not in known_uuids]
-        known_uuids.update(new_uuids)
-        resolved += [(uuid, target) for uuid in new_uuids] or ([] if uuids_of_target else [(None, target)])
+    uuids_by_backend = _find_devices_of_backends(targets)
+    resolved: dict[UUID | PartitionTarget, tuple[UUID | None, PartitionTarget]] = {}
+    for target in targets:
+        uuids = [target.device] if target.device else uuids_by_backend.get((target.host, target.backend), [])
+        for uuid in uuids:
+            resolved.setdefault(uuid, (uuid, target))
+        if not uuids:
+            resolved.setdefault(target, (None, target))
     if not 0 < len(resolved) <= MAX_DEVICES:
         raise RefusedError(RefusalReason.INVALID, f"Name 1 to {MAX_DEVICES} devices, by uuid, or by host and backend.")
     if change.generation is not None and len(resolved) != 1:
         raise RefusedError(
             RefusalReason.INVALID, f"A generation is only for a single device; the targets are {len(resolved)} devices."
         )
-    return resolved
+    return list(resolved.values())
 
 
-def _query_target_devices(target: PartitionTarget) -> Iterator[UUID]:
-    """Yield the uuids of a target's devices, at most MAX_DEVICES + 1.
-
-    The uuid of a single device is not looked up. If the target is a backend, its retired and missing devices are left
-    out, and those whose number of units cannot be chosen.
-    """
-    if target.device:
-        yield target.device
-        return
-    divisible = Device.objects.filter(host__name=target.host, backend=target.backend).exclude(sized_by="")
-    excluded_states = (DeviceState.RETIRED, DeviceState.MISSING)
-    yield from (
-        divisible.exclude(state__in=excluded_states).order_by("id").values_list("uuid", flat=True)[: MAX_DEVICES + 1]
-    )
+def _find_devices_of_backends(targets: Sequence[PartitionTarget]) -> dict[tuple[str, str], list[UUID]]:
+    """Return the uuids of the devices of each backend that a target names, by host and backend; at most
+    MAX_DEVICES + 1 in all."""
+    named = {(target.host, target.backend) for target in targets if not target.device}
+    divisible = Device.objects.filter(
+        host__name__in={host for host, _ in named}, backend__in={backend for _, backend in named}
+    ).exclude(sized_by="")
+    present = divisible.exclude(state__in=(DeviceState.RETIRED, DeviceState.MISSING)).order_by("id")
+    uuids: dict[tuple[str, str], list[UUID]] = {}
+    number = 0
+    for uuid, host, backend in present.values_list("uuid", "host__name", "backend").iterator() if named else ():
+        if (host, backend) in named and number <= MAX_DEVICES:
+            uuids.setdefault((host, backend), []).append(uuid)
+            number += 1
+    return uuids
 
 
 def build_layout(device: Device, change: PartitionChange, present_units: int) -> dict[str, str]:
     """Return the layout for the command; the device has `present_units` units now. Raises RefusedError INVALID.
 
-    It has the keys and values that the caller gave, and the new number of units under the key `sized_by`.
+    It has the keys and values that the caller gave, and the new number of units under the key `sized_by`, unless the
+    change only sets keys.
     """
+    if change.unit_delta == 0:
+        if not change.layout:
+            raise RefusedError(RefusalReason.INVALID, "No change is chosen: say how many units to add or to remove.")
+        if not device.changeable:
+            text = f"{device.driver} does not allow the layout of its devices to be changed."
+            raise RefusedError(RefusalReason.INVALID, text)
+        return dict(change.layout)
     if not device.sized_by:
         text = f"{device.driver} does not let the number of its units be chosen."
         raise RefusedError(RefusalReason.INVALID, text)

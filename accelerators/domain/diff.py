@@ -44,6 +44,7 @@ REPORTED_DEVICE_FIELDS = (
     "backend",
     "bridges",
     "physical_function",
+    "subsystem",
 )
 """The columns of a device that reports set, in the order of `StoredDevice.facts`."""
 RESTORED_BOOT = "restored"

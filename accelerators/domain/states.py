@@ -118,21 +118,30 @@ class CommandState(Choice):
 
 
 class BulkState(Choice):
-    """The state of a bulk action, which does the same to many devices."""
+    """The state of a bulk action, which does the same to many objects."""
 
     DRAFT = "draft"
-    """The devices are chosen, but nobody has confirmed the action."""
+    """The objects are chosen, but nobody has confirmed the action."""
     RUNNING = "running", "busy"
     DONE = "done", "good"
     CANCELLED = "cancelled", "warn"
 
 
+class BulkTarget(Choice):
+    """The kind of the objects of a bulk action."""
+
+    DEVICE = "device"
+    ATTACHMENT = "attachment"
+    ACCELERATOR = "accelerator"
+    """A unit that an instance holds. Its uuid is that of its request."""
+
+
 class DeviceOutcome(Choice):
-    """The result of an action on one device."""
+    """The result of an action on one device, or on another object of a bulk action."""
 
     MOVED = "moved", "good"
     UNCHANGED = "unchanged"
-    """The device was already in the state that the action leads to."""
+    """The object was already in the state that the action leads to."""
     REFUSED = "refused", "bad"
 
 

@@ -39,7 +39,7 @@ SELECT json_build_array(h.id, h.uuid, h.name, h.applied_epoch, h.applied_seq, h.
   SELECT json_agg(json_build_array(d.uuid, d.key, d.state, d.returns_to,
     json_build_array(d.driver, d.type, d.vendor, d.model, d.address, d.std_board_info, d.vendor_board_info,
                      d.numa_node, d.kernel_driver, d.status, d.status_reason, d.to_install, d.acts, d.changeable,
-                     d.sized_by, d.backend, d.bridges, d.physical_function),
+                     d.sized_by, d.backend, d.bridges, d.physical_function, d.subsystem),
     coalesce((
       SELECT json_agg(json_build_array(p.id, p.uuid, p.name, p.num_accelerators, p.driver_name,
         p.missing_since IS NOT NULL,
@@ -84,22 +84,22 @@ FROM jsonb_to_recordset(%s::jsonb) AS x(uuid uuid, key text) WHERE t.uuid = x.uu
 UPSERT_DEVICES = """
 INSERT INTO accelerators_device AS t (uuid, host_id, key, driver, type, vendor, model, address, std_board_info,
   vendor_board_info, numa_node, kernel_driver, status, status_reason, to_install, acts, changeable, sized_by, backend,
-  bridges, physical_function, state, state_reason, state_by)
+  bridges, physical_function, subsystem, state, state_reason, state_by)
 SELECT x.uuid, x.host, x.key, x.driver, x.type, x.vendor, x.model, x.address, x.std_board_info, x.vendor_board_info,
   x.numa_node, x.kernel_driver, x.status, x.status_reason, x.to_install, x.acts, x.changeable, x.sized_by, x.backend,
-  x.bridges, x.physical_function, coalesce(x.state, 'inactive'), coalesce(x.reason, 'found by its driver'),
-  coalesce(x.who, 'agent')
+  x.bridges, x.physical_function, x.subsystem, coalesce(x.state, 'inactive'),
+  coalesce(x.reason, 'found by its driver'), coalesce(x.who, 'agent')
 FROM jsonb_to_recordset(%s::jsonb) AS x(uuid uuid, host bigint, key text, driver text, type text, vendor text,
   model text, address text, std_board_info text, vendor_board_info text, numa_node int, kernel_driver text,
   status text, status_reason text, to_install text, acts text, changeable text, sized_by text, backend text,
-  bridges text, physical_function text, state text, reason text, who text)
+  bridges text, physical_function text, subsystem text, state text, reason text, who text)
 ON CONFLICT (host_id, key) DO UPDATE SET driver = excluded.driver, type = excluded.type, vendor = excluded.vendor,
   model = excluded.model, address = excluded.address, std_board_info = excluded.std_board_info,
   vendor_board_info = excluded.vendor_board_info, numa_node = excluded.numa_node,
   kernel_driver = excluded.kernel_driver, status_reason = excluded.status_reason,
   to_install = excluded.to_install, acts = excluded.acts, changeable = excluded.changeable,
   sized_by = excluded.sized_by, backend = excluded.backend, bridges = excluded.bridges,
-  physical_function = excluded.physical_function,
+  physical_function = excluded.physical_function, subsystem = excluded.subsystem,
   status_since = CASE WHEN t.status = excluded.status THEN t.status_since ELSE now() END,
   status = excluded.status, updated_at = now()
 """

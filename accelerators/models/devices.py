@@ -12,7 +12,7 @@ from accelerators.domain.pci_names import HardwareName
 from accelerators.domain.states import AttributeOrigin, DeviceState, DeviceType, DrainTarget, HandleType, Health
 from accelerators.models import fields
 from accelerators.models.hosts import Host
-from accelerators.runtime.hardware_names import find_hardware, get_hardware_name
+from accelerators.runtime.hardware_names import get_hardware_name
 
 STATES_WITHOUT_DRAIN = (DeviceState.READY.value, DeviceState.INSTALLING.value)
 """States in which a device is offered or about to be; a draining device is never in one of them."""
@@ -24,6 +24,8 @@ HANDLE_USES = {
 """The uses of attach handles: name → condition for queries of AttachHandle.
 
 A `held` handle has a request. A `released` one is not free, because a guest may still use it (ReleasedHandle)."""
+MIN_TERM_LENGTH = 3
+"""Shorter terms are searched only in the model that drivers report."""
 UNHEALTHY_STATUSES = (Health.DEGRADED.value, Health.FAILED.value)
 
 
@@ -82,6 +84,13 @@ class Device(fields.Row):
         null=True,
         blank=True,
         help_text="PCI address of its card's function, if the device is a virtual function.",
+    )
+    subsystem = models.CharField(
+        max_length=9,
+        default="",
+        db_default="",
+        blank=True,
+        help_text="The PCI ids by which the maker of the board identifies it, such as 10de:1533; empty if unknown.",
     )
 
     status = models.CharField(max_length=16, choices=Health.choices(), default=Health.UNKNOWN.value)
@@ -146,7 +155,7 @@ class Device(fields.Row):
     @property
     def hardware_name(self) -> HardwareName:
         """Return the names of the hardware, from the PCI ID database and the configuration."""
-        return get_hardware_name(self.vendor, self.model)
+        return get_hardware_name(self.vendor, self.model, self.subsystem)
 
     @property
     def lifecycle_text(self) -> str:
@@ -319,18 +328,26 @@ def build_driver_error_expression() -> Func:
 
 
 def build_name_condition(term: str) -> Q:
-    """Return the condition for devices whose hardware's name contains all words of `term`.
+    """Return the condition of `find_name_condition`, or one that no device meets."""
+    return find_name_condition(term) or Q(pk__in=[])
 
-    Hardware that no database knows is found by the model that its driver reports. The condition compares vendor and
-    model with those values of devices in the database that have such a name. Costs one statement, which reads all
-    devices.
+
+def find_name_condition(term: str) -> Q | None:
+    """Return the condition for devices whose hardware's names contain all words of `term`; None if there are none.
+
+    Hardware that no database knows is found by the model that its driver reports. The condition compares vendor, model
+    and subsystem with those values of devices in the database that have such a name. Costs one statement, which reads
+    all devices.
     """
-    named, text = set(find_hardware(term)), term.strip().lower()
-    models_by_vendor: dict[str, list[str]] = {}
-    for vendor, model in Device.objects.order_by().values_list("vendor", "model").distinct():
-        if text in model.lower() or f"{vendor}:{model}".lower() in named:
-            models_by_vendor.setdefault(vendor, []).append(model)
-    condition = Q(pk__in=[])
-    for vendor, names in models_by_vendor.items():
-        condition |= Q(vendor=vendor, model__in=names)
-    return condition
+    text = term.strip().lower()
+    has_name = len(text) >= MIN_TERM_LENGTH
+    models_by_vendor: dict[str, dict[str, set[str]]] = {}
+    for vendor, model, subsystem in Device.objects.order_by().values_list("vendor", "model", "subsystem").distinct():
+        name = get_hardware_name(vendor, model, subsystem)
+        if text in model.lower() or (has_name and name.has_words(term)):
+            models_by_vendor.setdefault(vendor, {}).setdefault(model, set()).add(subsystem)
+    condition = Q()
+    for vendor, subsystems_by_model in models_by_vendor.items():
+        for model, subsystems in subsystems_by_model.items():
+            condition |= Q(vendor=vendor, model=model, subsystem__in=subsystems)
+    return condition or None

@@ -38,6 +38,11 @@ class Host(fields.Row):
         blank=True,
         help_text="Since when it is being removed; empty if it is not. No report of it is merged any more.",
     )
+    deleting_since = models.DateTimeField(
+        null=True,
+        blank=True,
+        help_text="Since when its removal deletes what is stored of it; empty if the removal can be cancelled.",
+    )
     drivers = models.JSONField(
         default=dict,
         help_text="Per driver: error (empty when it answered), since when, its number of devices, its faults, "

@@ -52,15 +52,17 @@ EVENT_WORDS = Func("action", "actor", "host", "subject_name", "request_id", func
 """
 
 
-def event_has_words(*words: str) -> Func:
-    """Build a filter for event queries: every one of `words` must be the beginning of a word of the event.
+def event_has_words(*words: str, exact: bool = False) -> Func:
+    """Build a filter for event queries: every one of `words` must be the beginning of a word of the event; with
+    `exact`, a whole word.
 
     The result is for `filter()`. The words of an event come from its action, the action's verb, its actor, host,
     subject name and request id. Case is ignored for ASCII letters. The filter uses the index `event_words`.
     """
     lowercase_words = ("".join(char.lower() if char.isascii() else char for char in word) for word in words)
-    prefix_terms = ("'" + word.replace("\\", "\\\\").replace("'", "''") + "':*" for word in lowercase_words)
-    query = Value(" & ".join(prefix_terms), output_field=models.TextField())
+    end = "'" if exact else "':*"
+    terms = ("'" + word.replace("\\", "\\\\").replace("'", "''") + end for word in lowercase_words)
+    query = Value(" & ".join(terms), output_field=models.TextField())
     return Func(
         EVENT_WORDS, query, arg_joiner=" @@ ", template="(%(expressions)s::tsquery)", output_field=models.BooleanField()
     )

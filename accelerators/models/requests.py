@@ -59,6 +59,8 @@ class AcceleratorRequest(fields.Row):
         ]
         indexes = [
             models.Index(fields=["deadline"], condition=Q(state="BindStarted"), name="request_deadline"),
+            # The removal of a host looks for its requests, also for those that were never bound.
+            models.Index(fields=["hostname"], condition=Q(hostname__isnull=False), name="request_hostname"),
         ]
 
     def __str__(self) -> str:

@@ -33,11 +33,15 @@ class LabelResult:
 
 
 def forecast_labels(
-    visible: QuerySet[AcceleratorRequest], uuids: Sequence[UUID], label: str, may_change: Callable[[str], bool]
+    visible: QuerySet[AcceleratorRequest],
+    uuids: Sequence[UUID],
+    label: str,
+    may_change: Callable[[str], bool],
+    seen: Mapping[UUID, str] | None = None,
 ) -> list[LabelResult]:
     """Predict the outcome of `set_labels` for each of these accelerators. Costs one statement."""
     requests = {request.uuid: request for request in visible.filter(uuid__in=uuids)}
-    return [_decide(requests.get(uuid), uuid, label, may_change, None) for uuid in dict.fromkeys(uuids)]
+    return [_decide(requests.get(uuid), uuid, label, may_change, seen) for uuid in dict.fromkeys(uuids)]
 
 
 def set_labels(
@@ -48,12 +52,13 @@ def set_labels(
     caller: Caller,
     source: EventSource,
     seen: Mapping[UUID, str] | None = None,
+    reason: str = "",
 ) -> list[LabelResult]:
     """Set the label of each of these accelerators in one transaction, with an event for each; return the outcomes.
 
     `visible` are the requests that the caller may see, and `may_change` says whether the caller may change those of a
-    project. An accelerator whose label is not the one that was `seen` is refused. A refusal stops no other. Locks the
-    requests.
+    project. `reason` is stored with the events. An accelerator whose label is not the one that was `seen` is refused. A
+    refusal stops no other. Locks the requests.
     """
     with conductor.writing():
         locked = visible.filter(uuid__in=uuids).order_by("id").select_for_update(of=("self",))
@@ -68,6 +73,7 @@ def set_labels(
                 caller.name,
                 subject=(result.request, str(result.request)),
                 changes={"label": [result.label, label]},
+                reason=reason,
             )
             for result in moved
         ]

@@ -25,9 +25,6 @@ MAX_BYTES = 16_000_000
 """A larger file is not read: Debian's has 1.4 MB."""
 CHECK_INTERVAL_S = 60.0
 """Seconds after which it is looked whether the file has changed."""
-MAX_FOUND = 2_000
-"""The largest number of models that a search finds."""
-MIN_TERM_LENGTH = 3
 
 
 class _Database:
@@ -74,21 +71,22 @@ def _read_names(path: str, size: int) -> Mapping[str, PciVendor]:
 _database = _Database()
 
 
-def get_hardware_name(vendor: str, model: str) -> HardwareName:
-    """Return the names of hardware whose driver reports this vendor and model."""
+def get_hardware_name(vendor: str, model: str, subsystem: str) -> HardwareName:
+    """Return the names of hardware whose driver reports this vendor, model and subsystem ('' if it has none)."""
     _database.get(settings.KEYS.pci_ids)
-    return _name_hardware(vendor, model, settings.KEYS.hardware_names)
+    return _name_hardware(vendor, model, subsystem, settings.KEYS.hardware_names)
 
 
 @lru_cache(maxsize=4096)
-def _name_hardware(vendor: str, model: str, overrides: tuple[str, ...]) -> HardwareName:
+def _name_hardware(vendor: str, model: str, subsystem: str, overrides: tuple[str, ...]) -> HardwareName:
     """Return the names by the file that was read last, and by the overrides."""
-    return pci_names.name_hardware(vendor, model, _database._vendors, _parse_overrides(overrides))
+    return pci_names.name_hardware(vendor, model, subsystem, _database._vendors, _parse_overrides(overrides))
 
 
 @lru_cache(maxsize=8)
 def _parse_overrides(overrides: tuple[str, ...]) -> Mapping[tuple[str, str], str]:
-    """Return the overrides of CYBORG_HARDWARE_NAMES by vendor and model; entries in another form are ignored."""
+    """Return the overrides of CYBORG_HARDWARE_NAMES by vendor and model, with the subsystem after the
+    model if there is one; entries in another form are ignored."""
     entries = (entry.partition("=") for entry in overrides)
     split = ((ids.partition(":"), name.strip()) for ids, equals, name in entries if equals)
     return {
@@ -96,17 +94,3 @@ def _parse_overrides(overrides: tuple[str, ...]) -> Mapping[tuple[str, str], str
         for (vendor, colon, model), name in split
         if colon and name
     }
-
-
-def find_hardware(term: str) -> list[str]:
-    """Return `vendor:model`, as drivers report them, in lower case, of hardware whose names have all words of the term.
-
-    Overrides count. Empty for a term shorter than MIN_TERM_LENGTH. Reads no database.
-    """
-    if len(term.strip()) < MIN_TERM_LENGTH:
-        return []
-    found = pci_names.find_ids(term, _database.get(settings.KEYS.pci_ids), MAX_FOUND)
-    words = term.lower().split()
-    overrides = _parse_overrides(settings.KEYS.hardware_names)
-    found += [ids for ids, name in overrides.items() if all(word in name.lower() for word in words)]
-    return [f"{prefix}{vendor}:{prefix}{model}" for vendor, model in found for prefix in ("", "0x")]

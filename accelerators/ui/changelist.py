@@ -16,7 +16,7 @@ from uuid import UUID
 from django.contrib.admin import ShowFacets
 from django.contrib.admin.helpers import ACTION_CHECKBOX_NAME
 from django.contrib.admin.options import IncorrectLookupParameters
-from django.contrib.admin.views.main import PAGE_VAR
+from django.contrib.admin.views.main import PAGE_VAR, SEARCH_VAR
 from django.core.exceptions import BadRequest, ValidationError
 from django.core.paginator import Paginator
 from django.db import DataError, connection
@@ -35,19 +35,24 @@ from unfold.views import ChangeList
 from accelerators.ui import empty_lists, export, keyset
 from accelerators.ui.explained_admin import ExplainedModelAdmin, Rights
 from accelerators.ui.extensions import FIELD_SENTENCE, LIST_MEMORY, USER_PROJECT
-from accelerators.ui.search import build_prefix_condition
+from accelerators.ui.search import build_exact_condition, build_prefix_condition
 
 AFTER_PARAM = "after"
 """Name of the URL parameter with the primary key of the row behind which the list begins."""
 COLUMNS_PARAM = "columns"
 """Name of the URL parameter that lists the columns to show, in their order, separated by commas."""
 CHECKBOX_COLUMN = "action_checkbox"
+EXACT_WORDS = "exact_search_words"
+"""Name of the attribute of a request with the words that `note_exact_word` noted."""
 MAX_SELECTABLE_ROWS = 1_000_000
 """Rows that are counted exactly in a list with actions."""
 MAX_SEARCH_WORDS = 8
 """Words of a search term that are used; further ones are ignored."""
 MAX_LISTED_KEYS = 1000
 """If at most this number of rows matches a word of a search, the query lists their keys."""
+
+BEGINNING_MARK = "*"
+"""The last character of a search word that is always taken for a beginning, also if a row has exactly this word."""
 
 Column = str | Callable[[Any], str | bool]
 Columns = list[Column] | tuple[Column, ...] | tuple[()]
@@ -173,6 +178,16 @@ class ConsoleChangeList(ChangeList):
         """Return what an empty list shows to this user: how rows come into being, and the pages where this is done."""
         return empty_lists.build_hint(self.model_admin, self.request)
 
+    def exact_words(self) -> list[str]:
+        """Return the words of the search for which the list has only the rows that have exactly this word, although
+        other rows begin with it."""
+        return list(getattr(self.request, EXACT_WORDS, ()))
+
+    def beginnings_query(self) -> str:
+        """Return the query string of the list in which `exact_words` are searched as beginnings, too."""
+        words = [f"{word}{BEGINNING_MARK}" if word in self.exact_words() else word for word in self.query.split()]
+        return self.get_query_string({SEARCH_VAR: " ".join(words)}, [PAGE_VAR])
+
     def refused_actions(self) -> list[tuple[str, str]]:
         """Return what this user may not do on this page of the console, each with the reason."""
         return self.model_admin.list_refused_actions(self.request)
@@ -218,8 +233,8 @@ class ConsoleModelAdmin(ExplainedModelAdmin):
     empty_command: ClassVar[str] = ""
     sources: ClassVar[Sequence[empty_lists.Source]] = ()
     change_form_before_template = "console/read_only_reason.html"
-    exports: ClassVar[Mapping[str, Sequence[str]]] = {}
-    """Fields to export for a column that is not a field of the model, or that shows several fields."""
+    exports: ClassVar[Mapping[str, Sequence[str | export.ExportedValue]]] = {}
+    """The values to export for a column that is not a field of the model, or that shows several fields."""
     project_field: ClassVar[str] = ""
     """Field with the project that owns a row; '' if rows do not belong to projects."""
 
@@ -268,9 +283,14 @@ class ConsoleModelAdmin(ExplainedModelAdmin):
             raise BadRequest(f"This list has no column {unknown[0][:64]!r}. It has {', '.join(columns_by_url_name)}.")
         return [columns_by_url_name[name] for name in dict.fromkeys(names)]
 
-    def get_list_display_links(self, request: HttpRequest, list_display: Columns) -> Columns:
-        """Return the shown columns that link to a row's page; if none of the usual ones is shown, the first column."""
-        links = super().get_list_display_links(request, list_display) or ()
+    def get_list_display_links(self, request: HttpRequest, list_display: Columns) -> Columns | None:  # type: ignore[override]  # Django returns None, too; the stubs lack it
+        """Return the shown columns that link to a row's page; if none of the usual ones is shown, the first column.
+
+        Returns None for a list whose rows have no page.
+        """
+        links = super().get_list_display_links(request, list_display)
+        if links is None:
+            return None
         return [name for name in links if name in list_display] or list(list_display)[:1]
 
     def get_search_results(
@@ -289,18 +309,30 @@ class ConsoleModelAdmin(ExplainedModelAdmin):
             literal = unescape_string_literal(word) if word[0] in "\"'" and word[-1:] == word[0] else word
             condition = self.search_indexes(request, literal)
             if condition is None:
-                other_words.append(word)
+                other_words.append(word.removesuffix(BEGINNING_MARK))
             else:
                 queryset = queryset.filter(condition)
         return (self.search_other_words(request, queryset, " ".join(other_words)) if other_words else queryset), False
 
     def search_indexes(self, request: HttpRequest, word: str) -> Q | None:
-        """Build the condition that one of `indexed_search_fields`, or of the search fields that are uuids, begins with
-        the word; return None if this holds for no row that this user may see. Costs one statement.
+        """Build the condition that one of `indexed_search_fields`, or of the search fields that are uuids, is exactly
+        the word; if this holds for no row that this user may see, the condition that one of them begins with the word.
+
+        Return None if neither holds for a row that this user may see. A word that ends in `*` is always a beginning. If
+        rows that begin with an exact word are left out, `note_exact_word` notes the word. Costs two statements.
         """
+        text = word.removesuffix(BEGINNING_MARK)
         paths = self._list_indexed_search_fields(request)
-        conditions = [built for path in paths if (built := build_prefix_condition(path, word))]
-        return self._build_search_condition(request, conditions) if conditions else None
+        beginnings = [built for path in paths if (built := build_prefix_condition(path, text))]
+        if not beginnings:
+            return None
+        exact_conditions = [built for path in paths if text == word and (built := build_exact_condition(path, text))]
+        exact = self._build_search_condition(request, exact_conditions) if exact_conditions else None
+        if exact is None:
+            return self._build_search_condition(request, beginnings)
+        if self.get_queryset(request).order_by().filter(self._join_conditions(beginnings)).exclude(exact).exists():
+            note_exact_word(request, word)
+        return exact
 
     def search_other_words(self, request: HttpRequest, queryset: QuerySet[Any], words: str) -> QuerySet[Any]:
         """Keep the rows that contain each of these words, which no index has, in one of `search_fields`."""
@@ -311,16 +343,21 @@ class ConsoleModelAdmin(ExplainedModelAdmin):
         """Build the condition that any of `conditions` holds; return None if none holds for a row that this user may
         see.
 
-        Each condition is a subquery of its own, so that each uses its index. If few rows match, the condition lists
-        their keys: PostgreSQL then joins only these rows with other tables. Costs one statement.
+        If few rows match, the condition lists their keys: PostgreSQL then joins only these rows with other tables.
+        Costs one statement.
         """
-        subqueries = [self.model._base_manager.filter(one).order_by().values("pk") for one in conditions]
-        any_holds = Q(pk__in=subqueries[0].union(*subqueries[1:], all=True) if subqueries[1:] else subqueries[0])
+        any_holds = self._join_conditions(conditions)
         visible = self.get_queryset(request).order_by().filter(any_holds)
         keys = list(visible.values_list("pk", flat=True)[: MAX_LISTED_KEYS + 1])
         if len(keys) > MAX_LISTED_KEYS:
             return any_holds
         return Q(pk__in=keys) if keys else None
+
+    def _join_conditions(self, conditions: Sequence[Q]) -> Q:
+        """Build the condition that any of `conditions` holds. Each is a subquery of its own, so that each uses its
+        index."""
+        subqueries = [self.model._base_manager.filter(one).order_by().values("pk") for one in conditions]
+        return Q(pk__in=subqueries[0].union(*subqueries[1:], all=True) if subqueries[1:] else subqueries[0])
 
     def _list_indexed_search_fields(self, request: HttpRequest) -> list[str]:
         """Return the lookup paths of `indexed_search_fields` and of those search fields that are uuids."""
@@ -461,6 +498,11 @@ def _checkbox_template() -> str:
     """
     rendered_checkbox = checkbox.render(ACTION_CHECKBOX_NAME, "VALUE")
     return str(rendered_checkbox).replace("{", "{{").replace("}", "}}").replace("VALUE", "{}")
+
+
+def note_exact_word(request: HttpRequest, word: str) -> None:
+    """Note in the request that a search lists only rows that have exactly this word, although others begin with it."""
+    setattr(request, EXACT_WORDS, [*getattr(request, EXACT_WORDS, ()), word])
 
 
 def column_url_name(column: str) -> str:

@@ -11,6 +11,7 @@ import csv
 import io
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from itertools import chain, islice
 from threading import BoundedSemaphore
@@ -42,6 +43,15 @@ An open transaction would keep the database from vacuuming."""
 _export_slots = BoundedSemaphore(MAX_CONCURRENT_EXPORTS)
 
 
+@dataclass(frozen=True)
+class ExportedValue:
+    """A column of an export whose values are computed: `compute` is called with the row's values of `fields`."""
+
+    name: str
+    fields: tuple[str, ...]
+    compute: Callable[..., Any]
+
+
 class ExportResponse(StreamingHttpResponse):
     """Streaming response that frees its place among `MAX_CONCURRENT_EXPORTS` exports when it is closed, even if nobody
     read it.
@@ -67,32 +77,32 @@ def build_export_response(admin: Any, request: HttpRequest, file_format: str) ->
     if denial := admin.explain_refusal(request, "view"):
         raise PermissionDenied(denial)
     rows: QuerySet[Any] = admin.get_changelist_instance(request).queryset
-    field_paths = list_export_fields(admin, request)
+    columns = list_export_columns(admin, request)
     if not _export_slots.acquire(blocking=False):
         text = f"{MAX_CONCURRENT_EXPORTS} exports are running in this process. Try again in a moment.\n"
         return HttpResponse(text, status=503, content_type="text/plain", headers={"Retry-After": "10"})
     content_type, write_file = FILE_FORMATS[file_format]
     file_name = f"{slugify(admin.opts.verbose_name_plural)}-{datetime.now(UTC):%Y%m%dT%H%M%SZ}.{file_format}"
     response = ExportResponse(
-        _stream_and_record(admin, request, file_format, rows, field_paths, write_file), content_type=content_type
+        _stream_and_record(admin, request, file_format, rows, columns, write_file), content_type=content_type
     )
     response["Content-Disposition"] = f'attachment; filename="{file_name}"'
     return response
 
 
-def list_export_fields(admin: Any, request: HttpRequest) -> list[str]:
-    """Return the fields to export: the uuid if the model has one, then those of the shown columns, in their order.
+def list_export_columns(admin: Any, request: HttpRequest) -> list[str | ExportedValue]:
+    """Return what to export: the uuid if the model has one, then the fields of the shown columns, in their order.
 
     The fields of a column are those in the admin's `exports`, else its own model field, else the field that it is
     sorted by.
     """
-    field_paths = list(chain.from_iterable(_fields_of_column(admin, name) for name in admin.get_list_display(request)))
-    all_paths = ["uuid", *field_paths] if hasattr(admin.model, "uuid") else field_paths
-    return list(dict.fromkeys(all_paths))
+    columns = list(chain.from_iterable(_list_fields_of_column(admin, name) for name in admin.get_list_display(request)))
+    all_columns = ["uuid", *columns] if hasattr(admin.model, "uuid") else columns
+    return list(dict.fromkeys(all_columns))
 
 
-def _fields_of_column(admin: Any, column: str) -> Iterable[str]:
-    """Return the fields that are exported for a column; () if it has none."""
+def _list_fields_of_column(admin: Any, column: str) -> Iterable[str | ExportedValue]:
+    """Return what is exported for a column; () if it has no fields."""
     if column in admin.exports:
         return tuple(admin.exports[column])
     try:
@@ -102,12 +112,24 @@ def _fields_of_column(admin: Any, column: str) -> Iterable[str]:
         return (sorted_by.lstrip("-"),) if sorted_by else ()
 
 
+def _compute_values(
+    columns: Sequence[str | ExportedValue], field_paths: Sequence[str], rows: RowIterator
+) -> RowIterator:
+    """Yield the values of `columns` for each row, which has the values of `field_paths`."""
+    places = {path: place for place, path in enumerate(field_paths)}
+    for row in rows:
+        yield [
+            row[places[one]] if isinstance(one, str) else one.compute(*(row[places[path]] for path in one.fields))
+            for one in columns
+        ]
+
+
 def _stream_and_record(
     admin: Any,
     request: HttpRequest,
     file_format: str,
     rows: QuerySet[Any],
-    field_paths: list[str],
+    columns: list[str | ExportedValue],
     write_file: Callable[..., Any],
 ) -> Iterator[bytes]:
     """Yield the file in chunks and then record the event `list.exported` with the number of rows that were read.
@@ -120,8 +142,11 @@ def _stream_and_record(
         with transaction.atomic():
             with connection.cursor() as cursor:  # the ORM has no statement for a setting of the transaction
                 cursor.execute("SELECT set_config('idle_in_transaction_session_timeout', %s, true)", [STALL_TIMEOUT])
-            row_values = rows.prefetch_related(None).values_list(*field_paths).iterator(chunk_size=ROWS_PER_CHUNK)
-            names = [path.replace("__", "_") for path in field_paths]
+            sources = ((one,) if isinstance(one, str) else one.fields for one in columns)
+            field_paths = list(dict.fromkeys(chain.from_iterable(sources)))
+            stored_rows = rows.prefetch_related(None).values_list(*field_paths).iterator(chunk_size=ROWS_PER_CHUNK)
+            row_values = _compute_values(columns, field_paths, stored_rows)
+            names = [one.replace("__", "_") if isinstance(one, str) else one.name for one in columns]
             for text in write_file(names, _read_chunks(row_values, row_counter)):
                 yield text.encode() if isinstance(text, str) else text
     finally:

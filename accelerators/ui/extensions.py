@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from django.db.models import QuerySet
+from django.db.models import Q, QuerySet
 from django.http import HttpRequest
 
 from accelerators.runtime.registry import Registry
@@ -47,7 +47,8 @@ class SearchProvider:
 
     `uuid_fields` and `name_fields` are fields that are searched by prefix. `result_text` and `side_text` are database
     expressions for the result's text and the text next to it; `describe` turns the value of `result_text` into the text
-    that is shown.
+    that is shown. `find_by_name` returns the condition for rows that people call by a term that no field contains, None
+    if there are none; it may run one statement.
     """
 
     model: type[Any]
@@ -56,6 +57,7 @@ class SearchProvider:
     result_text: Any
     side_text: Any
     describe: Callable[[str], str] = str
+    find_by_name: Callable[[str], Q | None] = lambda term: None
 
 
 SEARCH_PROVIDERS: Registry[SearchProvider] = Registry("search provider")

@@ -26,6 +26,16 @@ def build_prefix_condition(path: str, term: str) -> Q | None:
     return condition or None
 
 
+def build_exact_condition(path: str, term: str) -> Q | None:
+    """Build the condition that the field at the end of the lookup path `path` is exactly `term`, in the form in which
+    the field stores it. Returns None if no value of this field can be the term."""
+    if path.endswith("uuid"):
+        bounds = uuid_bounds(term)
+        return Q(**{path: bounds[0]}) if bounds and bounds[0] == bounds[1] else None
+    values = list_search_prefixes(path.rpartition("__")[2], term)
+    return Q(**{f"{path}__in": values}) if values else None
+
+
 def list_search_prefixes(field: str, term: str) -> list[str]:
     """Return the prefixes to search for in this field, in the form in which the field stores them; an empty list if the
     term cannot match. `address` and `attach_info` hold PCI addresses, `key` also serial numbers.

@@ -141,9 +141,17 @@ def order_attachment(
 
 def forecast_detachment(row: Attachment) -> DetachmentForecast:
     """Predict what a detachment of this attachment would change now. Costs one statement."""
-    held = AcceleratorRequest.objects.filter(uuid__in=row.requests, attach_handle__isnull=False).order_by("id")
-    units = held.values_list("uuid", "attach_handle__deployable__device__uuid")
-    return DetachmentForecast(AttachmentState(row.state), tuple(units))
+    return forecast_detachments([row])[row.uuid]
+
+
+def forecast_detachments(rows: Sequence[Attachment]) -> dict[UUID, DetachmentForecast]:
+    """Predict what a detachment of each of these attachments would change now, by their uuids. Costs one statement."""
+    attachment_by_request = {request: row.uuid for row in rows for request in row.requests}
+    held = AcceleratorRequest.objects.filter(uuid__in=list(attachment_by_request), attach_handle__isnull=False)
+    units: dict[UUID, list[tuple[UUID, UUID]]] = {row.uuid: [] for row in rows}
+    for request, device in held.order_by("id").values_list("uuid", "attach_handle__deployable__device__uuid"):
+        units[attachment_by_request[request]].append((request, device))
+    return {row.uuid: DetachmentForecast(AttachmentState(row.state), tuple(units[row.uuid])) for row in rows}
 
 
 def order_detachment(

@@ -1,10 +1,11 @@
-"""Bulk actions: apply one action to many devices. A person chooses the set, sees a forecast, confirms, can cancel.
+"""Bulk actions: apply one action to many objects. A person chooses the set, sees a forecast, confirms, can cancel.
 
-An action changes the devices' state (`Action`), applies the admission rules to them (`bulk_admission.ADMIT`), or places
-a command for each device (`bulk_commands.BULK_OPS`).
-The job `bulks` works on confirmed sets, one slice per transaction. The outcome of each device is written in the
-transaction that moves the device: a worker that is killed in a slice has done nothing of it, and no device is moved
-twice.
+The objects are mostly devices. An action changes the devices' state (`Action`), applies the admission rules to them
+(`bulk_admission.ADMIT`), or places a command for each device (`bulk_commands.BULK_OPS`). Other actions have other
+objects (`TARGET_ACTIONS`): attachments are detached, accelerators are labelled.
+The job `bulks` works on confirmed sets, one slice per transaction. The outcome of each object is written in the
+transaction that changes the object: a worker that is killed in a slice has done nothing of it, and no object is changed
+twice. An action that this release does not know is left to a conductor of a newer release.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from accelerators.domain.device_actions import Action, LifecycleState, state_aft
 from accelerators.domain.errors import RefusalReason, RefusedError
 from accelerators.domain.states import (
     BulkState,
+    BulkTarget,
     CommandState,
     DeviceOutcome,
     DeviceState,
@@ -45,14 +47,21 @@ from accelerators.models.bulks import BULK_IS_RUNNING, ITEM_IS_WAITING
 from accelerators.runtime import database_clock, jobs
 from accelerators.runtime.after_commit import call_after_commit
 from accelerators.workflows import bulk_admission, bulk_commands
+from accelerators.workflows.bulk_detachments import DETACH, DETACH_ACTION
+from accelerators.workflows.bulk_labels import LABEL, LABEL_ACTION
+from accelerators.workflows.bulk_targets import BulkForecast, InstanceReach, TargetAction
 from drivers.plan import DESTRUCTIVE
 
 IS_DUE = Q(next_at=None) | Q(next_at__lte=Now())
 HOLDER_CHECK_PAUSE = outbox.build_retry_pause(safety.HOLDER_CHECK_PAUSE_S, safety.LONGEST_HOLDER_CHECK_PAUSE_S)
-MAX_BULK_DEVICES = 100_000
-"""Maximum number of devices of one bulk action."""
+MAX_BULK_OBJECTS = 100_000
+"""Maximum number of objects of one bulk action."""
 BULK_SLICE_SIZE = 100
-"""Devices worked on in one transaction. A cancel waits for the current slice; no further device is touched then."""
+"""Objects worked on in one transaction. A cancel waits for the current slice; no further object is touched then."""
+TARGET_ACTIONS: Mapping[str, TargetAction] = {DETACH: DETACH_ACTION, LABEL: LABEL_ACTION}
+"""The actions whose objects are not devices."""
+KNOWN_ACTIONS = (*(action.value for action in Action), bulk_admission.ADMIT, *bulk_commands.BULK_OPS, *TARGET_ACTIONS)
+"""The actions of this release. A conductor of a newer release may have stored others."""
 MAX_DRAFTS = 5
 """Maximum number of drafts of one caller; a further one replaces the oldest."""
 DRAFT_RETENTION = timedelta(days=1)
@@ -67,6 +76,12 @@ FROM ({chosen}) chosen JOIN accelerators_device d USING (id) JOIN accelerators_h
 ORDER BY d.host_id, d.id
 """
 """Insert the items of a bulk action. The column `stood` gets `LifecycleState.as_text` of the device."""
+STORE_UNITS = """
+UPDATE accelerators_bulkitem t
+SET stood = right(t.stood || ', ' || x.number || ' unit' || CASE WHEN x.number = 1 THEN '' ELSE 's' END, 64)
+FROM ({counts}) AS x(id, number) WHERE t.id = x.id
+"""
+"""Append the numbers of units to the column `stood` of items, as `partitioning.describe_units` does."""
 STORE_OUTCOMES = """
 UPDATE accelerators_bulkitem t SET outcome = x.outcome, why = x.why, state = x.state, text = x.text
 FROM jsonb_to_recordset(%s::jsonb) AS x(uuid uuid, outcome text, why text, state text, text text)
@@ -76,66 +91,59 @@ WHERE t.bulk_id = %s AND t.device_uuid = x.uuid
 
 
 @dataclass(frozen=True)
-class BulkForecast:
-    """Predicted outcome for one device, or for `number` devices of a set with the same outcome.
-
-    `held` is True if one of our own requests holds the device; other holder checks are not made. For a command that is
-    not destructive it is always False.
-    """
-
-    outcome: DeviceOutcome
-    text: str
-    held: bool
-    number: int = 1
-
-
-@dataclass(frozen=True)
 class BulkPreview:
-    """A preview of a draft: the forecasts of `forecast_bulk`, the number of hosts, and the number of held devices that
-    would be changed."""
+    """A preview of a draft: the forecasts of `forecast_bulk`, the number of hosts, and the number of held objects that
+    would be changed. `reach` is None for devices."""
 
     forecasts: Sequence[BulkForecast]
     host_count: int
     held_count: int
+    reach: InstanceReach | None = None
 
     @property
     def needs_confirmation(self) -> bool:
         """Return whether a person must confirm it separately: it reaches several hosts, or would change a held
-        device."""
+        object."""
         return self.host_count > 1 or self.held_count > 0
 
-    def count_devices(self, outcome: DeviceOutcome) -> int:
-        """Return the number of devices with this forecast."""
+    def count_objects(self, outcome: DeviceOutcome) -> int:
+        """Return the number of objects with this forecast."""
         return sum(one.number for one in self.forecasts if one.outcome == outcome)
 
 
 def create_draft(
     action: Action | str,
     drain_to: DrainTarget,
-    devices: QuerySet[Device],
+    chosen: QuerySet[Any],
     caller: Caller,
     selection: str = "",
     source: EventSource = EventSource.PERSON,
     arguments: Mapping[str, Any] | None = None,
     reason: str = "",
+    project_id: str = "",
 ) -> Bulk:
-    """Store a set of devices with the present state of each as a draft, on which nothing is done until `confirm_draft`.
+    """Store a set of objects with the present state of each as a draft, on which nothing is done until `confirm_draft`.
 
-    `action` may also be one of `bulk_commands.BULK_OPS`, with its `arguments`, or `bulk_admission.ADMIT`; `drain_to` is
-    the final state of a drain; `selection` describes the list's filters; `reason` is the one that its page proposes.
-    Raises RefusedError INVALID if there are no devices, or more than MAX_BULK_DEVICES.
+    `action` is one of KNOWN_ACTIONS, and `chosen` are devices, or the objects of a TARGET_ACTIONS; `arguments` are
+    those of `bulk_commands.PARTITION` or `bulk_labels.LABEL`; `drain_to` is the final state of a drain; `selection`
+    describes the list's filters; `reason` is the one that its page proposes; `project_id` is the project to which all
+    objects belong, if the caller sees only those. Raises RefusedError INVALID if there are no objects, or more than
+    MAX_BULK_OBJECTS.
     """
-    number = devices.order_by()[: MAX_BULK_DEVICES + 1].count()
-    if not 0 < number <= MAX_BULK_DEVICES:
-        too_many_text = f"More than {MAX_BULK_DEVICES} devices are chosen: narrow the list by filters first."
-        raise RefusedError(RefusalReason.INVALID, too_many_text if number else "No device is chosen.")
+    target_action = TARGET_ACTIONS.get(action)
+    target = target_action.target if target_action else BulkTarget.DEVICE
+    number = chosen.order_by()[: MAX_BULK_OBJECTS + 1].count()
+    if not 0 < number <= MAX_BULK_OBJECTS:
+        too_many_text = f"More than {MAX_BULK_OBJECTS} {target}s are chosen: narrow the list by filters first."
+        raise RefusedError(RefusalReason.INVALID, too_many_text if number else f"No {target} is chosen.")
     if action == bulk_admission.ADMIT:
         arguments = bulk_admission.build_arguments()
-    chosen, params = devices.order_by().values("id").query.sql_with_params()
     with conductor.writing():
         _delete_old_drafts(caller)
         bulk = Bulk.objects.create(
             action=action,
+            target=target,
+            project_id=project_id[:255],
             then=drain_to,
             actor=caller.name[:255],
             caller_id=caller.user_id[:255],
@@ -144,25 +152,35 @@ def create_draft(
             arguments=arguments,
             reason=reason,
         )
-        with connection.cursor() as cursor:
-            cursor.execute(INSERT_ITEMS.format(chosen=chosen), [bulk.pk, *params])
-            bulk.total = cursor.rowcount
+        if target_action:
+            bulk.total = len(BulkItem.objects.bulk_create(target_action.build_items(bulk, chosen), batch_size=1000))
+            if not bulk.total:
+                raise RefusedError(RefusalReason.INVALID, f"No {target} is chosen.")
+        else:
+            bulk.total = _insert_devices(bulk, chosen)
         bulk.save(update_fields=["total"])
-        chosen_ids = list(bulk.items.values_list("device_id", flat=True))
-        held_ids = {device for device, _ in safety.query_requests_of_devices(chosen_ids, "id")}
-        bulk.items.filter(device__in=held_ids).update(held=True)
-        if action == bulk_commands.PARTITION:
-            _store_present_units(bulk)
     return bulk
 
 
+def _insert_devices(bulk: Bulk, devices: QuerySet[Device]) -> int:
+    """Insert an item for each device of a new draft; return their number."""
+    chosen, params = devices.order_by().values("id").query.sql_with_params()
+    with connection.cursor() as cursor:
+        cursor.execute(INSERT_ITEMS.format(chosen=chosen), [bulk.pk, *params])
+        number = int(cursor.rowcount)
+    chosen_ids = list(bulk.items.values_list("device_id", flat=True))
+    held_ids = {device for device, _ in safety.query_requests_of_devices(chosen_ids, "id")}
+    bulk.items.filter(device__in=held_ids).update(held=True)
+    if bulk.action == bulk_commands.PARTITION:
+        _store_present_units(bulk)
+    return number
+
+
 def _store_present_units(bulk: Bulk) -> None:
-    """Add the present number of units to the state with which each device of a draft was chosen."""
-    items = list(bulk.items.select_related("device"))
-    units = partitioning.count_units([item.device for item in items if item.device])
-    for item in items:
-        item.stood = partitioning.describe_units(item.stood, units[item.device_id or 0])
-    BulkItem.objects.bulk_update(items, ["stood"], batch_size=500)
+    """Add the present number of units to the state with which each device of a draft was chosen; one statement."""
+    counted = partitioning.annotate_unit_count(bulk.items.order_by(), "device__").values_list("pk", "unit_count")
+    counts, params = counted.query.sql_with_params()
+    conductor.open_cursor().execute(STORE_UNITS.format(counts=counts), params)
 
 
 def _delete_old_drafts(caller: Caller) -> None:
@@ -180,30 +198,63 @@ def _delete_old_drafts(caller: Caller) -> None:
         conductor.record_event("bulk.forgotten", EventSource.SYSTEM, "drafts", changes=changes, reason=reason)
 
 
+def set_arguments(bulk: Bulk, arguments: Mapping[str, Any], reason: str) -> None:
+    """Replace the arguments and the proposed reason of a draft. Raises RefusedError CONFLICT if it is no draft any
+    more, and INVALID for a reason that cannot be stored."""
+    reason = command_queue.check_reason(reason)
+    with conductor.writing():
+        changed = Bulk.objects.filter(pk=bulk.pk, state=BulkState.DRAFT).update(arguments=arguments, reason=reason)
+        if not changed:
+            raise RefusedError(RefusalReason.CONFLICT, "The bulk action was confirmed or deleted meanwhile.")
+
+
 def may_confirm(bulk: Bulk, caller: Caller) -> bool:
-    """Return whether the caller is the one who chose the devices of a draft; nobody else may confirm it."""
+    """Return whether the caller is the one who chose the objects of a draft; nobody else may confirm it."""
     return bulk.actor == caller.name[:255] and bulk.caller_id in ("", caller.user_id[:255])
 
 
 def preview_bulk(bulk: Bulk) -> BulkPreview:
-    """Return a preview of what confirming a draft now would do. Costs two statements."""
+    """Return a preview of what confirming a draft now would do. Costs the statements of `forecast_bulk` and one; for
+    TARGET_ACTIONS those of their `count_reach`, too."""
     forecasts = forecast_bulk(bulk)
     held_count = sum(one.number for one in forecasts if one.held and one.outcome == DeviceOutcome.MOVED)
-    return BulkPreview(forecasts, bulk.items.order_by().values("host").distinct().count(), held_count)
+    target_action = TARGET_ACTIONS.get(bulk.action)
+    reach = target_action.count_reach(bulk) if target_action else None
+    return BulkPreview(forecasts, bulk.items.order_by().values("host").distinct().count(), held_count, reach)
 
 
 def create_retry_draft(bulk: Bulk, caller: Caller, source: EventSource = EventSource.PERSON) -> Bulk:
-    """Store the failed devices of a bulk action that has ended as a new draft of the same action, in their present
+    """Store the failed objects of a bulk action that has ended as a new draft of the same action, in their present
     states.
 
-    Raises RefusedError: CONFLICT while it is running or a draft, INVALID if no device has failed.
+    Raises RefusedError: CONFLICT while it is running or a draft, or if this release does not know its action; INVALID
+    if no object has failed.
     """
+    _require_known_action(bulk)
     if bulk.state not in (BulkState.DONE, BulkState.CANCELLED):
         raise RefusedError(RefusalReason.CONFLICT, "The bulk action has not ended yet: wait, or cancel it.")
-    failed = Device.objects.filter(pk__in=query_failed_items(bulk).values("device"))
+    failed = query_failed_objects(bulk)
     if not failed.exists():
-        raise RefusedError(RefusalReason.INVALID, "No device of this bulk action has failed and still exists.")
-    return create_draft(bulk.action, DrainTarget(bulk.then), failed, caller, bulk.selection, source, bulk.arguments)
+        raise RefusedError(RefusalReason.INVALID, f"No {bulk.target} of this bulk action has failed and still exists.")
+    then, arguments = DrainTarget(bulk.then), bulk.arguments
+    if bulk.action == bulk_commands.PARTITION:  # the draft has the present states, so the old generation is not wanted
+        arguments = {**(arguments or {}), "generation": None}
+    return create_draft(bulk.action, then, failed, caller, bulk.selection, source, arguments, "", bulk.project_id)
+
+
+def _require_known_action(bulk: Bulk) -> None:
+    """Raise RefusedError CONFLICT if this release does not know the action of a bulk action."""
+    if bulk.action not in KNOWN_ACTIONS:
+        text = f"This release does not know the action {bulk.action}: ask a conductor of a newer release."
+        raise RefusedError(RefusalReason.CONFLICT, text)
+
+
+def query_failed_objects(bulk: Bulk) -> QuerySet[Any]:
+    """Return the devices, or the other objects, of the failed items that still exist."""
+    failed = query_failed_items(bulk)
+    if target_action := TARGET_ACTIONS.get(bulk.action):
+        return target_action.query_objects(bulk, list(failed.values_list("target_uuid", flat=True)))
+    return Device.objects.filter(pk__in=failed.values("device"))
 
 
 def query_failed_items(bulk: Bulk) -> QuerySet[BulkItem]:
@@ -228,14 +279,18 @@ def annotate_with_commands(items: QuerySet[BulkItem]) -> QuerySet[BulkItem]:
 
 
 def forecast_bulk(bulk: Bulk) -> list[BulkForecast]:
-    """Predict what confirming a set now would do: each kind of outcome with its number of devices.
+    """Predict what confirming a set now would do: each kind of outcome with its number of objects.
 
     Sorted by outcome, and then by number, the largest first. Costs one statement, whatever the size of the set; for
-    admission rules two, and for a change of units three.
+    admission rules, labels and a change of units two, and for detachments three. Returns [] for an action that this
+    release does not know.
     """
+    if bulk.action not in KNOWN_ACTIONS:
+        return []
+    if target_action := TARGET_ACTIONS.get(bulk.action):
+        return _sort_forecasts(Counter(target_action.predict(bulk, list(bulk.items.all()))))
     if bulk.action == bulk_commands.PARTITION:
-        unit_changes = Counter(one for _, one in _forecast_unit_changes(bulk, _query_items_with_facts(bulk)))
-        return _sort_forecasts(unit_changes)
+        return _sort_forecasts(_count_unit_changes(bulk))
     if bulk.action == bulk_admission.ADMIT:
         return _sort_forecasts(_count_admissions(bulk))
     fact_groups = (
@@ -301,47 +356,100 @@ def _build_admission_forecaster(bulk: Bulk) -> Callable[..., BulkForecast]:
     return predict
 
 
-def _forecast_unit_changes(bulk: Bulk, items: QuerySet[BulkItem]) -> list[tuple[BulkItem, BulkForecast]]:
-    """Predict what a change of units would do to each of these items, which are annotated with facts."""
+def forecast_unit_change(change: partitioning.PartitionChange, device: Device) -> tuple[BulkForecast, str]:
+    """Predict what a change of units would do to one device now; return the forecast and the device's
+    `describe_units`. Makes no holder checks. Costs two statements."""
+    present_units = partitioning.count_units([device])[device.pk]
+    seen = partitioning.describe_units(device.lifecycle_text, present_units)
+    is_held, is_able = bool(safety.find_requests_of_device(device)), bulk_commands.PARTITION in device.acts.split()
+    return _predict_unit_change(change, seen, device, present_units, is_held=is_held, is_able=is_able), seen
+
+
+UNIT_FACT_COLUMNS = ("state", "returns_to", "drain_to", "busy_with", "driver", "changeable", "sized_by")
+"""The columns of a device that decide what a change of its units does."""
+
+
+def _count_unit_changes(bulk: Bulk) -> Counter[BulkForecast]:
+    """Predict what a change of units would do to the devices of a set: each forecast with its number of devices.
+
+    Costs one statement, which groups the devices with the same facts. With a generation, which only a change of a
+    single device has, the device itself is read.
+    """
     change = partitioning.PartitionChange.from_arguments(bulk.arguments or {})
-    loaded = list(items.select_related("device"))
-    units = partitioning.count_units([item.device for item in loaded if item.device])
-    return [(item, _forecast_unit_change(change, item, units[item.device_id or 0])) for item in loaded]
+    items = partitioning.annotate_unit_count(_query_items_with_facts(bulk), "device__")
+    if change.generation is not None:
+        return Counter(one for _, one in _forecast_unit_changes(bulk, items))
+    columns = ("stood", "unit_count", "is_held", "able", *(f"device__{name}" for name in UNIT_FACT_COLUMNS))
+    groups = items.order_by().values_list(*columns).annotate(number=Count("id"))
+    numbers = Counter[BulkForecast]()
+    for stood, present_units, is_held, is_able, *facts, number in groups:
+        device = Device(**dict(zip(UNIT_FACT_COLUMNS, facts, strict=True))) if facts[0] else None
+        forecast = _predict_unit_change(change, stood, device, present_units, is_held=is_held, is_able=bool(is_able))
+        numbers[forecast] += number
+    return numbers
 
 
-def _forecast_unit_change(change: partitioning.PartitionChange, item: BulkItem, present_units: int) -> BulkForecast:
-    """Predict what a change of units would do to the device of an item, which has `present_units` units now."""
-    device = item.device
+def _forecast_unit_changes(bulk: Bulk, items: QuerySet[Any]) -> list[tuple[BulkItem, BulkForecast]]:
+    """Predict what a change of units would do to each of these items, which are annotated with facts and
+    `unit_count`."""
+    change = partitioning.PartitionChange.from_arguments(bulk.arguments or {})
+    return [
+        (
+            item,
+            _predict_unit_change(
+                change, item.stood, item.device, item.unit_count, is_held=item.is_held, is_able=item.able
+            ),
+        )
+        for item in items.select_related("device")
+    ]
+
+
+def _predict_unit_change(
+    change: partitioning.PartitionChange,
+    word_when_chosen: str,
+    device: Device | None,
+    present_units: int,
+    *,
+    is_held: bool,
+    is_able: bool,
+) -> BulkForecast:
+    """Predict what a change of units would do to one device, which has `present_units` units now; None is a device that
+    is gone. `word_when_chosen` is its `describe_units` when it was chosen."""
     if device is None:
         return BulkForecast(DeviceOutcome.REFUSED, "does not exist any more", held=False)
     refusal = bulk_commands.predict_refusal(
         bulk_commands.PARTITION,
-        item.stood,
+        word_when_chosen,
         partitioning.describe_units(device.lifecycle_text, present_units),
         DeviceState(device.state),
-        is_supported=item.able,  # type: ignore[attr-defined]  # annotated by `_query_items_with_facts`
+        is_supported=is_able,
         is_busy=device.busy_with is not None,
-        is_held=item.is_held,  # type: ignore[attr-defined]
+        is_held=is_held,
     )
     try:
         layout = partitioning.plan_layout(device, change, present_units)
     except RefusedError as refused:
         refusal = refusal or refused.text
     if refusal:
-        return BulkForecast(DeviceOutcome.REFUSED, refusal, item.is_held)  # type: ignore[attr-defined]
+        return BulkForecast(DeviceOutcome.REFUSED, refusal, is_held)
     words = ", ".join(f"{word}={value}" for word, value in layout.items())
     return BulkForecast(DeviceOutcome.MOVED, f"is divided again with {words}; it has {present_units} units now", False)
 
 
 def forecast_first_items(bulk: Bulk, maximum: int, held_only: bool = False) -> list[tuple[BulkItem, BulkForecast]]:
-    """Return the first `maximum` devices of a set with their forecasts; with `held_only` only those that a request
-    holds."""
+    """Return the first `maximum` objects of a set with their forecasts; with `held_only` only those that a request
+    holds. Returns [] for an action that this release does not know."""
+    if bulk.action not in KNOWN_ACTIONS:
+        return []
+    if target_action := TARGET_ACTIONS.get(bulk.action):
+        items = list((bulk.items.filter(held=True) if held_only else bulk.items.all())[:maximum])
+        return list(zip(items, target_action.predict(bulk, items), strict=True))
     annotated = _query_items_with_facts(bulk).order_by("id")
     if not held_only:  # select by id first, so that the database looks for holders of these devices only
         annotated = annotated.filter(pk__in=list(bulk.items.order_by("id").values_list("pk", flat=True)[:maximum]))
     chosen = (annotated.filter(Q(is_held=True)) if held_only else annotated)[:maximum]
     if bulk.action == bulk_commands.PARTITION:
-        return _forecast_unit_changes(bulk, chosen)
+        return _forecast_unit_changes(bulk, partitioning.annotate_unit_count(chosen, "device__"))
     if bulk.action == bulk_admission.ADMIT:
         predict = _build_admission_forecaster(bulk)
         columns_by_item = {pk: columns for pk, *columns in chosen.values_list("pk", *ADMISSION_COLUMNS)}
@@ -454,13 +562,15 @@ def forecast_device(action: Action, drain_to: DrainTarget, device: Device) -> Bu
 
 
 def confirm_draft(bulk: Bulk, reason: str, held_too: bool, dry_run: bool = False) -> bool:
-    """Start a bulk action that is a draft, with `dry_run` as a dry run that changes no device.
+    """Start a bulk action that is a draft, with `dry_run` as a dry run that changes nothing.
 
-    Returns False if it is not a draft any more. Without `held_too` an action does not move devices that requests hold;
-    commands (`bulk_commands.BULK_OPS`) ignore it. A set of at most BULK_SLICE_SIZE devices is finished when this
-    returns, unless this process is killed; the job `bulks` works on a larger one, and finishes the set of a killed
-    process. Raises RefusedError INVALID for a reason that cannot be stored.
+    Returns False if it is not a draft any more. Without `held_too` an action does not change objects that requests
+    hold; commands (`bulk_commands.BULK_OPS`) and labels ignore it. A set of at most BULK_SLICE_SIZE objects is finished
+    when this returns, unless this process is killed; the job `bulks` works on a larger one, and finishes the set of a
+    killed process. Raises RefusedError: INVALID for a reason that cannot be stored, CONFLICT if this release does not
+    know the action.
     """
+    _require_known_action(bulk)
     reason = command_queue.check_reason(reason)
     # Whoever has the lock works on the set alone, so that the services are asked about its devices only once.
     with _try_bulk_lock(bulk) as has_lock:
@@ -487,17 +597,17 @@ def _start_draft(bulk: Bulk, reason: str, held_too: bool, dry_run: bool) -> Bulk
         draft.started_at = draft.updated_at = database_clock.now()
         draft.save()
         if not dry_run:
-            changes = {"devices": [None, draft.total]}
+            changes = {f"{draft.target}s": [None, draft.total]}
             _record_bulk_event(draft, "confirmed", changes, draft.actor, EventSource(draft.source))
         call_after_commit(jobs.enqueue_job, "bulks")
     return draft
 
 
 def cancel_bulk(bulk: Bulk, caller: Caller, source: EventSource = EventSource.PERSON) -> None:
-    """Stop a running bulk action: after this has returned, it begins no further device.
+    """Stop a running bulk action: after this has returned, it begins no further object.
 
-    Devices that were moved stay moved, and commands that were placed go on. Waits for the slice that is being worked
-    on. A dry run becomes a draft again. Does nothing if it is not running.
+    Objects that were changed stay changed, and commands that were placed go on. Waits for the slice that is being
+    worked on. A dry run becomes a draft again. Does nothing if it is not running.
     """
     with conductor.writing():
         running = Bulk.objects.select_for_update().filter(pk=bulk.pk, state=BulkState.RUNNING).first()
@@ -514,12 +624,12 @@ def process_next_slice() -> bool:
     """Process one slice of the running bulk action that has waited longest; return False if there is nothing to do now.
 
     If it is unknown whether a device is held, the device stays waiting and is tried again after a pause,
-    HOLDER_CHECK_ATTEMPTS times in all. A bulk action on which another process works is left to it.
+    HOLDER_CHECK_ATTEMPTS times in all. A bulk action on which another process works is left to it, and one with an
+    action that this release does not know to a conductor of a newer release.
     """
     items = BulkItem.objects.filter(ITEM_IS_WAITING, bulk=OuterRef("pk"))
-    for bulk in Bulk.objects.filter(BULK_IS_RUNNING, Exists(items.filter(IS_DUE)) | ~Exists(items)).order_by(
-        "updated_at"
-    ):
+    known = Bulk.objects.filter(BULK_IS_RUNNING, action__in=KNOWN_ACTIONS)
+    for bulk in known.filter(Exists(items.filter(IS_DUE)) | ~Exists(items)).order_by("updated_at"):
         with _try_bulk_lock(bulk) as acquired:
             if acquired:
                 _process_slice(bulk, safety.HOLDER_CHECK_ATTEMPTS)
@@ -535,9 +645,9 @@ def _try_bulk_lock(bulk: Bulk) -> AbstractContextManager[bool]:
 def _process_slice(found: Bulk, max_attempts: int) -> None:
     """Process the next slice of a bulk action.
 
-    The holder checks of the slice are made first, if the action needs them. Then one transaction changes the devices'
-    states or places their commands, writes the outcome of each, and ends the bulk action after its last device. It
-    locks the bulk action, the devices and their hosts. Items of which it is unknown whether the device is held stay
+    The holder checks of the slice are made first, if the action needs them. Then one transaction changes the objects or
+    places their commands, writes the outcome of each, and ends the bulk action after its last object. It locks the bulk
+    action, the objects and the hosts of devices. Items of which it is unknown whether the device is held stay
     waiting until they were tried `max_attempts` times. Does nothing if another process has processed the items
     meanwhile.
     """
@@ -549,10 +659,10 @@ def _process_slice(found: Bulk, max_attempts: int) -> None:
         if bulk is None or waiting_items.filter(pk__in=[item.pk for item in asked_items]).count() != len(asked_items):
             return
         results = _apply_to_items(bulk, asked_items, answers)
-        retried = {item.device_uuid for item in asked_items if item.attempts + 1 < max_attempts}
+        retried = {item.target_uuid for item in asked_items if item.attempts + 1 < max_attempts}
         retried &= {result.uuid for result in results if result.reason is RefusalReason.UNAVAILABLE}
         if retried:
-            waiting_items.filter(device_uuid__in=retried).update(
+            waiting_items.filter(target_uuid__in=retried).update(
                 attempts=F("attempts") + 1, next_at=Now() + HOLDER_CHECK_PAUSE
             )
         results = [result for result in results if result.uuid not in retried]
@@ -571,7 +681,7 @@ def _process_slice(found: Bulk, max_attempts: int) -> None:
 
 def _ask_holders(bulk: Bulk, items: list[BulkItem]) -> safety.HolderAnswers:
     """Make the holder checks of these items, if the action needs any."""
-    if bulk.action == bulk_admission.ADMIT:
+    if bulk.action == bulk_admission.ADMIT or bulk.action in TARGET_ACTIONS:
         return safety.NO_ANSWERS
     seen = _build_seen_states(bulk, items)
     if bulk.action in bulk_commands.BULK_OPS:
@@ -581,8 +691,8 @@ def _ask_holders(bulk: Bulk, items: list[BulkItem]) -> safety.HolderAnswers:
 
 def _build_seen_states(bulk: Bulk, items: list[BulkItem]) -> SeenStates:
     """Return the states that the devices of these items showed when they were chosen. A dry run includes held ones."""
-    free_devices = {item.device_uuid for item in items if not item.held}
-    return SeenStates({item.device_uuid: item.stood for item in items}, bulk.held_too or bulk.dry, free_devices)
+    free_devices = {item.target_uuid for item in items if not item.held}
+    return SeenStates({item.target_uuid: item.stood for item in items}, bulk.held_too or bulk.dry, free_devices)
 
 
 def _apply_to_items(bulk: Bulk, items: list[BulkItem], answers: safety.HolderAnswers) -> list[ActionResult]:
@@ -592,7 +702,9 @@ def _apply_to_items(bulk: Bulk, items: list[BulkItem], answers: safety.HolderAns
     caller, source = Caller(bulk.actor, bulk.caller_id, frozenset(), ""), EventSource(bulk.source)
     try:
         with transaction.atomic():
-            if bulk.action == bulk_admission.ADMIT:
+            if target_action := TARGET_ACTIONS.get(bulk.action):
+                results = target_action.apply(bulk, items, caller, source)
+            elif bulk.action == bulk_admission.ADMIT:
                 results = bulk_admission.admit_each(bulk.arguments, seen.words_by_device, caller, bulk.reason)
             elif bulk.action in bulk_commands.BULK_OPS:
                 results = bulk_commands.place_command_for_each(

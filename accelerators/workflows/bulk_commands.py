@@ -6,6 +6,7 @@ predicted.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 from uuid import UUID
@@ -90,9 +91,12 @@ def place_command_for_each(
             device.uuid: device
             for device in conductor.lock_devices(Device.objects.filter(uuid__in=list(words_when_chosen)))
         }
+        units = partitioning.count_units(list(devices.values())) if op == PARTITION else Counter[int]()
         results: Sequence[ActionResult] = [
-            _place_command(op, arguments, devices[uuid], words_when_chosen[uuid], caller, reason, answers, source)
-            for uuid in devices
+            _place_command(
+                op, arguments, device, units[device.pk], words_when_chosen[uuid], caller, reason, answers, source
+            )
+            for uuid, device in devices.items()
         ]
     missing_uuids = words_when_chosen.keys() - devices.keys()
     refused_results = (
@@ -106,19 +110,23 @@ def _place_command(
     op: str,
     arguments: Mapping[str, Any] | None,
     device: Device,
+    present_units: int,
     word_when_chosen: str,
     caller: Caller,
     reason: str,
     answers: safety.HolderAnswers,
     source: EventSource,
 ) -> ActionResult:
-    """Place the command for one locked device; return the result. A RefusedError becomes a refused result."""
+    """Place the command for one locked device; return the result. A RefusedError becomes a refused result.
+
+    `present_units` is its number of units, which only PARTITION needs.
+    """
     device_columns = (str(device), device.host.name, device.state)
     try:
         if op == PARTITION:
             change = partitioning.PartitionChange.from_arguments(arguments or {})
-            command = partitioning.partition_device(
-                device.uuid, change, caller, reason, source, answers, word_when_chosen
+            command = partitioning.partition_locked_device(
+                device, present_units, change, caller, reason, source, answers, word_when_chosen
             )
         else:
             _refuse_if_changed(op, device, word_when_chosen)

@@ -1,19 +1,26 @@
 """Remove a decommissioned host: its agent, devices, providers and wanted drivers. Its events are kept.
 
-`order_removal` marks the host in one transaction: the agent is revoked, the devices are retired, and an intent is
-raised. From then on nothing of the host is offered or bound, no report of it is merged, and no agent joins for it. The
-job `removals` then deletes the providers in Placement, the devices and at last the host. Each of its steps may be
-repeated, and the intent is deleted together with the host, so a killed worker's work is continued by the next one.
+`order_removal` marks the host in one transaction (`removing_since`): its devices are retired, and an intent is raised.
+From then on nothing of the host is offered or bound, no report of it is merged, no join token is made for it, and no
+agent joins for it. Until the deletion begins, `cancel_removal` undoes the order in one transaction.
+
+The job `removals` begins the deletion (`deleting_since`) when CYBORG_HOST_REMOVAL_DELAY_S have passed. That is the
+point of no return. It then revokes the agent, and deletes the providers in Placement, the devices and at last the host.
+Each of its steps may be repeated, and the intent is deleted together with the host, so a killed worker's work is
+continued by the next one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
 from typing import Any
 from uuid import UUID
 
-from django.db.models import ProtectedError, Q
+from django.conf import settings
+from django.db.models import ProtectedError, Q, QuerySet
+from django.db.models.functions import Now
 
 from accelerators import conductor, outbox, safety
 from accelerators.commands.command_queue import check_reason
@@ -21,7 +28,7 @@ from accelerators.devices import deletion, lifecycle
 from accelerators.domain.caller import Caller
 from accelerators.domain.device_actions import LifecycleState
 from accelerators.domain.errors import RefusalReason, RefusedError
-from accelerators.domain.states import DeviceState, EventSource
+from accelerators.domain.states import DeviceState, DrainTarget, EventSource
 from accelerators.models import (
     AcceleratorRequest,
     AttachHandle,
@@ -49,7 +56,7 @@ AgentRevoker = Callable[[Host, str, str, EventSource], None]
 AGENT_REVOKERS: Registry[AgentRevoker] = Registry("revoker of agents", single=True)
 """Function that revokes the agent of a host and its join tokens, given the actor, the reason and the source.
 
-It is called in a transaction, before the host is locked."""
+It is called in a transaction in which the host is not locked, and may be called again."""
 HOST_CLEANUPS: Registry[Callable[[Host], str]] = Registry("cleanup of hosts")
 """Functions that delete what other services have of a host that is being removed. Each returns '' when nothing is left,
 otherwise why it could not be deleted yet. They are called outside transactions, and may be called again."""
@@ -71,6 +78,14 @@ class RemovalPreview:
     commands: int
     guests_unconfirmed: int
     refused: str
+
+
+@dataclass(frozen=True)
+class RemovalProgress:
+    """When the removal of a host goes on, and why it could not go on the last time ('' if nothing went wrong)."""
+
+    next_at: datetime
+    obstacle: str
 
 
 def preview_removal(host: Host) -> RemovalPreview:
@@ -102,12 +117,12 @@ def count_removed_rows(host: Host, refused: str = "") -> RemovalPreview:
 
 
 def order_removal(uuid: UUID, typed_name: str, caller: Caller, reason: str, source: EventSource) -> None:
-    """Begin to remove a host: revoke its agent, retire its devices and raise the intent that the job handles.
+    """Begin to remove a host: retire its devices and raise the intent that the job handles.
 
     Does nothing more for a host that is being removed already. Asks Placement and Nova first, so call it outside
-    transactions. Locks the agent, the host and its devices. Raises RefusedError: NOT_FOUND; CONFLICT if `typed_name` is
-    not the host's name, or a command for it is open; IN_USE while a request or an allocation exists, or while the host
-    is live and has not confirmed yet that no guest uses a released handle; UNAVAILABLE if a service cannot tell.
+    transactions. Locks the host and its devices. Raises RefusedError: NOT_FOUND; CONFLICT if `typed_name` is not the
+    host's name, or a command for it is open; IN_USE while a request or an allocation exists, or while the host is live
+    and has not confirmed yet that no guest uses a released handle; UNAVAILABLE if a service cannot tell.
     """
     reason = check_reason(reason)
     host = Host.objects.filter(uuid=uuid).first()
@@ -121,8 +136,6 @@ def order_removal(uuid: UUID, typed_name: str, caller: Caller, reason: str, sour
         return
     _, answers = _ask_holders(host)
     with conductor.writing():
-        for revoke in AGENT_REVOKERS.values():
-            revoke(host, caller.name, reason or "its host is removed", source)
         locked = Host.objects.select_for_update(no_key=True).filter(pk=host.pk).first()
         if locked is None or locked.removing_since:
             return
@@ -137,13 +150,87 @@ def order_removal(uuid: UUID, typed_name: str, caller: Caller, reason: str, sour
             for device in devices
             if device.state != DeviceState.RETIRED
         ]
+        former_states = {
+            str(change.device.uuid): [change.before.state, change.before.returns_to, change.before.drain_to]
+            for change in changes
+        }
         lifecycle.store_state_changes(changes, source)
         now = database_clock.now()
         Host.objects.filter(pk=locked.pk).update(removing_since=now, updated_at=now)
         values: dict[str, Any] = {"removing_since": [None, now.isoformat(timespec="seconds")]}
         conductor.record_event("host.removing", source, caller.name, host=locked, changes=values, reason=reason)
-        payload = {"host": locked.name, "actor": caller.name, "reason": reason}
+        payload = {"host": locked.name, "actor": caller.name, "reason": reason, "former_states": former_states}
         conductor.raise_intents(REMOVAL_INTENT, {str(locked.uuid): payload})
+        begins_at = now + timedelta(seconds=settings.KEYS.host_removal_delay_s)
+        _query_intents(locked).update(next_at=begins_at)
+
+
+def cancel_removal(uuid: UUID, caller: Caller, reason: str, source: EventSource) -> None:
+    """Cancel the removal of a host: its devices get the states back that they had, and its reports are merged again.
+
+    One transaction; locks the host and its devices, and asks no service. Raises RefusedError: NOT_FOUND if there is no
+    such host (any more); CONFLICT if it is not being removed, or if the deletion has begun.
+    """
+    reason = check_reason(reason)
+    with conductor.writing():
+        host = Host.objects.select_for_update(no_key=True).filter(uuid=uuid).first()
+        if host is None:
+            raise RefusedError(
+                RefusalReason.NOT_FOUND, f"There is no host {uuid}. If it was removed, its events say so."
+            )
+        if not host.removing_since:
+            raise RefusedError(RefusalReason.CONFLICT, f"Host {host.name} is not being removed.")
+        if host.deleting_since:
+            raise RefusedError(
+                RefusalReason.CONFLICT,
+                f"The removal of host {host.name} cannot be cancelled any more: it has been deleting since "
+                f"{host.deleting_since.astimezone(UTC):%Y-%m-%d %H:%M:%S} UTC. When it has ended, the host may join "
+                "again with a new join token.",
+            )
+        former_states = _query_intents(host).values_list("payload__former_states", flat=True).first() or {}
+        devices = conductor.lock_devices(Device.objects.filter(host=host))
+        text = "the removal of its host was cancelled"
+        changes = [
+            lifecycle.DeviceStateChange(
+                device,
+                lifecycle.build_lifecycle_state(device),
+                _decode_state(*former_states[str(device.uuid)]),
+                caller.name,
+                text,
+                caller.name,
+            )
+            for device in devices
+            if str(device.uuid) in former_states
+        ]
+        lifecycle.store_state_changes(changes, source)
+        values: dict[str, Any] = {"removing_since": [host.removing_since.isoformat(timespec="seconds"), None]}
+        conductor.record_event("host.removal_cancelled", source, caller.name, host=host, changes=values, reason=reason)
+        _query_intents(host).delete()
+        host.removing_since, host.updated_at = None, database_clock.now()
+        conductor.forget_applied_report(host, "removing_since", "updated_at")
+
+
+def load_progress(host: Host) -> RemovalProgress | None:
+    """Return the time of the next step of the removal of a host, and what prevented the last one; one statement.
+
+    None if the host is not being removed.
+    """
+    row = _query_intents(host).values_list("next_at", "last_error").first()
+    return row and RemovalProgress(*row)
+
+
+def _query_intents(host: Host) -> QuerySet[Intent]:
+    """Query the intent that stands for the removal of this host."""
+    return Intent.objects.filter(kind=REMOVAL_INTENT, key=str(host.uuid))
+
+
+def _decode_state(state: str, returns_to: str | None, drain_to: str | None) -> LifecycleState:
+    """Return the lifecycle state that an order has stored in its intent."""
+    return LifecycleState(
+        DeviceState(state),
+        DeviceState(returns_to) if returns_to else None,
+        DrainTarget(drain_to) if drain_to else None,
+    )
 
 
 def _ask_holders(host: Host) -> tuple[list[Device], safety.HolderAnswers]:
@@ -157,11 +244,32 @@ def _refuse_if_needed(host: Host, devices: Sequence[Device], answers: safety.Hol
 
     A released handle counts only while the host is live: a host that is gone never confirms it.
     """
-    requests = AcceleratorRequest.objects.filter(
-        Q(hostname=host.name) | Q(deployable__device__host=host) | Q(attach_handle__deployable__device__host=host)
-    )
-    if uuids := list(requests.order_by("id").values_list("uuid", flat=True)[: MAX_REQUESTS_NAMED + 1]):
-        named = ", ".join(map(str, uuids[:MAX_REQUESTS_NAMED]))
+    _refuse_if_requested_or_commanded(host)
+    holders = safety.find_holders(devices, answers)
+    is_gone = host.stale_since is not None
+    for device in devices:
+        results = {name: result for name, result in holders.results[device.pk].items() if name != safety.RELEASES}
+        relevant = safety.DeviceHolders({device.pk: results}) if is_gone else holders
+        relevant.refuse_unless_free(device, "removed with its host")
+
+
+def _refuse_if_requested_or_commanded(host: Host) -> None:
+    """Raise RefusedError IN_USE while there are requests of the host, and CONFLICT while a command for it is open.
+
+    Two statements, each of which reads a few rows by indexes, whatever the number of requests.
+    """
+    requests = AcceleratorRequest.objects.order_by()
+    few = slice(MAX_REQUESTS_NAMED + 1)  # of each kind, and in all
+    by_name, by_deployable, by_handle = (
+        requests.filter(**{path: value}).values_list("uuid", flat=True)[few]
+        for path, value in (
+            ("hostname", host.name),
+            ("deployable__device__host", host),
+            ("attach_handle__deployable__device__host", host),
+        )
+    )  # a union, because with OR PostgreSQL would scan all requests
+    if uuids := sorted(map(str, by_name.union(by_deployable, by_handle)[few])):
+        named = ", ".join(uuids[:MAX_REQUESTS_NAMED])
         more = " and others" if len(uuids) > MAX_REQUESTS_NAMED else ""
         raise RefusedError(
             RefusalReason.IN_USE, f"Host {host.name} has accelerator requests: {named}{more}. Delete them first."
@@ -170,12 +278,6 @@ def _refuse_if_needed(host: Host, devices: Sequence[Device], answers: safety.Hol
         raise RefusedError(
             RefusalReason.CONFLICT, f"A command for host {host.name} is open: wait until it has ended, then try again."
         )
-    holders = safety.find_holders(devices, answers)
-    is_gone = host.stale_since is not None
-    for device in devices:
-        results = {name: result for name, result in holders.results[device.pk].items() if name != safety.RELEASES}
-        relevant = safety.DeviceHolders({device.pk: results}) if is_gone else holders
-        relevant.refuse_unless_free(device, "removed with its host")
 
 
 def run() -> None:
@@ -199,7 +301,19 @@ def step() -> bool:
 
 
 def _continue_removal(host: Host, intent: DueIntent) -> str:
-    """Delete what is left of a host, and at last the host; return '' if that was done, otherwise what prevents it."""
+    """Delete what is left of a host, and at last the host; return '' if that was done, otherwise what prevents it.
+
+    Does nothing if the removal was cancelled since the intent was loaded.
+    """
+    try:
+        if not _begin_deletion(host, intent):
+            return ""
+    except RefusedError as refused:
+        return refused.text
+    with conductor.writing():
+        for revoke in AGENT_REVOKERS.values():
+            reason = intent.payload["reason"] or "its host is removed"
+            revoke(host, intent.payload["actor"], reason, EventSource.SYSTEM)
     for cleanup in HOST_CLEANUPS.values():
         if obstacle := cleanup(host):
             return obstacle
@@ -212,6 +326,28 @@ def _continue_removal(host: Host, intent: DueIntent) -> str:
     except ProtectedError as error:
         return f"rows that refer to it still exist: {', '.join(sorted(map(str, error.protected_objects))[:5])}"
     return ""
+
+
+def _begin_deletion(host: Host, intent: DueIntent) -> bool:
+    """Store that the deletion begins, after which the removal cannot be cancelled; return whether it has begun.
+
+    Returns False if the removal was cancelled meanwhile, also if it was ordered again and is not due yet. Locks the
+    host. Raises RefusedError if a request or a command was made since the order.
+    """
+    with conductor.writing():
+        locked = Host.objects.select_for_update(no_key=True).filter(pk=host.pk).first()
+        if locked is None or not Intent.objects.filter(pk=intent.id, next_at__lte=Now()).exists():
+            return False
+        if locked.deleting_since is None:
+            _refuse_if_requested_or_commanded(locked)
+            now = database_clock.now()
+            Host.objects.filter(pk=locked.pk).update(deleting_since=now, updated_at=now)
+            values: dict[str, Any] = {"deleting_since": [None, now.isoformat(timespec="seconds")]}
+            actor, reason = intent.payload["actor"], intent.payload["reason"]
+            conductor.record_event(
+                "host.deleting", EventSource.SYSTEM, actor, host=locked, changes=values, reason=reason
+            )
+        return True
 
 
 def _delete_some_devices(host: Host, actor: str) -> bool:

@@ -293,7 +293,12 @@ OWN_RULES = (
         "cyborg:accelerator:update",
         STRICT_MEMBER,
         "Label attached accelerators of one's own project.",
-        ("PATCH /api/accelerators/{uuid}/", "POST /api/accelerators/label/"),
+        (
+            "PATCH /api/accelerators/{uuid}/",
+            "POST /api/accelerators/label/",
+            "POST /api/bulk_actions/ (action: label)",
+            "POST /api/bulk_actions/{uuid}/{cancel,retry}/ (action: label)",
+        ),
         session_rule=LABEL_OF_ANY_PROJECT,
     ),
     PolicyRule(
@@ -365,7 +370,11 @@ OWN_RULES = (
         "cyborg:attachment:delete",
         ELEVATED,
         "Detach from a running instance.",
-        ("POST /api/attachments/{uuid}/detach/",),
+        (
+            "POST /api/attachments/{uuid}/detach/",
+            "POST /api/bulk_actions/ (action: detach)",
+            "POST /api/bulk_actions/{uuid}/{cancel,retry}/ (action: detach)",
+        ),
     ),
     PolicyRule(
         "cyborg:attachment:elevated",
@@ -426,7 +435,12 @@ OWN_RULES = (
         ),
     ),
     PolicyRule("cyborg:rule:get_all", STRICT_MANAGER, "List admission rules.", ("GET /api/rules/",)),
-    PolicyRule("cyborg:host:delete", ADMIN, "Remove a host.", ("POST /api/hosts/{uuid}/remove/",)),
+    PolicyRule(
+        "cyborg:host:delete",
+        ADMIN,
+        "Remove a host, or cancel its removal.",
+        ("POST /api/hosts/{uuid}/remove/", "POST /api/hosts/{uuid}/cancel_removal/"),
+    ),
     PolicyRule("cyborg:rule:get_one", STRICT_MANAGER, "Show an admission rule.", ("GET /api/rules/{uuid}/",)),
     PolicyRule("cyborg:rule:create", ADMIN, "Make an admission rule.", ("POST /api/rules/",)),
     PolicyRule("cyborg:rule:update", ADMIN, "Change an admission rule.", ("PATCH /api/rules/{uuid}/",)),

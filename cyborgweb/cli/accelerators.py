@@ -24,6 +24,7 @@ LIST_COLUMNS = (
     "driver",
     "backend",
     "device=device.uuid",
+    "hardware=device.name",
     "instance=instance.uuid",
     "label",
 )
@@ -53,6 +54,7 @@ MAX_UNITS = 65_535
 )
 @click.option("--free", "which", flag_value="free", help="Units that nobody holds.")
 @click.option("--all", "which", flag_value="all", help="All units; the default of manage.py.")
+@options.saved_view_option
 @options.limit_option
 @options.watch_option
 @pass_cli_context

@@ -108,6 +108,7 @@ def attachment_detach(cli_context: CliContext, attachment: UUID, **detach_option
 @verb_command("attachment-list", "attachment-list --state attached")
 @click.option("--instance", type=click.UUID, help="Only of this instance.")
 @click.option("--state", type=click.Choice((*OPEN_STATES, *GONE_STATES)), multiple=True, help="In this state.")
+@options.saved_view_option
 @options.limit_option
 @options.watch_option
 @pass_cli_context

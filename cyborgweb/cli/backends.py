@@ -34,6 +34,7 @@ DISCOVER_COLUMNS = ("host", "outcome", "state", "text")
 @click.option("--name", help="Only with this name.")
 @click.option("--state", type=click.Choice(BACKEND_STATES), help="Only in this state.")
 @click.option("--failing/--answering", default=None, help="Only backends that have an error, or only the others.")
+@options.saved_view_option
 @options.limit_option
 @options.watch_option
 @pass_cli_context
@@ -229,6 +230,7 @@ def _compare_sections(driver: dict[str, Any], backend: str, method: str, changes
 @click.option("--backend", help="Only of backends with this name.")
 @click.option("--name", type=click.Choice(SERVICE_NAMES), help="Only this service.")
 @click.option("--state", type=click.Choice(["ready", "unavailable"]), help="Only in this state.")
+@options.saved_view_option
 @options.limit_option
 @options.watch_option
 @pass_cli_context

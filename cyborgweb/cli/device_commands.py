@@ -25,6 +25,7 @@ MAX_COMMANDS = 50
 @click.option("--host", shell_complete=completion.complete_hosts, help="Only of this host.")
 @click.option("--device", shell_complete=completion.complete_devices, help="Only of this device.")
 @click.option("--open/--ended", "is_open", default=None, help="Only commands that have not ended, or only the others.")
+@options.saved_view_option
 @click.option(
     "--limit",
     "max_rows",
@@ -36,11 +37,11 @@ MAX_COMMANDS = 50
 @options.watch_option
 @pass_cli_context
 def command_list(
-    cli_context: CliContext, host: str | None, device: str | None, is_open: bool | None, max_rows: int
+    cli_context: CliContext, device: str | None, is_open: bool | None, max_rows: int, **filters: Any
 ) -> None:
     """List commands to agents, the newest first."""
     uuid = names.resolve_device(cli_context.api, device) if device else None
-    filters = drop_empty({"host": host, "device": uuid}) | ({} if is_open is None else {"ended": not is_open})
+    filters = drop_empty(filters | {"device": uuid}) | ({} if is_open is None else {"ended": not is_open})
     cli_context.print_list(
         lambda: cli_context.api.iterate_rows("commands/", max_rows, **filters), COMMAND_COLUMNS, "No commands."
     )

@@ -47,8 +47,8 @@ AGENT_STATES = ("up", "late", "down", "revoked", "clone")
 @click.option(
     "--stale/--fresh", default=None, help="Only devices whose host or driver does not report, or only the others."
 )
-@click.option("--saved-view", help="Only those that this saved view of the console shows.")
 @click.option("--quiet", is_flag=True, help="Print only uuids, one per line, as input for another command.")
+@options.saved_view_option
 @options.limit_option
 @options.watch_option
 @pass_cli_context
@@ -215,6 +215,7 @@ def device_admit(
 @click.option("--host", shell_complete=completion.complete_hosts, help="Only of this host.")
 @click.option("--state", type=click.Choice(AGENT_STATES), help="Only in this state.")
 @click.option("--version", help="Only with this version.")
+@options.saved_view_option
 @options.limit_option
 @options.watch_option
 @pass_cli_context
@@ -276,6 +277,7 @@ def join_token(cli_context: CliContext, host: str, address: str, hours: int) -> 
 @verb_command("join-token-list", "join-token-list --host cmp1.example")
 @click.option("--host", help="Only of this host.")
 @click.option("--used/--unused", default=None, help="Only tokens that an agent has used, or only the others.")
+@options.saved_view_option
 @options.limit_option
 @options.watch_option
 @pass_cli_context
@@ -304,7 +306,8 @@ def join_token_delete(cli_context: CliContext, id: int) -> None:
 def host_remove(cli_context: CliContext, host: str, dry_run: bool, reason: str, yes: bool) -> None:
     """Remove a decommissioned host with its devices, its providers in Placement and its agent's key.
 
-    This is refused while a request or an allocation exists. Events are kept, and the name may join again.
+    This is refused while a request or an allocation exists. Events are kept, and the name may join again. The deletion
+    begins after CYBORG_HOST_REMOVAL_DELAY_S seconds (of the server); until then, host-removal-cancel undoes the order.
     """
     address = f"hosts/{names.resolve_host(cli_context.api, host)}/remove/"
     preview = cli_context.api.post(address, {"dry_run": True})
@@ -315,6 +318,20 @@ def host_remove(cli_context: CliContext, host: str, dry_run: bool, reason: str, 
         options.confirm_name(f"Remove host {name} with {devices} devices and {providers} providers?", name, yes)
         preview = cli_context.api.post(address, {"confirm": name, "reason": reason})
     print_row(preview, cli_context.output)
+
+
+@verb_command("host-removal-cancel", "host-removal-cancel cmp9.example --reason 'wrong host'")
+@click.argument("host", shell_complete=completion.complete_hosts)
+@options.reason_option
+@options.request_dry_run_option
+@pass_cli_context
+def host_removal_cancel(cli_context: CliContext, host: str, reason: str) -> None:
+    """Cancel the removal of a host. Its devices get their former states back.
+
+    This is refused if the host is not being removed, and once the deletion has begun.
+    """
+    address = f"hosts/{names.resolve_host(cli_context.api, host)}/cancel_removal/"
+    print_row(cli_context.api.post(address, options.drop_empty({"reason": reason})), cli_context.output)
 
 
 def _apply_action(

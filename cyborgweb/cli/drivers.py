@@ -51,6 +51,7 @@ MAX_SETTINGS_BYTES = 65_536
     default=None,
     help="Only drivers whose state differs from the desired state, or only the others.",
 )
+@options.saved_view_option
 @options.limit_option
 @options.watch_option
 @pass_cli_context

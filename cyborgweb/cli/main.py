@@ -152,6 +152,7 @@ VERB_COMMANDS = (
     devices.join_token_list,
     devices.join_token_delete,
     devices.host_remove,
+    devices.host_removal_cancel,
     certificates.announcement_key,
     certificates.announce_certificate,
     completion,

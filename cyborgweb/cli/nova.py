@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from typing import Any
 from uuid import UUID
 
 import click
@@ -14,13 +15,14 @@ LIST_COLUMNS = ("uuid", "address", "trusted", "unknown_instances", "proven_at", 
 
 
 @verb_command("nova-list", "nova-list --json")
+@options.saved_view_option
 @options.limit_option
 @options.watch_option
 @pass_cli_context
-def nova_list(cli_context: CliContext, limit: int) -> None:
+def nova_list(cli_context: CliContext, limit: int, **filters: Any) -> None:
     """List the addresses of Nova that were used, and whether their answer 404 for an instance is believed."""
     cli_context.print_list(
-        lambda: cli_context.fetch_rows("nova_endpoints/", limit),
+        lambda: cli_context.fetch_rows("nova_endpoints/", limit, **filters),
         LIST_COLUMNS,
         "Nova was not asked about instances yet.",
     )

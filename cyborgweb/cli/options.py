@@ -199,6 +199,9 @@ limit_option = click.option(
     show_default=True,
     help="Largest number of rows.",
 )
+saved_view_option = click.option(
+    "--saved-view", metavar="NAME", help="Only rows that this saved view of the console shows."
+)
 watch_option = click.option(
     "--watch",
     is_flag=False,

@@ -23,6 +23,7 @@ RULE_COLUMNS = ("order", "name", "enabled", "action", "host", "driver", "vendor"
 @verb_command("rule-list", "rule-list --action ready")
 @click.option("--action", type=click.Choice(ADMISSIONS), help="Only rules that give devices this state.")
 @click.option("--enabled/--disabled", default=None, help="Only rules that are in force, or only the others.")
+@options.saved_view_option
 @options.limit_option
 @options.watch_option
 @pass_cli_context

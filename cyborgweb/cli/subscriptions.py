@@ -15,13 +15,14 @@ LIST_COLUMNS = ("uuid", "name", "way", "target", "standing", "last_error")
 
 
 @verb_command("subscription-list", "subscription-list --json")
+@options.saved_view_option
 @options.limit_option
 @options.watch_option
 @pass_cli_context
-def subscription_list(cli_context: CliContext, limit: int) -> None:
+def subscription_list(cli_context: CliContext, limit: int, **filters: Any) -> None:
     """List subscriptions: who gets messages, and which addresses still wait for confirmation."""
     cli_context.print_list(
-        lambda: map(_show_confirmation, cli_context.fetch_rows("subscriptions/", limit)),
+        lambda: map(_show_confirmation, cli_context.fetch_rows("subscriptions/", limit, **filters)),
         LIST_COLUMNS,
         "There are no subscriptions.",
     )

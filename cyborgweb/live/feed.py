@@ -27,8 +27,9 @@ from django.db import Error, InterfaceError, OperationalError, connection
 from accelerators.runtime import metrics
 from agents.liveness import compute_thresholds
 from cyborgweb.auth.sessions import SessionStore
-from cyborgweb.live import page_host, session_permissions
+from cyborgweb.live import session_permissions
 from cyborgweb.live.list_snapshot import Cells, ListSnapshot, hash_cell
+from cyborgweb.live.page_version import EVERYTHING, PageContent, PageSubject, find_page_content, load_versions
 
 log = logging.getLogger(__name__)
 _watcher_gauge = metrics.create_gauge("cyborg_console_watchers", "Console pages that are open in a browser.")
@@ -50,9 +51,14 @@ RELOAD_TARGET_S = 10.0
 MAX_RELOAD_DELAY_S = 30.0
 """Seconds after which a page that still waits for its reload hint is no longer shown as live. MAX_RELOADS_PER_S lets
 500 pages reload themselves in 25 s."""
+BEHIND_NOTICE_S = 3.0
+"""Seconds after which a live page that waits for its reload hint is told so: its badge then says how far it is behind.
+"""
 UNVERSIONED_INTERVAL_S = 60.0
-"""Seconds after which the page of a host or device is also told to reload itself for a change of another host, because
-parts of it may show other data, such as rollouts."""
+"""Seconds after which a page with a subject is also told to reload itself for any other change. Versions contain all
+that such pages are known to show; this corrects a page that shows more."""
+VERSION_INTERVAL_S = 2.0
+"""Seconds after which versions are read again even if no generation has changed: some of their tables have none."""
 KEEPALIVE_INTERVAL_S = 8.0
 """Seconds after which a live page gets a message even if nothing has changed."""
 CLOCK_RENDER_INTERVAL_S = 10.0
@@ -98,13 +104,15 @@ class FeedIntervals:
     """Shortest intervals in seconds.
 
     `look_s`: between two searches for changed rows (each sends a row at most once to a page). `permission_check_s`:
-    between two checks of who may watch. `reload_hint_s`: between two reload hints to the same page.
+    between two checks of who may watch. `reload_hint_s`: between two reload hints to the same page; `bounded_hint_s`:
+    the same for a page without a subject, such as the overview, which shows changes of many rows.
     `uncounted_query_s`: between two queries of data whose changes no Generation row counts (leases, intents, agents).
     """
 
     look_s: float = 0.5
     permission_check_s: float = 2.0
     reload_hint_s: float = 2.0
+    bounded_hint_s: float = 10.0
     uncounted_query_s: float = 2.0
 
 
@@ -121,8 +129,8 @@ class ConsoleWatcher:
     """The user's `session_permissions.fingerprint_permissions` when the page was admitted."""
     is_plain_page: bool = False
     """Whether the page has reported that it is not a list."""
-    host_id: int | None = None
-    """The host that the page shows; None for a page that shows data of several hosts."""
+    content: PageContent = EVERYTHING
+    """What the page shows, if it is not a list."""
     snapshot: ListSnapshot | None = None
     """The list that the page shows; None for a page that is not a list."""
     sent_rows: dict[Any, tuple[object, dict[str, int]]] = field(default_factory=dict)
@@ -149,6 +157,8 @@ class ConsoleWatcher:
     """The state of all data when the page was told last to reload itself."""
     waiting_since: float | None = None
     """Since when the page waits to be told to reload itself; None if it does not."""
+    is_told_behind: bool = False
+    """Whether the page was told that it waits."""
     new_count: int = 0
     """The number of new rows that was noted for the page last."""
     counted_state: object = None
@@ -169,7 +179,8 @@ class LiveFeed:
         self._watchers: set[ConsoleWatcher] = set()
         self._generations: dict[str, int] = {}
         self._uncounted: object = None
-        self._host_versions: dict[int, int] = {}
+        self._versions: dict[PageSubject, int] = {}
+        self._next_versions_at = 0.0
         self._versioned_state: object = None
         self._hints_sent_at = 0.0
         self._rendered_rows: dict[object, dict[Any, RenderedRow]] = {}
@@ -264,7 +275,7 @@ class LiveFeed:
 
     def _start_following(self, watcher: ConsoleWatcher, path: str, query: str, rows: list[str], page: str) -> None:
         """Follow the rows of the page's list from now on, compare them once, and send the first message. A page that is
-        not a list is only noted, with the host that it shows.
+        not a list is only noted, with what it shows.
 
         Post NOT_ALLOWED if the user may not view the list, MALFORMED if it cannot be followed, and TRY_AGAIN_LATER if
         the database connection is lost. A page that is not registered is ignored.
@@ -279,10 +290,10 @@ class LiveFeed:
             None,
         )
         watcher.pending_message.clear()
-        watcher.is_plain_page, watcher.host_id = not path, None
+        watcher.is_plain_page, watcher.content = not path, EVERYTHING
         try:
             if watcher.is_plain_page:
-                watcher.host_id = page_host.find_host_id(page)
+                watcher.content = find_page_content(page)
                 return
             shown = ListSnapshot(path, query, watcher.user, SessionStore(watcher.session_key))
             key_by_name = shown.parse_keys(rows)
@@ -525,11 +536,12 @@ class LiveFeed:
 
     def _send_reload_hints(self, pages: list[ConsoleWatcher], now: float) -> None:
         """Note in the pending messages of `pages`, which are not lists, that they must reload, if something has changed
-        that they show: any data, or for a page with `host_id` that host.
+        that they show.
 
         At most MAX_RELOADS_PER_S pages per second get the hint, but MIN_RELOAD_HINTS per call, those that have waited
-        longest first, and each at most once in `reload_hint_s` seconds. A page that has waited for MAX_RELOAD_DELAY_S
-        seconds is not live until then.
+        longest first, and each live page at most once in `reload_hint_s` seconds, or `bounded_hint_s` if it has no
+        subject. A page that waits for BEHIND_NOTICE_S seconds is told how long it has waited; after MAX_RELOAD_DELAY_S
+        seconds it is not live until the hint.
         """
         if pages and now >= self._next_uncounted_at:
             self._next_uncounted_at = now + self._intervals.uncounted_query_s
@@ -537,30 +549,46 @@ class LiveFeed:
                 cursor.execute(SELECT_UNCOUNTED, compute_thresholds())
                 self._uncounted = cursor.fetchone()
         state = self._outages, tuple(sorted(self._generations.items())), self._uncounted
-        self._update_host_versions(pages, state)
+        self._update_versions(pages, state, now)
         waiting = []
         for one in pages:
-            own_state = state if one.host_id is None else (self._outages, self._host_versions.get(one.host_id))
+            own_state, subject = self._compute_page_state(one.content, state), one.content.subject
             is_overdue = one.hinted_state != state and now >= one.hinted_at + UNVERSIONED_INTERVAL_S
-            if one.synced_state != own_state or (one.host_id is not None and is_overdue):
-                one.waiting_since = one.waiting_since or now
-                one.is_live = one.is_live and now - one.waiting_since < MAX_RELOAD_DELAY_S
-                if now >= one.hinted_at + self._intervals.reload_hint_s:
-                    waiting.append((one, own_state))
+            if one.synced_state == own_state and not (subject and is_overdue):
+                continue
+            one.waiting_since = one.waiting_since or now
+            delay = now - one.waiting_since
+            one.is_live = one.is_live and delay < MAX_RELOAD_DELAY_S
+            interval = self._intervals.reload_hint_s if subject else self._intervals.bounded_hint_s
+            if not one.is_live or now >= one.hinted_at + interval:
+                waiting.append((one, own_state))
+            if one.is_live and delay >= BEHIND_NOTICE_S and not one.is_told_behind:
+                one.is_told_behind, one.pending_message["behind"] = True, round(delay, 1)
         rate = min(len(waiting) / RELOAD_TARGET_S, MAX_RELOADS_PER_S)
         number = max(MIN_RELOAD_HINTS, ceil(rate * min(now - self._hints_sent_at, RELOAD_TARGET_S)))
         self._hints_sent_at = now
         for one, own_state in sorted(waiting, key=lambda pair: pair[0].waiting_since or now)[:number]:
             one.synced_state, one.hinted_state, one.is_live = own_state, state, True
-            one.hinted_at, one.waiting_since = now, None
+            one.hinted_at, one.waiting_since, one.is_told_behind = now, None, False
+            one.pending_message.pop("behind", None)
             one.pending_message["moved"] = True
 
-    def _update_host_versions(self, pages: list[ConsoleWatcher], state: object) -> None:
-        """Load the versions of the hosts that `pages` show, if `state` is not that of the last versions or a host is
-        new."""
-        hosts = {one.host_id for one in pages if one.host_id is not None}
-        if state != self._versioned_state or not hosts <= self._host_versions.keys():
-            self._host_versions, self._versioned_state = page_host.load_host_versions(hosts), state
+    def _compute_page_state(self, content: PageContent, state: object) -> object:
+        """Return a value that changes when something changes that a page with this content shows. `state` is the value
+        for everything."""
+        if content.subject:
+            return self._outages, self._versions.get(content.subject)
+        if content.collections is not None:
+            return self._outages, tuple(self._generations.get(name, 0) for name in sorted(content.collections))
+        return state
+
+    def _update_versions(self, pages: list[ConsoleWatcher], state: object, now: float) -> None:
+        """Load the versions of the subjects of `pages`, if `state` is not that of the last versions, if a subject is
+        new, or after VERSION_INTERVAL_S seconds."""
+        subjects = {one.content.subject for one in pages if one.content.subject}
+        if state != self._versioned_state or now >= self._next_versions_at or not subjects <= self._versions.keys():
+            self._versions, self._versioned_state = load_versions(subjects), state
+            self._next_versions_at = now + VERSION_INTERVAL_S
 
     @staticmethod
     def _send_pending_message(watcher: ConsoleWatcher) -> None:

@@ -66,7 +66,7 @@ VERBS: Mapping[str, Mapping[str, click.Command]] = {
         "cancel": drivers.rollout_cancel,
         "retry": drivers.rollout_retry,
     },
-    "host": {"remove": devices.host_remove},
+    "host": {"remove": devices.host_remove, "cancel-removal": devices.host_removal_cancel},
     "command": {
         **{name.partition("-")[2]: verb for name, verb in device_commands.ORDER_VERBS.items()},
         "list": device_commands.command_list,

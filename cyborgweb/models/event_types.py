@@ -95,7 +95,7 @@ _WORD_BY_FIELD = {
     "profile": "profile",
     "instance": "instance",
     "name": "",
-    "model": "",
+    "hardware": "",
     "host": "on",
     "health": "health",
 }
@@ -105,7 +105,8 @@ _WORD_BY_FIELD = {
 def describe_event(kind: str, data: Mapping[str, Any]) -> str:
     """Return one line for people that says what happened to which object, where and why; about 600 characters at most.
 
-    `data` is the data of a message of this `kind`.
+    `data` is the data of a message of this `kind`, with the names of its hardware
+    (`cyborgweb.models.notify.add_hardware_name`).
     """
     subject = data.get("name") or data.get("request") or data.get("device") or data.get("subscription") or ""
     details = [

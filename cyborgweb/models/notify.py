@@ -4,6 +4,8 @@ to which events were read."""
 from __future__ import annotations
 
 import uuid
+from collections.abc import Mapping
+from typing import Any
 from urllib.parse import urlsplit
 
 from django.conf import settings
@@ -14,6 +16,7 @@ from django.db.models.functions import Now
 
 from accelerators.domain.states import DeviceType
 from accelerators.models import fields
+from accelerators.runtime.hardware_names import get_hardware_name
 from cyborgweb.models.event_types import (
     DeliveryProgress,
     DeliveryWay,
@@ -146,6 +149,21 @@ class Subscription(fields.SettingsRow):
         return self.target or "the inbox"
 
 
+def add_hardware_name(data: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the data of a message with `hardware`, what people call its device, after `model` if it has a model.
+
+    Names are looked up when a message is shown or sent, so they follow the configuration. Messages of earlier releases
+    have no vendor: their hardware is the model.
+    """
+    named: dict[str, Any] = {}
+    for word, value in data.items():
+        named[word] = value
+        if word == "model":
+            vendor, subsystem = data.get("vendor", ""), data.get("subsystem", "")
+            named["hardware"] = get_hardware_name(vendor, value, subsystem).full if vendor else value
+    return named
+
+
 class Delivery(models.Model):
     """One message for one subscription, and the progress of its delivery. `message` is the message's id."""
 
@@ -198,6 +216,11 @@ class Delivery(models.Model):
 
     def __str__(self) -> str:
         return f"{self.kind} to {self.subscription}"
+
+    @property
+    def named_data(self) -> dict[str, Any]:
+        """Return the data with the name of its hardware, as it is sent and shown."""
+        return add_hardware_name(self.data)
 
 
 class ConfirmationRequest(models.Model):

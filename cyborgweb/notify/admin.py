@@ -411,7 +411,7 @@ class DeliveryAdmin(ReadOnlyModelAdmin):
     @display(description="Message", ordering="kind")
     def told(self, row: Delivery) -> str:
         """Return the delivery's message as one readable sentence."""
-        return describe_event(row.kind, row.data)
+        return describe_event(row.kind, row.named_data)
 
     @display(description="Subscription", ordering="subscription__name")
     def shown_subscription(self, row: Delivery) -> SafeString:

@@ -26,7 +26,7 @@ from accelerators.api.own.fields import (
     StrictTextField,
     UrlField,
 )
-from accelerators.api.own.filters import single_choice_filter
+from accelerators.api.own.filters import SavedViewFilter, single_choice_filter
 from accelerators.api.own.views import CollectionView
 from accelerators.domain.errors import RefusalReason, RefusedError
 from accelerators.domain.states import DeviceType, EventSource
@@ -51,7 +51,7 @@ class SubscriptionReference(serializers.Serializer[Any]):
     url = UrlField("subscriptions", source="uuid")
 
 
-class SubscriptionFilter(filters.FilterSet):
+class SubscriptionFilter(SavedViewFilter):
     """Filter by way, standing and project. The project matters only to callers that see more than one."""
 
     way = single_choice_filter(DeliveryWay)
@@ -190,7 +190,7 @@ class HandOverSerializer(ClosedSerializer):
     )
 
 
-class DeliveryFilter(filters.FilterSet):
+class DeliveryFilter(SavedViewFilter):
     """Filter by subscription, kind and progress."""
 
     subscription = filters.UUIDFilter(field_name="subscription__uuid")
@@ -204,7 +204,7 @@ class DeliverySerializer(RowSerializer):
     uuid = serializers.UUIDField(source="message", read_only=True, help_text="The header webhook-id has it after msg_.")
     url = UrlField("deliveries", source="message")
     subscription = SubscriptionReference(read_only=True)
-    data: Any = serializers.JSONField(read_only=True)  # Any for the same reason as `label` above.
+    data: Any = serializers.JSONField(source="named_data", read_only=True)  # Any for the same reason as `label` above.
 
     class Meta:
         model = Delivery
@@ -231,7 +231,7 @@ class MessageSerializer(RowSerializer):
     url = UrlField("inbox", source="message")
     subscription = SubscriptionReference(read_only=True)
     text = serializers.SerializerMethodField()
-    data: Any = serializers.JSONField(read_only=True)  # Any for the same reason as `label` above.
+    data: Any = serializers.JSONField(source="named_data", read_only=True)  # Any for the same reason as `label` above.
 
     class Meta:
         model = Delivery
@@ -239,7 +239,7 @@ class MessageSerializer(RowSerializer):
 
     def get_text(self, row: Delivery) -> str:
         """The message as one readable sentence."""
-        return describe_event(row.kind, row.data)
+        return describe_event(row.kind, row.named_data)
 
 
 class ReadSerializer(serializers.Serializer[Any]):

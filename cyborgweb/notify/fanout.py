@@ -65,17 +65,20 @@ requests AS MATERIALIZED (
   LEFT JOIN accelerators_deployable y ON y.id = q.deployable_id LEFT JOIN accelerators_device d ON d.id = y.device_id
   WHERE n.action LIKE 'request.%%'
 ), devices AS MATERIALIZED (
-  SELECT n.*, d.id AS device, d.type, d.model, coalesce(n.changes -> 'state' ->> 1, d.state) AS state,
+  SELECT n.*, d.id AS device, d.type, d.vendor, d.model, d.subsystem,
+    coalesce(n.changes -> 'state' ->> 1, d.state) AS state,
     coalesce(n.changes -> 'status' ->> 1, d.status) AS status, d.status_reason
   FROM new n JOIN accelerators_device d ON d.uuid = n.subject WHERE n.action LIKE 'device.%%'
 ), held AS MATERIALIZED (
   SELECT v.id, v.at, v.kinds, v.host, q.project_id AS project, v.type, array_agg(q.label) AS labels,
-    jsonb_build_object('device', v.subject, 'type', v.type, 'model', v.model, 'state', v.state, 'health', v.status,
+    jsonb_build_object('device', v.subject, 'type', v.type, 'vendor', v.vendor, 'model', v.model,
+      'subsystem', v.subsystem, 'state', v.state, 'health', v.status,
       'requests', jsonb_agg(q.uuid ORDER BY q.id)) AS data
   FROM devices v JOIN accelerators_deployable y ON y.device_id = v.device
   JOIN accelerators_attachhandle t ON t.deployable_id = y.id
   JOIN accelerators_acceleratorrequest q ON q.attach_handle_id = t.id AND q.updated_at <= v.at
-  GROUP BY v.id, v.at, v.kinds, v.host, v.subject, v.type, v.model, v.state, v.status, q.project_id
+  GROUP BY v.id, v.at, v.kinds, v.host, v.subject, v.type, v.vendor, v.model, v.subsystem, v.state,
+    v.status, q.project_id
 ), seen AS MATERIALIZED (
   -- What each project may see of what happened, and (everything) what who runs accelerators sees.
   SELECT r.id, r.at, r.kinds, r.host, r.project, r.type, ARRAY[r.label] AS labels, jsonb_build_object(
@@ -86,8 +89,9 @@ requests AS MATERIALIZED (
   UNION ALL
   SELECT v.id, v.at, v.kinds, v.host, NULL, v.type,
     (SELECT array_agg(label) FROM held h, unnest(h.labels) AS l(label) WHERE h.id = v.id),
-    jsonb_build_object('device', v.subject, 'name', v.subject_name, 'type', v.type, 'model', v.model, 'host', v.host,
-    'state', v.state, 'health', v.status, 'reason', CASE WHEN jsonb_exists(v.changes, 'status')
+    jsonb_build_object('device', v.subject, 'name', v.subject_name, 'type', v.type, 'vendor', v.vendor,
+    'model', v.model, 'subsystem', v.subsystem, 'host', v.host, 'state', v.state, 'health', v.status,
+    'reason', CASE WHEN jsonb_exists(v.changes, 'status')
       THEN coalesce(nullif(v.status_reason, ''), v.reason) ELSE v.reason END), true
   FROM devices v
 )"""

@@ -44,7 +44,14 @@ from cyborgweb.models.event_types import (
     DeliveryWay,
     SubscriptionStanding,
 )
-from cyborgweb.models.notify import ConfirmationRequest, Delivery, MailServer, SlowProject, Subscription
+from cyborgweb.models.notify import (
+    ConfirmationRequest,
+    Delivery,
+    MailServer,
+    SlowProject,
+    Subscription,
+    add_hardware_name,
+)
 from cyborgweb.notify import keyring, mail, owners, places, subscriptions, webhook
 from cyborgweb.notify.webhook import AttemptOutcome
 from cyborgweb.settings.mail_address import MailAddressError
@@ -215,8 +222,11 @@ class DueDelivery:
     is_slow: bool
 
     def build_body(self) -> bytes:
-        """Return the JSON body of the webhook's request: the same bytes at every attempt."""
-        return orjson.dumps({"type": self.kind, "timestamp": self.at, "data": self.data})
+        """Return the JSON body of the webhook's request.
+
+        Every attempt has the same bytes, unless the configured name of the device's hardware has changed meanwhile.
+        """
+        return orjson.dumps({"type": self.kind, "timestamp": self.at, "data": add_hardware_name(self.data)})
 
 
 def run() -> None:
@@ -511,7 +521,7 @@ def _send_mail(deliveries: list[DueDelivery]) -> mail.MailOutcome:
     is a permanent refusal. A request to confirm is not sent without its link. Raises MailServerError if the mail server
     sends no mail for anybody now.
     """
-    messages = [(one.at, one.kind, one.data) for one in deliveries]
+    messages = [(one.at, one.kind, add_hardware_name(one.data)) for one in deliveries]
     try:
         to = mail.check_mail_address(deliveries[0].target)
     except MailAddressError as error:

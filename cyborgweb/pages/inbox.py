@@ -84,7 +84,7 @@ def _render_message(row: Delivery) -> dict[str, Any]:
     return {
         "message": row.message,
         "title": KIND_TITLES.get(row.kind, row.kind),
-        "text": describe_event(row.kind, row.data),
+        "text": describe_event(row.kind, row.named_data),
         "at": badges.render_relative_time(row.at),
         "read": row.read_at is not None,
         "link": badges.page_url(*model_and_key) if model_and_key else "",

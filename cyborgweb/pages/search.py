@@ -1,8 +1,9 @@
 """The search page `/admin/find/?q=…`: finds uuids by their first digits, PCI addresses, hosts, instances, serial
-numbers and profiles.
+numbers, profiles, and devices by the names of their hardware.
 
-A search is one statement that uses indexes only, is limited for each kind, and covers only kinds that the user may
-view. A single result opens its page; several are listed by kind.
+A search is one statement, which is limited for each kind and covers only kinds that the user may view. It uses indexes
+only, unless the term is the name of hardware. One more statement reads which hardware there is, unless the term is
+hexadecimal or too short for a name. A single result opens its page; several are listed by kind.
 """
 
 from __future__ import annotations
@@ -14,15 +15,17 @@ from operator import or_
 from typing import Any
 from urllib.parse import urlencode
 
-from django.contrib import admin
+from django.contrib import admin, messages
 from django.contrib.admin.utils import quote
 from django.db.models import BooleanField, Case, CharField, Q, QuerySet, Value, When
 from django.db.models.functions import Cast
 from django.http import HttpRequest, HttpResponse, HttpResponseRedirect
 from django.template.response import TemplateResponse
 from django.urls import reverse
+from django.utils.html import format_html
 
 from accelerators.domain.uuids import uuid_bounds
+from accelerators.ui.changelist import BEGINNING_MARK
 from accelerators.ui.extensions import SEARCH_PROVIDERS
 from accelerators.ui.search import list_search_prefixes
 
@@ -32,13 +35,19 @@ MAX_TERM_LENGTH = 255
 
 
 def show_search(request: HttpRequest) -> HttpResponse:
-    """Search for the parameter `q`. Redirect to the page of the only result, or of the only exact one; otherwise show
-    the results by kind, at most MAX_HITS_PER_KIND of each. Without a term show only the form.
+    """Search for the parameter `q`. Redirect to the page of the only result, or of the only exact one, with a
+    message that leads to the others; otherwise show the results by kind, at most MAX_HITS_PER_KIND of each. A term that
+    ends in `*` has no exact results. Without a term show only the form.
     """
     term = request.GET.get("q", "").strip().replace("\0", "")[:MAX_TERM_LENGTH]
-    hits = list(_iterate_hits(request, term)) if term else []
-    exact_hits = [hit for hit in hits if hit["exact"]]
+    beginning = term.removesuffix(BEGINNING_MARK)
+    hits = list(_iterate_hits(request, beginning)) if beginning else []
+    exact_hits = [hit for hit in hits if hit["exact"] and term == beginning]
     if len(exact_hits) == 1 or len(hits) == 1:
+        if len(hits) > 1:
+            url = f"{reverse('find')}?{urlencode({'q': f'{term}{BEGINNING_MARK}'})}"
+            text = 'This is exactly “{}”. <a href="{}">Show also what begins with it</a>.'
+            messages.info(request, format_html(text, term, url))
         return HttpResponseRedirect((exact_hits or hits)[0]["url"])
     groups = [(title, list(found)) for title, found in groupby(hits, key=lambda hit: hit["title"])]
     context = admin.site.each_context(request) | {
@@ -62,7 +71,7 @@ def _iterate_hits(request: HttpRequest, term: str) -> Iterator[dict[str, Any]]:
     kind first, as dicts for the template.
 
     At most MAX_HITS_PER_KIND + 1 results of each kind are yielded; the last shows that there are more. Costs one
-    statement, or none if the term can match no kind.
+    statement, or none if the term can match no kind, and those of `find_by_name`.
     """
     queries = {
         name: rows
@@ -90,7 +99,7 @@ def _iterate_hits(request: HttpRequest, term: str) -> Iterator[dict[str, Any]]:
 
 def _build_query(name: str, term: str, rows: QuerySet[Any]) -> QuerySet[Any, tuple[Any, ...]] | None:
     """Return the query for those of `rows` that match the term, at most MAX_HITS_PER_KIND + 1; None if the term cannot
-    match the kind `name`. Nothing is queried here.
+    match the kind `name`. Costs no statement, except that of the kind's `find_by_name`.
 
     The columns are the kind, the key, the text, the side text, and whether the match is exact.
     """
@@ -103,6 +112,8 @@ def _build_query(name: str, term: str, rows: QuerySet[Any]) -> QuerySet[Any, tup
         for word in list_search_prefixes(field, term):
             prefix_conditions.append(Q(**{f"{field}__startswith": word}))
             exact_conditions.append(Q(**{field: word}))
+    if by_name := provider.find_by_name(term):
+        prefix_conditions.append(by_name)
     if not prefix_conditions:
         return None
     is_exact = Case(When(reduce(or_, exact_conditions), then=True), default=False) if exact_conditions else Value(False)

@@ -227,6 +227,12 @@ class Keys:
     missing_retention_s: int = declare_key(
         "CYBORG_MISSING_RETENTION_S", 86_400, "How long a missing, free device is kept before it is removed."
     )
+    host_removal_delay_s: int = declare_key(
+        "CYBORG_HOST_REMOVAL_DELAY_S",
+        60,
+        "How long an ordered removal of a host waits before it deletes anything. Until then it can be cancelled. 0: it "
+        "does not wait.",
+    )
     event_retention_months: int = declare_key(
         "CYBORG_EVENT_RETENTION_MONTHS",
         0,
@@ -392,7 +398,8 @@ class Keys:
         "CYBORG_HARDWARE_NAMES",
         (),
         "Names of single models of hardware, which take precedence: `VENDOR:MODEL=NAME` with what the driver reports,"
-        " such as `10de:20b5=NVIDIA A100 80GB PCIe`, separated by commas.",
+        " such as `10de:20b5=NVIDIA A100 80GB PCIe`, separated by commas. `VENDOR:MODEL:SUBVENDOR:SUBDEVICE=NAME` is"
+        " for boards with these PCI ids of the subsystem only, and precedes the other form.",
         "*(none)*",
     )
     debug: bool = declare_key("CYBORG_DEBUG", False, "Django's debug pages. Never in production.", "`off`")

@@ -12,7 +12,7 @@ from typing import Annotated, ClassVar
 from msgspec import Meta, Struct
 
 from drivers.base import Findings
-from drivers.errors import Unsupported
+from drivers.errors import Invalid, Unsupported
 from drivers.inventory import BackendKind, Device, Sample, Service, ServiceName, Word
 from drivers.machine import Machine
 from drivers.plan import Act, Ask, Plan, Vitals
@@ -44,6 +44,14 @@ class BackendBase(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True,
     def describe_problem(self) -> str:
         """Return why settings that are valid one by one are invalid together; '' if they are valid (the default)."""
         return ""
+
+    def refuse_above_max_handles(self, wanted: int, others: int = 0) -> None:
+        """Raise Invalid if a device cannot have `wanted` handles beside the `others` of its backend, because
+        `limits.max_handles` leaves the rest out."""
+        maximum = self.limits.max_handles
+        if maximum is not None and wanted + others > maximum:
+            text = f"this backend hands out at most {maximum} handles (its limits.max_handles), not {wanted}"
+            raise Invalid(text + (f" beside the {others} of its other devices" if others else ""))
 
     def probe(self, machine: Machine) -> tuple[str, ...]:
         """Return what this host lacks for full use of this backend, one sentence each; the default is nothing."""

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import json
 import re
-from typing import Annotated, ClassVar
+from typing import Annotated, ClassVar, NamedTuple
 
 import msgspec
 from msgspec import Meta, Struct
@@ -27,13 +27,16 @@ from drivers.inventory import AttachHandle, Attribute, BackendKind, Deployable, 
 from drivers.machine import PCI_DEVICES, Machine
 from drivers.pci import functions
 from drivers.pci.guest_usage import refuse_if_guest_uses
+from drivers.pci.identity import SERIAL_PREFIX
 from drivers.pci.offer import merge_offers
 from drivers.plan import MDEV_DEFINITIONS, Act, Ask, Check, Plan, Step, Write
 
 NOTES_FOLDER = "/state/mdev"
 UNITS_FOLDER = "/state/mdev_units"
-"""Holds a file for each function and type whose number of handles an operator has chosen, with that number."""
+"""Holds a file for each function and type whose number of handles an operator has chosen, with a `ChosenUnits`."""
 UNITS = re.compile(r"[0-9]{1,4}")
+CHOSEN_UNITS = re.compile(rf"({UNITS.pattern}) (\S+) (\S+)")
+IDS = ("vendor", "device", "subsystem_vendor", "subsystem_device")
 UNITS_KEY = "mdevs"
 """The layout key whose value is the number of handles of a function."""
 MAX_UNITS = 1024
@@ -45,6 +48,26 @@ class DesiredMdev(Struct, frozen=True, forbid_unknown_fields=True):
     """The wanted type of mediated devices, as the kernel names it, such as `nvidia-223`."""
 
     mdev_type: Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$", max_length=64)]
+
+
+class ChosenUnits(NamedTuple):
+    """The number of handles that an operator has chosen for a card.
+
+    `key` is the card's key, with its serial number if it has one, and `ids` are its PCI ids.
+    """
+
+    number: int
+    key: str
+    ids: str
+
+    def is_for(self, key: str, ids: str) -> bool:
+        """Return whether the card with this key and these ids is the one of the choice. It is the same card if it has
+        the same ids and, where the serial number was read both times, the same number."""
+        both_have_serials = self.key.startswith(SERIAL_PREFIX) and key.startswith(SERIAL_PREFIX)
+        return self.ids == ids and (self.key == key or not both_have_serials)
+
+    def __str__(self) -> str:
+        return " ".join(map(str, self))
 
 
 class MdevBackend(OfferedFunctionBackend, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="mdev"):
@@ -119,14 +142,9 @@ class MdevBackend(OfferedFunctionBackend, frozen=True, kw_only=True, forbid_unkn
 
         Raises Invalid if the file with the number is damaged.
         """
-        name, path = self.desired.mdev_type, self._units_path(address)
-        stored = machine.text(path)
-        if stored and not UNITS.fullmatch(stored):
-            raise Invalid(
-                f"{path} must hold a number of units, not {stored[:40]!r}: delete it, and all units are offered"
-            )
-        room = self._count_room(machine, address)
-        count = min(room, int(stored or room))
+        name, room = self.desired.mdev_type, self._count_room(machine, address)
+        chosen = self._read_chosen_units(machine, address)
+        count = room if chosen is None else min(room, chosen.number)
         domain, bus, device, function = re.split("[:.]", address)
         place = {"asked_type": name, "bus": bus, "device": device, "domain": domain, "function": function}
         marks = (json.dumps({**place, "vgpu_mark": f"{name}_{number}"}) for number in range(count))
@@ -144,6 +162,27 @@ class MdevBackend(OfferedFunctionBackend, frozen=True, kw_only=True, forbid_unkn
         """Return how many mediated devices of the wanted type this agent has created on the function."""
         created = machine.names(f"{_types_folder(address)}/{self.desired.mdev_type}/devices")
         return len({*created} & {*machine.names(NOTES_FOLDER)})
+
+    def _read_chosen_units(self, machine: Machine, address: str) -> ChosenUnits | None:
+        """Return the number of handles that a layout has set for the card that is at this address now; None if there is
+        none. Raises Invalid if the file with the number is damaged."""
+        path = self._units_path(address)
+        text = machine.text(path)
+        if not text:
+            return None
+        found = CHOSEN_UNITS.fullmatch(text)
+        if not found:
+            raise Invalid(
+                f"{path} must hold a number of units with a card, not {text[:40]!r}: delete it, and all are offered"
+            )
+        chosen = ChosenUnits(int(found[1]), found[2], found[3])
+        key, ids = _read_identity(machine, address)
+        return chosen if chosen.is_for(key, ids) else None
+
+    def _count_other_handles(self, machine: Machine, address: str) -> int:
+        """Return how many handles the backend's other functions have, before its limits are applied."""
+        others = (device for device in self.discover(machine).devices if device.address != address)
+        return sum(len(part.handles) for device in others for part in device.deployables)
 
     def _units_path(self, address: str) -> str:
         """Return the file with the number of handles that a layout has set for the function and the wanted type."""
@@ -183,26 +222,34 @@ class MdevBackend(OfferedFunctionBackend, frozen=True, kw_only=True, forbid_unkn
     def _plan_units(self, machine: Machine, address: str, ask: Ask) -> list[Step]:
         """Return the step that stores the number of handles of a function; none if that number is stored.
 
-        Raises Invalid for another layout, or for more handles than the function has room for; Busy if there would be
-        fewer handles while a mediated device is attached, because nobody knows which handle it has.
+        Raises Invalid for another layout, or for more handles than the function has room for or the backend's limits
+        allow; Busy if there would be fewer handles while a mediated device is attached, because nobody knows which
+        handle it has.
         """
         name, text = self.desired.mdev_type, ask.layout.get(UNITS_KEY, "")
         if {*ask.layout} != {UNITS_KEY} or not UNITS.fullmatch(text):
             raise Invalid(f"the layout of a function with mediated devices has one key: {UNITS_KEY}, a number")
         wanted, room, created = int(text), self._count_room(machine, address), self._count_created(machine, address)
+        offered = len(self._list_handles(machine, address))
         if wanted > room:
-            raise Invalid(f"{address} has room for {room} mediated devices of type {name}, not for {wanted}")
-        if created and wanted < len(self._list_handles(machine, address)):
+            full_text = "; it offers all of them, so units can be added only after some were removed"
+            raise Invalid(
+                f"{address} has room for {room} mediated devices of type {name}, not for {wanted}"
+                + (full_text if offered == room else "")
+            )
+        if wanted > offered:
+            self.refuse_above_max_handles(wanted, self._count_other_handles(machine, address))
+        if created and wanted < offered:
             raise Busy(f"{created} mediated devices of type {name} on {address} are attached: detach them first")
-        path = self._units_path(address)
-        stored = machine.text(path)
-        if stored == str(wanted):
+        path, (key, ids) = self._units_path(address), _read_identity(machine, address)
+        stored, text = machine.text(path), str(ChosenUnits(wanted, key, ids))
+        if stored == text:
             return []
         return [
             Step(
                 does=f"offer {wanted} mediated devices of type {name} on {address}",
-                write=Write(path, str(wanted)),
-                seen=(Check(path, str(wanted)),),
+                write=Write(path, text),
+                seen=(Check(path, text),),
                 undo=(Write(path, stored),),
             )
         ]
@@ -259,6 +306,12 @@ def plan_detach_without_backend(machine: Machine, ask: Ask) -> Plan:
 def list_mdev_types(machine: Machine, address: str) -> list[str]:
     """Return the types of mediated devices that a function supports; without its kernel driver it has none."""
     return machine.names(_types_folder(address))
+
+
+def _read_identity(machine: Machine, address: str) -> tuple[str, str]:
+    """Return the key of the card at `address`, and its PCI ids as one text. Raises DriverError if it is absent."""
+    ids = ":".join(machine.text(f"{PCI_DEVICES}/{address}/{name}").removeprefix("0x") or "-" for name in IDS)
+    return functions.read_device_key(machine, address), ids
 
 
 def _types_folder(address: str) -> str:

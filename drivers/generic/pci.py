@@ -8,7 +8,6 @@ import msgspec
 from msgspec import Meta, Struct
 
 from drivers.base import Findings, Settings
-from drivers.errors import Invalid
 from drivers.generic import firmware
 from drivers.generic.backend import make_service
 from drivers.generic.pci_backend import OfferedFunctionBackend, make_reading_services
@@ -79,11 +78,9 @@ class PciBackend(OfferedFunctionBackend, frozen=True, kw_only=True, forbid_unkno
         """
         if act == "program":
             return firmware.plan_upload(machine, ask)
-        wanted_vfs, max_handles = ask.layout.get("vfs", ""), self.limits.max_handles
-        if max_handles is not None and wanted_vfs.isdecimal() and int(wanted_vfs) > max_handles:
-            raise Invalid(
-                f"this backend hands out at most {max_handles} handles (its limits.max_handles), not {wanted_vfs}"
-            )
+        wanted_vfs = ask.layout.get("vfs", "")
+        if wanted_vfs.isdecimal():
+            self.refuse_above_max_handles(int(wanted_vfs))
         plan: Plan = getattr(functions.PciDriver(), act)(machine, self._make_driver_settings(), ask)
         return plan
 

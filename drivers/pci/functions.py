@@ -261,7 +261,7 @@ def find_address(machine: Machine, key: str, address: str = "") -> str:
     """
     kind, _, identity = key.partition(":")
     if kind != "pci" and address:
-        read_key = _make_device_key(machine, _read_function(machine, address))
+        read_key = read_device_key(machine, address)
         if read_key not in (key, f"pci:{address}"):
             raise Gone(f"the device at {address} is not {key} any more: it is {read_key}")
         return address
@@ -468,6 +468,7 @@ def _build_device(
         kernel_driver=machine.link(f"{path}/driver"),
         bridges=pci_health.list_bridges(machine, address),
         physical_function=machine.link(f"{path}/physfn") or None,
+        subsystem=_read_subsystem(machine, path),
         deployables=(Deployable(f"{machine.node}_{address}", len(handles), attributes, handles, card.owner),),
         to_install=to_install,
         acts=" ".join(
@@ -476,6 +477,13 @@ def _build_device(
         changeable="bind vfs" if supported_acts["partition"] else "bind",
         sized_by="vfs" if supported_acts["partition"] else "",
     )
+
+
+def _read_subsystem(machine: Machine, path: str) -> str:
+    """Return the ids of the function's subsystem as `vendor:model`; '' if it has none or sysfs does not show them."""
+    vendor, model = (machine.text(f"{path}/subsystem_{name}").strip() for name in ("vendor", "device"))
+    ids = f"{vendor.removeprefix('0x')}:{model.removeprefix('0x')}"
+    return ids if re.fullmatch(r"[0-9a-f]{4}:[0-9a-f]{4}", ids) and ids != "0000:0000" else ""
 
 
 def _make_handle(machine: Machine, address: str, physical_network: str | None) -> AttachHandle:
@@ -519,6 +527,11 @@ def parse_handle(handle: AttachHandle | None, attach_type: HandleType = "PCI") -
     if not address:
         raise Invalid(f"{handle} is not the handle of a PCI function")
     return address
+
+
+def read_device_key(machine: Machine, address: str) -> str:
+    """Return the key of the device at `address`, as it is read there now. Raises as `_read_function` does."""
+    return _make_device_key(machine, _read_function(machine, address))
 
 
 def _make_device_key(machine: Machine, function: PciFunction) -> str:

@@ -30,8 +30,8 @@ def load_deployables(host: Host) -> list[DeployableRecord]:
     The total of a missing deployable is 0. Deployables of missing devices come next to last, because the same provider
     may also have a deployable of the card that has replaced theirs.
     A provider exists from the time when its device first left `inactive` (then its id is recorded) until it is removed.
-    A host that is being removed has none. Device nodes (attach type DEV) are left out: they are not for guests, so Nova
-    must never be offered one.
+    A host whose removal has begun to delete has none. Device nodes (attach type DEV) are left out: they are not for
+    guests, so Nova must never be offered one.
     """
     device_nodes = AttachHandle.objects.filter(deployable=OuterRef("pk"), attach_type=HandleType.DEV)
     attributes = Attribute.objects.filter(deployable=OuterRef("pk")).values(item=JSONObject(key="key", value="value"))
@@ -39,7 +39,7 @@ def load_deployables(host: Host) -> list[DeployableRecord]:
     is_device_missing = ExpressionWrapper(Q(device__state=DeviceState.MISSING), BooleanField())
     rows = (
         Deployable.objects.filter(~Exists(device_nodes), device__host=host, rp_uuid__isnull=False)
-        .filter(device__host__removing_since__isnull=True)
+        .filter(device__host__deleting_since__isnull=True)
         .order_by(F("missing_since").asc(nulls_first=True), is_device_missing, "id")
         .values_list(
             "name",

@@ -94,7 +94,7 @@ def _measure(lab: Lab, *, full: bool, only: str, soak_s: float | None) -> list[R
     if "console" in wanted:
         from tests.bench import rows_console, rows_live
 
-        seconds, events = (10.0, 1_000_000) if full else (4.0, 100_000)
+        seconds, events = (20.0, 1_000_000) if full else (4.0, 300_000)  # fewer have no word that only older ones have
         rows += rows_console.rows(lab, generator, 100_000, seconds, progress)
         rows += rows_console.search_rows(lab, generator, 100_000, events, seconds, progress)
         rows += rows_live.rows(lab, 60.0 if full else 20.0, progress)

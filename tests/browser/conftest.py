@@ -68,7 +68,7 @@ class Installations:
             folder = self._running.enter_context(fresh_folder())
             settings = {"CYBORG_ENABLED_DRIVERS": "fake_driver"}
             product = self._running.enter_context(running(Product(folder / "state", settings)))
-            if name == "cloud":
+            if name.startswith("cloud"):
                 fill_with_sample(product)
             self._name, self._desk = name, ConsoleDesk(product, self._browser)
         return self._desk

@@ -7,6 +7,7 @@ import pytest
 from playwright.sync_api import Page, expect
 
 from tests.browser.conftest import ConsoleDesk, first_login
+from tests.browser.keyboard import Keyboard
 from tests.browser.pages import LISTS, MAIN, find_colour_violations, find_violations, open_page
 
 pytestmark = pytest.mark.browser
@@ -136,6 +137,38 @@ def test_bulk_actions_and_decisions_work_by_keyboard_alone(desk: ConsoleDesk) ->
     tab_to(page, "Quarantine")
     page.keyboard.press("Enter")
     expect(page.get_by_role("region", name="Now")).to_contain_text("quarantined")
+
+
+def test_a_rollout_is_previewed_confirmed_and_retried_by_keyboard_alone(desk: ConsoleDesk) -> None:
+    page = desk.open_as_administrator()
+    page.goto(f"{LISTS}hostdriver/?q=pci_driver")
+    keyboard = Keyboard(page)
+    keyboard.press("j", "Enter")
+    page.wait_for_url("**/hostdriver/**/change/**")
+    keyboard.go_to("Hosts", "select")
+    page.keyboard.type("hosts whose names")
+    keyboard.go_to("Names of these hosts")
+    keyboard.type("cmp0*")
+    keyboard.press("Enter")  # Enter in a field decides nothing
+    keyboard.go_to("Reason")
+    keyboard.type("new cards")
+    keyboard.go_to("Install|Disable", "button")
+    keyboard.press("Enter")
+    expect(page.get_by_role("heading", name="What this rollout would do now")).to_be_visible()
+    keyboard.check_start()
+    assert find_violations(page) == []
+    keyboard.go_to("This reaches 6 hosts.*")
+    keyboard.type("6")
+    keyboard.go_to(r"\w+ on \d of 6", "button")
+    keyboard.press("Enter")
+    now = page.get_by_role("region", name="Now")
+    expect(now).to_contain_text("is held by request")  # the first host refuses the change, so the others are not begun
+    keyboard.check_start()
+    assert find_violations(page) == []
+    keyboard.go_to("Retry on the 6 hosts .*", "button")
+    keyboard.press("Enter")
+    expect(page.get_by_role("heading", name="What this rollout would do now")).to_be_visible()
+    keyboard.follow("Leave them as they are", "**/hostdriver/**")
 
 
 @pytest.mark.parametrize("where", [MAIN["devices"], MAIN["host"], "/help/words/"])

@@ -11,20 +11,17 @@ import os
 import shlex
 import subprocess
 import sys
-import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from cyborgweb.database.postgres import Postgres
-from placement_sync.reconcile import ObservedProvider
 from tests.bench.remote_calls import ChildProcess
 from tests.fleet import rollout_hosts
+from tests.support.cloud import SimulatedCloud, running_cloud
 from tests.support.environment import without_settings
 from tests.support.migrated import copy_prepared, migrate, read_migrations
-from tests.support.nova import FakeNova, running_nova
-from tests.support.placement import ServedPlacement, serving_placement
 from tests.system.product import ROOT, Product, environment, running
 
 SEEDED_HOSTS, SEEDED_DEVICES, EVENTS = 1_000, 99_000, 100_000
@@ -34,13 +31,11 @@ CONNECTED_S = 60.0
 
 
 @dataclass
-class LargeSite:
+class LargeSite(SimulatedCloud):
     """The product, its live hosts, and the services that it asks for instances and tells about devices."""
 
     product: Product
     fleet: ChildProcess
-    nova: FakeNova
-    placement: ServedPlacement
     folder: Path
 
     @property
@@ -56,26 +51,6 @@ class LargeSite:
     def repair_hosts(self) -> None:
         """Let changes of drivers succeed on every host."""
         self.fleet.ask("set_broken", numbers=[])
-
-    def create_compute_provider(self, host: str) -> str:
-        """Create the provider of a compute host in Placement, as Nova does; return its uuid."""
-        provider = str(uuid.uuid4())
-        self.placement.session.model.providers[provider] = ObservedProvider(provider, host, "", 0)
-        return provider
-
-    def boot_instance(self, host: str, provider: str) -> str:
-        """Create a running instance on a compute host, in Nova and with allocations in Placement; return its uuid."""
-        instance = str(uuid.uuid4())
-        self.nova.servers.append(instance)
-        self.nova.known[instance] = 200
-        self.nova.shown[instance] = ("ACTIVE", host)
-        self.placement.session.model.allocated.setdefault((provider, "VCPU"), {})[instance] = 4
-        return instance
-
-    def read_claims(self, instance: str) -> list[dict[str, int]]:
-        """Return what an instance has allocated in Placement, provider by provider, without its VCPUs."""
-        found = self.placement.session.model.read_consumer(instance).allocations
-        return [amounts for amounts in found.values() if "VCPU" not in amounts]
 
     def knows_all_providers(self, host: str) -> bool:
         """Return whether nothing of this host has to be written to Placement any more."""
@@ -107,14 +82,13 @@ class LargeSite:
 @contextmanager
 def running_large_site(folder: Path) -> Iterator[LargeSite]:
     """Run the site for the block, with its agents connected. `folder` is an empty folder with a short path."""
-    with running_nova() as nova, serving_placement() as placement:
-        settings = {"CYBORG_ENABLED_DRIVERS": "fake_driver", "CYBORG_NOVA_ENDPOINT": nova.url}
-        settings |= placement.environ
+    with running_cloud() as cloud:
+        settings = {"CYBORG_ENABLED_DRIVERS": "fake_driver"} | cloud.settings
         with running(Product(folder / "state", settings, copy_database=copy_seeded)) as product:
             with (folder / "fleet.log").open("wb") as log:
                 fleet = ChildProcess("tests.fleet.rollout_hosts", log)
             try:
-                site = LargeSite(product, fleet, nova, placement, folder)
+                site = LargeSite(cloud.nova, cloud.placement, product, fleet, folder)
                 for number in range(LIVE_HOSTS):
                     site.create_compute_provider(rollout_hosts.host_name(number))
                 fleet.ask("start", ports=[product.port], count=LIVE_HOSTS, devices=1, bad=0.0)

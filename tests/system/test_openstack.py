@@ -103,6 +103,7 @@ def test_L2_a_decommissioned_host_is_removed_although_the_workers_are_killed_in_
     host = f"cmp-{uuid.uuid4().hex[:8]}"
     settings = keystone.environment("service") | {"CYBORG_AUTH": "keystone", "CYBORG_NOVA_ENDPOINT": nova.url}
     settings |= {"CYBORG_HOST_NAME": host, "CYBORG_HOST_NODE": host, "CYBORG_ENABLED_DRIVERS": "fake_driver"}
+    settings |= {"CYBORG_HOST_REMOVAL_DELAY_S": "0"}
     root = placement.create_compute_provider(host)
     with (
         http_proxy(placement.url) as between,

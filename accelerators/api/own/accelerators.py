@@ -12,7 +12,6 @@ from typing import Any
 from uuid import UUID
 
 import django_filters as filters
-from django.core.validators import MinLengthValidator
 from django.db.models import Q, QuerySet
 from rest_framework import serializers
 from rest_framework.request import Request
@@ -21,22 +20,22 @@ from rest_framework.response import Response
 from accelerators.api.own import instances
 from accelerators.api.own.bulk_previews import MAX_PREVIEW_DEVICES, BulkPreviewSerializer, preview_or_start
 from accelerators.api.own.fields import (
-    NEEDS_GENERATION,
     ClosedSerializer,
     DeviceReference,
     GenerationField,
     HandleReference,
     HostReference,
     ProfileReference,
-    ReasonField,
     RowSerializer,
     StrictIntegerField,
     StrictTextField,
     StrictUuidField,
     UrlField,
 )
-from accelerators.api.own.filters import UuidPrefixFilter, choice_filter, host_filter
+from accelerators.api.own.filters import SavedViewFilter, UuidPrefixFilter, choice_filter, host_filter
+from accelerators.api.own.inventory import LayoutSerializer
 from accelerators.api.own.previews import ConfirmationSerializer, PreviewSerializer, respond_with_preview
+from accelerators.api.own.selectors import DEVICES, MAX_NAMED_OBJECTS, SelectorField, check_selector, select_rows
 from accelerators.api.own.views import CollectionView
 from accelerators.devices import partitioning
 from accelerators.devices.partitioning import PartitionChange, PartitionTarget
@@ -47,6 +46,8 @@ from accelerators.models.devices import HANDLE_USES
 from accelerators.requests import labels
 from accelerators.workflows import bulk_actions, bulk_commands, confirmations
 
+MAX_LISTED_RESULTS = 256
+"""A change of units of more devices is answered without the result of each device."""
 FREE, RELEASED = "free", "released"
 """States of units without a request. A `released` unit is not free yet: a guest may still use it."""
 
@@ -60,7 +61,7 @@ class InstanceSerializer(serializers.Serializer[Any]):
     name = serializers.CharField(read_only=True)
 
 
-class AcceleratorFilter(filters.FilterSet):
+class AcceleratorFilter(SavedViewFilter):
     """Filter by driver, backend, instance, device, host, project, state or the beginning of the uuid."""
 
     uuid_prefix = UuidPrefixFilter("request__uuid")
@@ -179,31 +180,19 @@ class TargetSerializer(ClosedSerializer):
         return values
 
 
-class LayoutSerializer(ClosedSerializer):
-    """Changes of the layout that divides a device into units."""
-
-    layout = serializers.DictField(
-        child=StrictTextField(max_length=255),
-        allow_empty=False,
-        validators=[MinLengthValidator(1)],  # so that the OpenAPI document shows minLength
-        help_text='Layout keys that its driver accepts, with their values, for example {"vfs": "4"}.',
-    )
-    generation = GenerationField()
-    reason = ReasonField("Shown with the commands and their events.")
-
-    # The OpenAPI generator treats every PATCH body as partial; this one requires `layout`.
-    field_conditions = {"required": ["layout", *NEEDS_GENERATION["required"]]}
-
-
-class AddUnitsSerializer(ConfirmationSerializer, LayoutSerializer):
-    """An order to add units to each of the named devices."""
+class AddUnitsSerializer(LayoutSerializer):
+    """An order to add units to each of the named devices. Send `targets` or `selector`."""
 
     targets = serializers.ListField(
         child=TargetSerializer(),
-        allow_empty=False,
-        min_length=1,
-        max_length=partitioning.MAX_DEVICES,
-        help_text="At least one.",
+        required=False,
+        max_length=MAX_NAMED_OBJECTS,
+        help_text="The devices, at least one.",
+    )
+    selector = SelectorField(
+        required=False,
+        help_text='`{"all": true}`, or filters of `/api/devices/` with a text, a boolean or a list of texts. Devices'
+        " whose number of units cannot be chosen are left out.",
     )
     count = StrictIntegerField(
         min_value=1, max_value=partitioning.MAX_UNITS, help_text="How many units to add to each device."
@@ -217,7 +206,22 @@ class AddUnitsSerializer(ConfirmationSerializer, LayoutSerializer):
         help_text="Only for a single device: the generation as you read it. If it has changed since, the answer is 409."
     )
 
-    field_conditions = {"not": {"properties": {"dry_run": {"enum": [True]}}, "required": ["dry_run", "token"]}}
+    field_conditions = {
+        "oneOf": [
+            {"required": ["targets"], "properties": {"targets": {"minItems": 1}}, "not": {"required": ["selector"]}},
+            {"required": ["selector"], "not": {"required": ["targets"]}},
+        ],
+        "not": {"properties": {"dry_run": {"enum": [True]}}, "required": ["dry_run", "token"]},
+    }
+
+    def validate(self, values: dict[str, Any]) -> dict[str, Any]:
+        """Return the values. Raises ValidationError (400) unless exactly one of `targets` and `selector` is given."""
+        values = super().validate(values)
+        if bool(values.get("targets")) == bool(values.get("selector")):
+            raise serializers.ValidationError("Say either targets, at least one, or a selector.")
+        if selector := values.get("selector"):
+            check_selector(DEVICES, selector)
+        return values
 
 
 class RemoveUnitsSerializer(AddUnitsSerializer):
@@ -249,7 +253,12 @@ class ResultSerializer(serializers.Serializer[Any]):
 class ResultsSerializer(serializers.Serializer[Any]):
     """The results, one per device."""
 
-    results = ResultSerializer(many=True, read_only=True)
+    results = ResultSerializer(
+        many=True,
+        read_only=True,
+        help_text=f"If there are more than {MAX_LISTED_RESULTS} devices, only the targets that match no device; the"
+        " result of each device is in `/api/bulk_results/`.",
+    )
     bulk_action = serializers.UUIDField(
         read_only=True,
         allow_null=True,
@@ -437,12 +446,9 @@ class AcceleratorView(CollectionView):
         a token if the devices are on several hosts.
         """
         values = self.validate_body()
-        named = [
-            PartitionTarget(one.get("device"), one.get("host", ""), one.get("backend", "")) for one in values["targets"]
-        ]
         difference = sign * values["count"] if "count" in values else None
         change = PartitionChange(difference, values.get("layout", {}), values.get("generation"))
-        targets = partitioning.resolve_targets(named, change)
+        targets = self._resolve_targets(values, change)
         reason, source = values.get("reason", ""), self.caller.event_source
         devices = Device.objects.filter(uuid__in=[uuid for uuid, _ in targets if uuid])
         known_uuids = set(devices.values_list("uuid", flat=True))
@@ -453,7 +459,8 @@ class AcceleratorView(CollectionView):
         missing = [_not_found_error(uuid, target) for uuid, target in targets if uuid not in known_uuids]
         if not known_uuids:
             raise missing[0]
-        described = {"kind": "units", "targets": values["targets"], "change": change.to_arguments()}
+        chosen = {name: values.get(name) for name in ("targets", "selector")}
+        described = {"kind": "units", **chosen, "change": change.to_arguments()}
         started = preview_or_start(
             self.caller,
             values,
@@ -470,7 +477,30 @@ class AcceleratorView(CollectionView):
         )
         if isinstance(started, Response):
             return started
-        return Response({"results": _describe_bulk_results(started, targets), "bulk_action": started.uuid}, 202)
+        listed = targets
+        if len(targets) > MAX_LISTED_RESULTS:
+            listed = [(uuid, target) for uuid, target in targets if uuid not in known_uuids]
+        return Response({"results": _describe_bulk_results(started, listed), "bulk_action": started.uuid}, 202)
+
+    def _resolve_targets(
+        self, values: dict[str, Any], change: PartitionChange
+    ) -> list[tuple[UUID | None, PartitionTarget]]:
+        """Return the devices that a body names or selects, as `partitioning.resolve_targets` does, whose errors it
+        raises."""
+        if selector := values.get("selector"):
+            divisible = (
+                select_rows(DEVICES, selector).exclude(sized_by="").order_by("id").values_list("uuid", flat=True)
+            )
+            targets = [PartitionTarget(uuid) for uuid in divisible[: partitioning.MAX_DEVICES + 1]]
+            if not targets:
+                text = "The selector matches no device whose number of units can be chosen."
+                raise RefusedError(RefusalReason.NOT_FOUND, text)
+        else:
+            targets = [
+                PartitionTarget(one.get("device"), one.get("host", ""), one.get("backend", ""))
+                for one in values["targets"]
+            ]
+        return partitioning.resolve_targets(targets, change)
 
     def _change_device(
         self, uuid: UUID | None, target: PartitionTarget, change: PartitionChange, reason: str
@@ -508,7 +538,8 @@ def _describe_labels(forecast: Sequence[labels.LabelResult], host_count: int) ->
 
 def _describe_bulk_results(bulk: Bulk, targets: Sequence[tuple[UUID | None, PartitionTarget]]) -> list[dict[str, Any]]:
     """Return the results of a change of units so far, in the order of the targets."""
-    items = {item.device_uuid: item for item in bulk_actions.annotate_with_commands(bulk.items.all())}
+    named = bulk.items.filter(target_uuid__in=[uuid for uuid, _ in targets if uuid])
+    items = {item.target_uuid: item for item in bulk_actions.annotate_with_commands(named)}
     results = []
     for uuid, target in targets:
         item = items.get(uuid) if uuid else None

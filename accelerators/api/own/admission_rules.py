@@ -20,7 +20,7 @@ from accelerators.api.own.fields import (
     StrictTextField,
     UrlField,
 )
-from accelerators.api.own.filters import RowFilter, single_choice_filter
+from accelerators.api.own.filters import ListFilter, single_choice_filter
 from accelerators.api.own.previews import ConfirmationSerializer, PreviewSerializer, respond_with_preview
 from accelerators.api.own.views import CollectionView
 from accelerators.devices import admission_rules
@@ -34,7 +34,7 @@ NEW_RULE = UUID(int=0)
 """The subject of the token of a rule that does not exist yet."""
 
 
-class RuleFilter(RowFilter):
+class RuleFilter(ListFilter):
     """Filter by name, action, or whether the rule is enabled."""
 
     name = filters.CharFilter(help_text="Exactly this name.")

@@ -21,7 +21,7 @@ from accelerators.api.own.fields import (
     StrictUuidField,
     UrlField,
 )
-from accelerators.api.own.filters import RowFilter, choice_filter, host_filter
+from accelerators.api.own.filters import ListFilter, choice_filter, host_filter
 from accelerators.api.own.previews import ConfirmationSerializer, PreviewSerializer, respond_with_preview
 from accelerators.api.own.requests import ProjectOwnedView
 from accelerators.domain import libvirt_xml
@@ -37,7 +37,7 @@ WAIT_REASON = Intent.objects.filter(
 ).values("last_error")[:1]
 
 
-class AttachmentFilter(RowFilter):
+class AttachmentFilter(ListFilter):
     """Filter by instance, state, host or project. The project filter is useful only to callers who see several
     projects."""
 

@@ -23,7 +23,7 @@ from accelerators.api.own.fields import (
     StrictTextField,
     UrlField,
 )
-from accelerators.api.own.filters import choice_filter, host_filter
+from accelerators.api.own.filters import SavedViewFilter, choice_filter, host_filter
 from accelerators.api.own.rollouts import RolloutView, RolloutWithStepsSerializer, SettingsField, show_changed_driver
 from accelerators.api.own.views import CollectionView
 from accelerators.domain.generations import GenerationError
@@ -38,7 +38,7 @@ BACKEND_KEY_PATTERN = "[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}:[A-Za-z0-9_.:
 """The form of a backend's key, HOST:DRIVER:NAME, with the host's uuid."""
 
 
-class BackendFilter(filters.FilterSet):
+class BackendFilter(SavedViewFilter):
     """Filter by host, driver, name, kind, state, or whether the backend fails."""
 
     host = host_filter()
@@ -223,7 +223,7 @@ class BackendView(ReadOnlyCollectionView):
         return Response(data, 202, headers={"Location": data["url"]})
 
 
-class ServiceFilter(filters.FilterSet):
+class ServiceFilter(SavedViewFilter):
     """Filter by host, driver, backend, name or state."""
 
     host = host_filter()

@@ -1,144 +1,254 @@
-"""Bulk actions: one action on many devices, with a preview, and the result of each device."""
+"""Bulk actions: one action on many devices, attachments or accelerators, with a preview, and the result of each.
+
+Bulk actions on attachments and accelerators are shown only to callers who may see these objects.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
+from uuid import UUID
 
 import django_filters as filters
 from django.db.models import Q, QuerySet
-from django.http import QueryDict
 from rest_framework import serializers
 from rest_framework.exceptions import APIException, PermissionDenied
 from rest_framework.request import Request
 from rest_framework.response import Response
 
+from accelerators.api.own.accelerators import AcceleratorFilter
+from accelerators.api.own.attachments import AttachmentFilter
 from accelerators.api.own.bulk_previews import (
     ALL_ACTIONS,
+    DEVICE_ACTIONS,
     LISTED_ACTIONS,
     BulkPreviewSerializer,
     preview_or_start,
 )
-from accelerators.api.own.fields import ClosedSerializer, ReasonField, RowSerializer, StrictUuidField, UrlField
-from accelerators.api.own.filters import choice_filter, host_filter
-from accelerators.api.own.inventory import DeviceFilter, DeviceView
+from accelerators.api.own.fields import (
+    ClosedSerializer,
+    ReasonField,
+    RowSerializer,
+    StrictTextField,
+    StrictUuidField,
+    UrlField,
+)
+from accelerators.api.own.filters import SavedViewFilter, choice_filter, host_filter
 from accelerators.api.own.previews import ConfirmationSerializer
+from accelerators.api.own.selectors import (
+    DEVICES,
+    MAX_NAMED_OBJECTS,
+    Selectable,
+    SelectorField,
+    check_selector,
+    select_rows,
+)
 from accelerators.api.own.views import CollectionView
-from accelerators.devices import partitioning
+from accelerators.devices import admission_rules, partitioning
 from accelerators.domain.device_actions import Action
-from accelerators.domain.states import BulkState, DeviceOutcome, DrainTarget
-from accelerators.models import Bulk, BulkItem, Device
-from accelerators.workflows import bulk_actions, bulk_commands
+from accelerators.domain.errors import RefusalReason, RefusedError
+from accelerators.domain.states import BulkState, BulkTarget, DeviceOutcome, DrainTarget
+from accelerators.models import AttachHandle, Attachment, Bulk, BulkItem, Device
+from accelerators.models.devices import HANDLE_USES
+from accelerators.workflows import attachment_orders, bulk_actions, bulk_admission, bulk_commands, bulk_labels
+from accelerators.workflows.bulk_detachments import DETACH
+from accelerators.workflows.bulk_labels import LABEL
 
-MAX_NAMED_DEVICES = 20_000
-"""Maximum number of devices in the field `devices`; their uuids fit into a body. A selector may match more."""
 WAITING = "waiting"
-"""The word for the outcome of a device that was not processed yet."""
-SELECTOR_FILTERS = {name: one for name, one in DeviceFilter.base_filters.items() if name != "saved_view"}
-"""The filters that a selector may have: those of the list of devices, except that by a saved view."""
+"""The word for the outcome of an object that was not processed yet."""
 STATE_RULE, COMMAND_RULE = "cyborg:device:update", "cyborg:command:create"
 ADD_UNITS_RULE, REMOVE_UNITS_RULE = "cyborg:accelerator:create", "cyborg:accelerator:delete"
+READ_RULE = "cyborg:inventory:get_all"
+
+
+SELECTABLES = {
+    BulkTarget.DEVICE: DEVICES,
+    BulkTarget.ATTACHMENT: Selectable(
+        "attachments",
+        AttachmentFilter,
+        Attachment.objects.exclude(state__in=attachment_orders.REVERTING_OR_ENDED),
+        (),
+        "cyborg:attachment:get",
+        "cyborg:attachment:elevated",
+        "cyborg:attachment:elevated",
+    ),
+    BulkTarget.ACCELERATOR: Selectable(
+        "accelerators",
+        AcceleratorFilter,
+        AttachHandle.objects.filter(HANDLE_USES["held"]),
+        ("attached",),
+        "cyborg:accelerator:get_all",
+        "cyborg:accelerator:elevated",
+        "cyborg:accelerator:update_elevated",
+    ),
+}
+"""How a body selects the objects of each kind. A selector of attachments leaves out those that have ended or are being
+taken back."""
+TARGET_RULES = {DETACH: "cyborg:attachment:delete", LABEL: "cyborg:accelerator:update"}
 
 
 def get_rule(action: Any, arguments: Mapping[str, Any] | None = None) -> str:
-    """Return the policy rule that an action with these arguments needs, on one device or on many."""
+    """Return the policy rule that an action with these arguments needs, on one object or on many."""
     if action == bulk_commands.PARTITION and arguments:
         adds_units = partitioning.PartitionChange.from_arguments(arguments or {}).adds_units
         return ADD_UNITS_RULE if adds_units else REMOVE_UNITS_RULE
+    if isinstance(action, str) and action in TARGET_RULES:
+        return TARGET_RULES[action]
     return COMMAND_RULE if action in bulk_commands.LISTED_OPS else STATE_RULE
 
 
-class BulkFilter(filters.FilterSet):
+def get_target(action: str) -> BulkTarget:
+    """Return the kind of the objects of an action."""
+    target_action = bulk_actions.TARGET_ACTIONS.get(action)
+    return target_action.target if target_action else BulkTarget.DEVICE
+
+
+def build_visible_condition(view: CollectionView, prefix: str = "") -> Q:
+    """Return the condition that selects the bulk actions which the caller of a view may see. `prefix` leads from the
+    rows of the view to their bulk action."""
+    if view.caller.is_admin:
+        return Q()
+    visible = Q(**{f"{prefix}target": BulkTarget.DEVICE})
+    for target, selectable in SELECTABLES.items():
+        if selectable.read_rule and view.is_rule_satisfied(selectable.read_rule):
+            of_target = Q(**{f"{prefix}target": target})
+            own = Q() if view.is_rule_satisfied(selectable.read_all_rule) else _of_own_project(view, prefix)
+            visible |= of_target & own
+    return visible
+
+
+def _of_own_project(view: CollectionView, prefix: str) -> Q:
+    """Return the condition that selects bulk actions on objects of the caller's project only."""
+    return Q(**{f"{prefix}project_id": view.caller.project_id}) & ~Q(**{f"{prefix}project_id": ""})
+
+
+class BulkFilter(SavedViewFilter):
     """Filter by action or state. Drafts are previews that nobody has confirmed."""
 
     action = choice_filter(ALL_ACTIONS)
     state = choice_filter(BulkState)
 
 
-class DeviceSelectorField(serializers.JSONField):
-    """A selector of devices: `{"all": true}`, or the filters of the list of devices with their values."""
-
-    def to_internal_value(self, data: Any) -> dict[str, Any]:
-        """Return the selector; raise ValidationError if it is empty, or if a filter or its value does not exist."""
-        if data == {"all": True}:
-            return {"all": True}
-        if not isinstance(data, dict) or not data:
-            raise serializers.ValidationError('Say {"all": true}, or filters such as {"state": "inactive"}.')
-        if unknown := sorted(set(data) - SELECTOR_FILTERS.keys()):
-            known = ", ".join(SELECTOR_FILTERS)
-            raise serializers.ValidationError(f"{', '.join(unknown)[:200]}: unknown filter; known are {known}.")
-        form = DeviceFilter(_build_query(data), DeviceView.queryset.all()).form
-        if not form.is_valid():
-            name, texts = next(iter(form.errors.items()))
-            raise serializers.ValidationError(f"{name}: {texts[0]}")
-        return data
+def _list_field(noun: str) -> serializers.ListField:
+    """Return a field with the uuids of objects."""
+    return serializers.ListField(
+        child=StrictUuidField(), required=False, max_length=MAX_NAMED_OBJECTS, help_text=f"The uuids of the {noun}."
+    )
 
 
-def _build_query(selector: Mapping[str, Any]) -> QueryDict:
-    """Return the query of a list that means the same as a selector. Raises ValidationError for a value of another type
-    than text, boolean or list of texts, and for empty text."""
-    query = QueryDict(mutable=True)
-    for name, value in selector.items():
-        words = value if isinstance(value, list) and value else [value]
-        texts = [str(word).lower() if isinstance(word, bool) else word for word in words]
-        if not all(isinstance(text, str) and text for text in texts):
-            raise serializers.ValidationError(f"{name}: say a text, true or false, or a list of texts.")
-        query.setlist(name, texts)
-    return query
+def _condition_of_field(name: str) -> dict[str, Any]:
+    """Return the condition that only this field of those that select objects is in a body."""
+    others = [one.field for one in SELECTABLES.values() if one.field != name] + ["selector"]
+    return {
+        "required": [name],
+        "properties": {name: {"minItems": 1}},
+        "not": {"anyOf": [{"required": [other]} for other in others if other != name]},
+    }
 
 
 class StartBulkActionSerializer(ConfirmationSerializer):
-    """The body that starts an action on many devices. Send `devices` or `selector`. The set of devices is fixed by the
-    preview."""
+    """The body that starts an action on many objects. Send `devices`, or a `selector`; for detach and label send
+    `attachments` or `accelerators` instead of `devices`. Without any of them, admit chooses the inactive devices that
+    a rule would move. The set is fixed by the preview."""
 
     action = serializers.ChoiceField(
         [(word, word) for word in LISTED_ACTIONS],
-        help_text="`admit` applies the admission rules to inactive devices.",
+        help_text="`admit` applies the admission rules to inactive devices, `detach` detaches attachments, and `label`"
+        " labels accelerators.",
     )
     then = serializers.ChoiceField(
         DrainTarget.choices(), required=False, help_text="Only for drain: the state after the last request."
     )
-    devices = serializers.ListField(
-        child=StrictUuidField(),
+    # Any, because `Field.label` is a text: the metaclass takes declared fields off the class, so nothing is hidden.
+    label: Any = StrictTextField(
+        max_length=255,
+        allow_blank=True,
         required=False,
-        max_length=MAX_NAMED_DEVICES,
-        help_text="The uuids of the devices.",
+        help_text="Only for label: the label; an empty one removes the labels.",
     )
-    selector = DeviceSelectorField(
+    devices = _list_field("devices")
+    attachments = _list_field("attachments; only for detach")
+    accelerators = _list_field("accelerators, which are those of their requests; only for label")
+    selector = SelectorField(
         required=False,
-        help_text='`{"all": true}`, or filters of `/api/devices/` with a text, a boolean or a list of texts.',
+        help_text='`{"all": true}`, or filters of `/api/devices/` with a text, a boolean or a list of texts; for detach'
+        " those of `/api/attachments/`, for label those of `/api/accelerators/`.",
     )
-    reason = ReasonField("Shown with each device and in its events.")
+    reason = ReasonField("Shown with each object and in its events.")
 
     field_conditions = {
-        "oneOf": [
-            {"required": ["devices"], "properties": {"devices": {"minItems": 1}}, "not": {"required": ["selector"]}},
-            {"required": ["selector"], "not": {"required": ["devices"]}},
-        ],
         "not": {"properties": {"dry_run": {"enum": [True]}}, "required": ["dry_run", "token"]},
-        "anyOf": [{"properties": {"action": {"enum": ["drain"]}}}, {"not": {"required": ["then"]}}],
+        "allOf": [
+            {"anyOf": [{"properties": {"action": {"enum": ["drain"]}}}, {"not": {"required": ["then"]}}]},
+            {
+                "oneOf": [
+                    {
+                        "properties": {"action": {"enum": [*DEVICE_ACTIONS]}},
+                        "not": {"required": ["label"]},
+                        "oneOf": [_condition_of_field("devices"), _condition_of_field("selector")],
+                    },
+                    {
+                        "properties": {"action": {"enum": [DETACH]}},
+                        "not": {"required": ["label"]},
+                        "oneOf": [_condition_of_field("attachments"), _condition_of_field("selector")],
+                    },
+                    {
+                        "properties": {"action": {"enum": [LABEL]}},
+                        "required": ["label"],
+                        "oneOf": [_condition_of_field("accelerators"), _condition_of_field("selector")],
+                    },
+                    {
+                        "properties": {"action": {"enum": [bulk_admission.ADMIT]}},
+                        "not": {
+                            "anyOf": [
+                                {"required": [name]}
+                                for name in ("label", "selector", "devices", "attachments", "accelerators")
+                            ]
+                        },
+                    },
+                ]
+            },
+        ],
     }
 
     def validate(self, values: dict[str, Any]) -> dict[str, Any]:
-        """Return the values. Raises ValidationError (400) unless exactly one of `devices` and `selector` is given, and
-        for `then` with another action than drain."""
+        """Return the values. Raises ValidationError (400) unless the objects are selected in exactly one way, which the
+        action allows, and for `then` and `label` with another action than drain and label."""
         values = super().validate(values)
-        if bool(values.get("devices")) == bool(values.get("selector")):
-            raise serializers.ValidationError("Say either devices, at least one, or a selector.")
-        if "then" in values and values["action"] != Action.DRAIN:
+        action = values["action"]
+        selectable = SELECTABLES[get_target(action)]
+        others = [one.field for one in SELECTABLES.values() if one is not selectable and one.field in values]
+        if others:
+            raise serializers.ValidationError({others[0]: f"{action} needs {selectable.field}."})
+        is_selected = bool(values.get(selectable.field)), bool(values.get("selector"))
+        is_left_to_rules = action == bulk_admission.ADMIT and not {selectable.field, "selector"} & values.keys()
+        if is_selected[0] == is_selected[1] and not is_left_to_rules:
+            raise serializers.ValidationError(f"Say either {selectable.field}, at least one, or a selector.")
+        if "selector" in values:
+            check_selector(selectable, values["selector"])
+        if "then" in values and action != Action.DRAIN:
             raise serializers.ValidationError({"then": "only drain accepts it."})
+        if ("label" in values) != (action == LABEL):
+            text = "label needs it." if action == LABEL else "only label accepts it."
+            raise serializers.ValidationError({"label": text})
         return values
 
 
 class BulkActionSerializer(RowSerializer):
-    """One action on many devices."""
+    """One action on many devices, attachments or accelerators."""
 
     url = UrlField("bulk_actions", source="uuid")
-    action = serializers.ChoiceField([(word, word) for word in ALL_ACTIONS], read_only=True)
+    action = serializers.CharField(
+        read_only=True,
+        help_text=f"One of {', '.join(ALL_ACTIONS)}; a conductor of a newer release may have started another one.",
+    )
+    target = serializers.CharField(
+        read_only=True, help_text="The kind of its objects: device, attachment or accelerator."
+    )
     arguments = serializers.JSONField(
         read_only=True,
         help_text="Only for partition: `units` to add (negative: to remove, null: all), and `layout`; only for admit:"
-        " the `rules` at the time of the preview.",
+        " the `rules` at the time of the preview; only for label: the `label`.",
     )
     by = serializers.CharField(source="actor", read_only=True)
     counts = serializers.SerializerMethodField()
@@ -150,6 +260,7 @@ class BulkActionSerializer(RowSerializer):
             "uuid",
             "url",
             "action",
+            "target",
             "then",
             "arguments",
             "state",
@@ -164,19 +275,19 @@ class BulkActionSerializer(RowSerializer):
         )
 
     def get_counts(self, bulk: Bulk) -> dict[str, int]:
-        """The number of devices with each outcome."""
+        """The number of objects with each outcome."""
         counts = {outcome.value: getattr(bulk, outcome) for outcome in DeviceOutcome}
         return counts | {WAITING: bulk.total - bulk.finished_count}
 
     def get_results(self, bulk: Bulk) -> str:
-        """The address of the list of its devices with the outcome of each."""
+        """The address of the list of its objects with the outcome of each."""
         return f"{self.context.get('base', '')}/api/bulk_results/?bulk_action={bulk.uuid}"
 
 
 class RetrySerializer(ConfirmationSerializer):
     """The body of a retry: an optional reason, and the confirmation."""
 
-    reason = ReasonField("Shown with each device and in its events.")
+    reason = ReasonField("Shown with each object and in its events.")
 
 
 class CancelBulkSerializer(ClosedSerializer):
@@ -184,7 +295,7 @@ class CancelBulkSerializer(ClosedSerializer):
 
 
 class BulkActionView(CollectionView):
-    """Actions on many devices, newest first."""
+    """Actions on many objects, newest first."""
 
     policy = "device"
     read_policy = "inventory"
@@ -199,8 +310,8 @@ class BulkActionView(CollectionView):
 
     @property
     def policy_rules(self) -> dict[str, str]:
-        """Reading needs the rules of `inventory`. Every change needs STATE_RULE; if it orders commands, COMMAND_RULE
-        instead."""
+        """Reading needs the rules of `inventory`. Every change needs STATE_RULE, or the rule of its action instead
+        (`get_rule`)."""
         return super().policy_rules | {"POST": STATE_RULE}
 
     def check_permissions(self, request: Request) -> None:
@@ -224,45 +335,84 @@ class BulkActionView(CollectionView):
         except APIException:
             return STATE_RULE
 
+    def get_queryset(self) -> QuerySet[Any]:
+        """Return the bulk actions that the caller may see."""
+        return super().get_queryset().filter(build_visible_condition(self))
+
     def get_offered_actions(self, data: Mapping[str, Any]) -> Iterable[str]:
-        """Offer `cancel` while it runs, and `retry` when it has ended."""
+        """Offer `cancel` while it runs, and `retry` when it has ended and this release knows its action."""
+        if data.get("state") != "running" and data.get("action") not in bulk_actions.KNOWN_ACTIONS:
+            return ()
         return {"running": ("cancel",), "done": ("retry",), "cancelled": ("retry",)}.get(str(data.get("state")), ())
 
     def create(self, request: Request) -> Response:
-        """Start an action on many devices: 202. With `dry_run` answer with its preview: 200. Without a token the
-        answer is 409, with the preview, if the devices are on several hosts or a held one would be changed."""
+        """Start an action on many objects: 202. With `dry_run` answer with its preview: 200. Without a token the
+        answer is 409, with the preview, if the objects are on several hosts or a held one would be changed. A label
+        changes nothing that is held.
+
+        Whoever detaches attachments or labels accelerators must be allowed to see bulk actions, and reaches those of
+        the own project only, unless the rules for all projects allow more.
+        """
         values = self.validate_body()
-        self.require_rule(get_rule(values["action"]))
         action, then = values["action"], DrainTarget(values.get("then", DrainTarget.MAINTENANCE))
-        uuids, selector = sorted(set(map(str, values.get("devices", ())))), values.get("selector")
+        self.require_rule(get_rule(action))
+        target = get_target(action)
+        is_restricted = target is not BulkTarget.DEVICE and not self._may_change_all_projects(target)
+        if target is not BulkTarget.DEVICE:
+            self.require_rule(READ_RULE)
+        project_id = self.caller.project_id if is_restricted else None
+        uuids, selector = sorted(set(map(str, values.get(SELECTABLES[target].field, ())))), values.get("selector")
         described = {"kind": "bulk action", "action": action, "then": then, "devices": uuids, "selector": selector}
+        described |= {"label": values["label"]} if "label" in values else {}
         return self._preview_or_start(
             values,
             described,
             lambda: bulk_actions.create_draft(
-                action, then, select_devices(uuids, selector), self.caller, source=self.caller.event_source
+                action,
+                then,
+                select_objects(target, uuids, selector, project_id),
+                self.caller,
+                source=self.caller.event_source,
+                arguments=bulk_labels.build_arguments(values["label"]) if action == LABEL else None,
+                project_id=project_id or "",
             ),
         )
 
     def cancel(self, request: Request, **kwargs: str) -> Response:
-        """Begin no further device. Devices that were changed stay as they are, and ordered commands go on."""
+        """Begin no further object. Objects that were changed stay as they are, and ordered commands go on."""
         self.validate_body()
         bulk = self.get_object()
-        self.require_rule(get_rule(bulk.action, bulk.arguments))
+        self._require_right(bulk)
         bulk_actions.cancel_bulk(bulk, self.caller, self.caller.event_source)
         return self.respond_with_stored_row(bulk.uuid, 202)
 
     def retry(self, request: Request, **kwargs: str) -> Response:
-        """Start the same action again for the devices that were refused, or whose command or installation has failed:
+        """Start the same action again for the objects that were refused, or whose command or installation has failed:
         a new bulk action, 202. `dry_run` and `token` are used as for the first one."""
         values = self.validate_body()
         bulk = self.get_object()
-        self.require_rule(get_rule(bulk.action, bulk.arguments))
+        self._require_right(bulk)
         return self._preview_or_start(
             values,
             {"kind": "bulk retry", "bulk": str(bulk.uuid)},
             lambda: bulk_actions.create_retry_draft(bulk, self.caller, self.caller.event_source),
         )
+
+    def _may_change_all_projects(self, target: BulkTarget) -> bool:
+        """Return whether the caller may see and change the objects of all projects."""
+        selectable = SELECTABLES[target]
+        rules = (selectable.read_all_rule, selectable.change_all_rule)
+        return self.caller.is_admin or all(self.is_rule_satisfied(rule) for rule in rules)
+
+    def _require_right(self, bulk: Bulk) -> None:
+        """Raise PermissionDenied (403) unless the caller may change this bulk action: has the rule of its action, and
+        may change objects of all projects, or all objects belong to the caller's project."""
+        self.require_rule(get_rule(bulk.action, bulk.arguments))
+        if bulk.target == BulkTarget.DEVICE or self.caller.is_admin:
+            return
+        is_own = bool(bulk.project_id) and bulk.project_id == self.caller.project_id
+        if not is_own and not (bulk.target in SELECTABLES and self._may_change_all_projects(BulkTarget(bulk.target))):
+            raise PermissionDenied
 
     def _preview_or_start(
         self, values: Mapping[str, Any], described: Mapping[str, Any], make_draft: Callable[[], Bulk]
@@ -272,47 +422,69 @@ class BulkActionView(CollectionView):
         return answer if isinstance(answer, Response) else self.respond_with_stored_row(answer.uuid, 202)
 
 
-def select_devices(uuids: list[str], selector: Mapping[str, Any] | None) -> QuerySet[Device]:
-    """Return the devices with these uuids or, if there are none, those that a valid selector selects.
+def select_objects(
+    target: BulkTarget, uuids: list[str], selector: Mapping[str, Any] | None, project_id: str | None = None
+) -> QuerySet[Any]:
+    """Return the objects with these uuids or, if there are none, those that a valid selector selects; without a
+    selector the devices that the admission rules would move.
 
-    Raises ValidationError (400) for a uuid that no device has.
+    With a `project_id` only the objects of this project are selected. Raises ValidationError (400) for a uuid that no
+    object has, and RefusedError INVALID if the admission rules would move no device.
     """
+    if not uuids and not selector:
+        devices = admission_rules.query_devices_to_move()
+        if not devices.exists():
+            raise RefusedError(RefusalReason.INVALID, "No admission rule would move an inactive device.")
+        return devices
+    selectable = SELECTABLES[target]
+    in_project = Q() if project_id is None else Q(project_id=project_id)
+    objects: QuerySet[Any] = {
+        BulkTarget.DEVICE: Device.objects.all(),
+        BulkTarget.ATTACHMENT: Attachment.objects.filter(in_project),
+        BulkTarget.ACCELERATOR: bulk_labels.query_held_accelerators().filter(in_project),
+    }[target]
     if uuids:
-        chosen = Device.objects.filter(uuid__in=uuids)
+        chosen = objects.filter(uuid__in=uuids)
         known = {str(uuid) for uuid in chosen.values_list("uuid", flat=True)}
         if unknown := [uuid for uuid in uuids if uuid not in known]:
-            raise serializers.ValidationError({"devices": f"There is no device {', '.join(unknown[:5])}."})
+            text = f"There is no {target} {', '.join(unknown[:5])}."
+            raise serializers.ValidationError({selectable.field: text})
         return chosen
-    devices: QuerySet[Device] = DeviceView.queryset.all()
     assert selector, "a body has either uuids or a selector"
-    if "all" in selector:
-        return devices
-    selected: QuerySet[Device] = DeviceFilter(_build_query(selector), devices).qs
-    return selected
+    selected = select_rows(selectable, selector)
+    if target is BulkTarget.DEVICE:
+        return selected
+    if target is BulkTarget.ACCELERATOR:
+        return objects.filter(attach_handle__in=selected.order_by().values("pk"))
+    return objects.filter(pk__in=selected.order_by().values("pk"))
 
 
-class BulkResultFilter(filters.FilterSet):
-    """Filter by bulk action, outcome, device or host."""
+class BulkResultFilter(SavedViewFilter):
+    """Filter by bulk action, outcome, object (`device` or `target`) or host."""
 
     bulk_action = filters.UUIDFilter(field_name="bulk__uuid")
     outcome = filters.MultipleChoiceFilter(
         method="filter_by_outcome", choices=[(word, word) for word in (*DeviceOutcome, WAITING)]
     )
-    device = filters.UUIDFilter(field_name="device_uuid")
+    device = filters.UUIDFilter(field_name="target_uuid")
+    target = filters.UUIDFilter(field_name="target_uuid")
     host = host_filter()
 
     def filter_by_outcome(self, items: QuerySet[BulkItem], name: str, words: list[str]) -> QuerySet[BulkItem]:
-        """Keep the devices with one of these outcomes; `waiting` is the word for none."""
+        """Keep the objects with one of these outcomes; `waiting` is the word for none."""
         return items.filter(Q(outcome__in=["" if word == WAITING else word for word in words])) if words else items
 
 
 class BulkResultSerializer(RowSerializer):
-    """One device of a bulk action. `outcome` is empty until the device was processed."""
+    """One object of a bulk action. `outcome` is empty until the object was processed."""
 
     url = UrlField("bulk_results", source="id")
     bulk_action = UrlField("bulk_actions", source="bulk.uuid")
-    device = serializers.UUIDField(source="device_uuid", read_only=True)
-    name = serializers.CharField(source="device_name", read_only=True)
+    target = serializers.UUIDField(
+        source="target_uuid", read_only=True, help_text="The uuid of the device, attachment or accelerator."
+    )
+    device = serializers.SerializerMethodField()
+    name = serializers.CharField(source="target_name", read_only=True)
     was = serializers.CharField(source="stood", read_only=True)
     reason = serializers.CharField(
         source="why", read_only=True, help_text="The stable code of the refusal; empty if it was not refused."
@@ -327,6 +499,7 @@ class BulkResultSerializer(RowSerializer):
             "id",
             "url",
             "bulk_action",
+            "target",
             "device",
             "name",
             "host",
@@ -338,9 +511,13 @@ class BulkResultSerializer(RowSerializer):
             "command",
         )
 
+    def get_device(self, item: BulkItem) -> UUID | None:
+        """The uuid of the device; null if the object is not a device."""
+        return item.target_uuid if item.bulk.target == BulkTarget.DEVICE else None
+
 
 class BulkResultView(CollectionView):
-    """The devices of bulk actions with the outcome of each, oldest first."""
+    """The objects of bulk actions with the outcome of each, oldest first."""
 
     policy = "inventory"
     lookup_field = "id"
@@ -348,3 +525,7 @@ class BulkResultView(CollectionView):
     serializer_class = BulkResultSerializer
     filterset_class = BulkResultFilter
     queryset = bulk_actions.annotate_with_commands(BulkItem.objects.select_related("bulk"))
+
+    def get_queryset(self) -> QuerySet[Any]:
+        """Return the objects of the bulk actions that the caller may see."""
+        return super().get_queryset().filter(build_visible_condition(self, "bulk__"))

@@ -12,21 +12,25 @@ from accelerators.api.own.previews import PreviewSerializer, respond_with_previe
 from accelerators.commands import command_queue
 from accelerators.domain.caller import Caller
 from accelerators.domain.device_actions import Action
-from accelerators.domain.states import DeviceOutcome, DrainTarget
+from accelerators.domain.states import BulkTarget, DeviceOutcome, DrainTarget
 from accelerators.models import Bulk
 from accelerators.workflows import bulk_actions, bulk_admission, bulk_commands, confirmations
 
 MAX_PREVIEW_DEVICES = 20
-LISTED_ACTIONS = (*(action.value for action in Action), bulk_admission.ADMIT, *bulk_commands.LISTED_OPS)
-"""The actions that a bulk action of the list of devices can have."""
+DEVICE_ACTIONS = (*(action.value for action in Action), bulk_admission.ADMIT, *bulk_commands.LISTED_OPS)
+"""The actions on devices that have no arguments."""
+LISTED_ACTIONS = (*DEVICE_ACTIONS, *bulk_actions.TARGET_ACTIONS)
+"""The actions that a request to `/api/bulk_actions/` can start."""
 ALL_ACTIONS = (*LISTED_ACTIONS, bulk_commands.PARTITION)
-"""The actions that a stored bulk action can have; the changes of units are started below `/api/accelerators/`."""
+"""The actions that a stored bulk action can have; the changes of units are started below `/api/accelerators/`. A
+conductor of a newer release may have stored others."""
 
 
 class PreviewedDeviceSerializer(serializers.Serializer[Any]):
-    """A device of a preview, with its predicted outcome."""
+    """A device of a preview, or another object, with its predicted outcome."""
 
-    device = serializers.UUIDField(read_only=True)
+    target = serializers.UUIDField(read_only=True, help_text="The uuid of the device, attachment or accelerator.")
+    device = serializers.UUIDField(read_only=True, allow_null=True, help_text="The device; null for another object.")
     name = serializers.CharField(read_only=True)
     host = serializers.CharField(read_only=True)
     state = serializers.CharField(read_only=True)
@@ -36,11 +40,18 @@ class PreviewedDeviceSerializer(serializers.Serializer[Any]):
 
 
 class BulkPreviewSerializer(PreviewSerializer):
-    """The forecast of a bulk action, and the first devices of its set."""
+    """The forecast of a bulk action, and the first objects of its set."""
 
+    target = serializers.ChoiceField(BulkTarget.choices(), read_only=True, help_text="The kind of the objects.")
     action = serializers.ChoiceField([(word, word) for word in ALL_ACTIONS], read_only=True)
     then = serializers.ChoiceField(DrainTarget.choices(), read_only=True)
     counts = serializers.DictField(child=serializers.IntegerField(), read_only=True)
+    instances = serializers.IntegerField(
+        read_only=True, allow_null=True, help_text="How many instances have the objects; null for devices."
+    )
+    units = serializers.IntegerField(
+        read_only=True, allow_null=True, help_text="How many held units would be given back; null for devices."
+    )
     devices = PreviewedDeviceSerializer(many=True, read_only=True)
 
 
@@ -80,19 +91,23 @@ def _describe_preview(draft: Bulk, preview: bulk_actions.BulkPreview) -> dict[st
     """Return a preview as `BulkPreviewSerializer` shows it, without the token."""
     return {
         "action": draft.action,
+        "target": draft.target,
         "then": draft.then,
         "total": draft.total,
         "hosts": preview.host_count,
         "held": preview.held_count,
-        "counts": {outcome.value: preview.count_devices(outcome) for outcome in DeviceOutcome},
+        "counts": {outcome.value: preview.count_objects(outcome) for outcome in DeviceOutcome},
         "forecast": [
             {"outcome": one.outcome.value, "number": one.number, "held": one.held, "text": one.text}
             for one in preview.forecasts
         ],
+        "instances": preview.reach and preview.reach.instances,
+        "units": preview.reach and preview.reach.units,
         "devices": [
             {
-                "device": item.device_uuid,
-                "name": item.device_name,
+                "target": item.target_uuid,
+                "device": item.target_uuid if draft.target == BulkTarget.DEVICE else None,
+                "name": item.target_name,
                 "host": item.host,
                 "state": item.stood,
                 "outcome": one.outcome.value,

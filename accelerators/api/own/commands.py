@@ -24,7 +24,7 @@ from accelerators.api.own.fields import (
     StrictUuidField,
     UrlField,
 )
-from accelerators.api.own.filters import RowFilter, choice_filter, host_filter
+from accelerators.api.own.filters import ListFilter, choice_filter, host_filter
 from accelerators.api.own.views import CollectionView
 from accelerators.commands import command_queue, programming
 from accelerators.commands.catalogue import ORDERABLE_COMMANDS, ORDERABLE_DEVICE_OPS, ORDERABLE_HOST_OPS
@@ -44,7 +44,7 @@ ALL_OPERATIONS = ("install", *ORDERABLE_DEVICE_OPS, "attach", "detach", *ORDERAB
 agents that write to Placement, and `configure` by rollouts."""
 
 
-class CommandFilter(RowFilter):
+class CommandFilter(ListFilter):
     """Filter by host, device, request, operation, state, or whether the command has ended."""
 
     host = host_filter("host__name")

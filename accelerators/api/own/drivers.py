@@ -10,7 +10,7 @@ from django.db.models import OuterRef
 from rest_framework import serializers
 
 from accelerators.api.own.fields import HostReference, RowSerializer, UrlField
-from accelerators.api.own.filters import choice_filter, host_filter
+from accelerators.api.own.filters import SavedViewFilter, choice_filter, host_filter
 from accelerators.api.own.inventory import count_related_rows
 from accelerators.api.own.views import CollectionView
 from accelerators.domain.states import DriverState
@@ -20,7 +20,7 @@ POLICY_RULE_BY_METHOD = {"GET": "cyborg:driver:get", "HEAD": "cyborg:driver:get"
 """The policy rule for each HTTP method, shared by drivers and rollouts."""
 
 
-class DriverFilter(filters.FilterSet):
+class DriverFilter(SavedViewFilter):
     """Filter by host, driver, state, or whether the driver drifts (runs with another configuration than the wanted
     one)."""
 

@@ -10,11 +10,12 @@ from rest_framework import serializers
 from rest_framework.exceptions import ParseError
 
 from accelerators.api.own.fields import RowSerializer, UrlField
-from accelerators.api.own.filters import choice_filter, host_filter
+from accelerators.api.own.filters import SavedViewFilter, choice_filter, host_filter
 from accelerators.api.own.views import CollectionView
 from accelerators.domain.states import EventSource
 from accelerators.models import AcceleratorRequest, Event, Seal
 from accelerators.models.records import event_has_words
+from accelerators.ui.extensions import SAVED_VIEW
 
 
 class UtcDateTimeFilter(filters.IsoDateTimeFilter):
@@ -29,7 +30,7 @@ class UtcDateTimeFilter(filters.IsoDateTimeFilter):
         return filtered
 
 
-class EventFilter(filters.FilterSet):
+class EventFilter(SavedViewFilter):
     """Filter by subject, actor, host, action, source, request id or time."""
 
     subject = filters.UUIDFilter(help_text="The uuid of a host, device or request.")
@@ -41,6 +42,14 @@ class EventFilter(filters.FilterSet):
     request_id = filters.CharFilter(help_text="The x-openstack-request-id of the API call that caused the event.")
     since = UtcDateTimeFilter(field_name="at", lookup_expr="gte", help_text="At this time or later.")
     until = UtcDateTimeFilter(field_name="at", lookup_expr="lt", help_text="Before this time.")
+
+    def filter_by_saved_view(self, rows: QuerySet[Event], name: str, value: str) -> QuerySet[Event]:
+        """Keep the events that the saved view shows. Its conditions become those of the query itself, because a list of
+        the keys of its events would be read completely for each page.
+
+        Raises RefusedError INVALID (400) if the caller has no view of this name.
+        """
+        return rows & SAVED_VIEW.only()(self.request.user, Event._meta.label_lower, value).order_by()
 
     def filter_by_actor(self, rows: QuerySet[Event], name: str, value: str) -> QuerySet[Event]:
         """Keep events of exactly this actor. The word index narrows the search first; it uses at most ten words."""

@@ -41,6 +41,9 @@ class DeviceReference(serializers.Serializer[Any]):
     uuid = serializers.UUIDField(read_only=True)
     type = serializers.CharField(read_only=True)
     model = serializers.CharField(read_only=True)
+    name = serializers.CharField(
+        source="hardware_name.full", read_only=True, help_text="What people call the hardware: NVIDIA A100 PCIe 80GB."
+    )
     address = serializers.CharField(read_only=True, allow_null=True)
     url = UrlField("devices", source="uuid")
 

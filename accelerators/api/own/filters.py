@@ -35,8 +35,8 @@ class RowFilter(filters.FilterSet):
     uuid_prefix = UuidPrefixFilter()
 
 
-class ListFilter(RowFilter):
-    """Filter by a saved view, too. Collections that the console shows as lists inherit it."""
+class SavedViewFilter(filters.FilterSet):
+    """Filter by a saved view of the console. All collections that the console shows as lists inherit it."""
 
     saved_view = filters.CharFilter(
         method="filter_by_saved_view",
@@ -50,6 +50,10 @@ class ListFilter(RowFilter):
         """
         shown = SAVED_VIEW.only()(self.request.user, rows.model._meta.label_lower, value)
         return rows.filter(pk__in=shown.order_by().values("pk"))
+
+
+class ListFilter(SavedViewFilter, RowFilter):
+    """Filter by the beginning of a row's uuid, and by a saved view of the console."""
 
 
 def host_filter(field_name: str | None = None) -> filters.CharFilter:

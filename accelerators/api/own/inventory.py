@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol, cast
+from typing import Any, ClassVar, Protocol, cast
 
 import django_filters as filters
 from django.contrib.postgres.expressions import ArraySubquery
+from django.core.validators import MinLengthValidator
 from django.db.models import Count, IntegerField, OuterRef, Q, QuerySet, Subquery, Value
 from django.db.models.functions import Coalesce, JSONObject
 from rest_framework import serializers
@@ -15,13 +16,15 @@ from rest_framework.request import Request
 from rest_framework.response import Response
 
 from accelerators import safety
-from accelerators.api.own.accelerators import LayoutSerializer
 from accelerators.api.own.commands import CommandSerializer
 from accelerators.api.own.fields import (
+    NEEDS_GENERATION,
     ClosedSerializer,
     DeployableReference,
     DeviceReference,
+    GenerationField,
     HostReference,
+    ReasonField,
     ReasonSerializer,
     RowSerializer,
     StrictBooleanField,
@@ -51,6 +54,7 @@ from accelerators.domain.states import (
 from accelerators.models import AcceleratorRequest, AttachHandle, Attribute, Deployable, Device, Host
 from accelerators.models.devices import build_driver_error_expression, build_name_condition
 from accelerators.workflows import bulk_actions, confirmations, host_removal
+from accelerators.workflows.bulk_targets import BulkForecast
 
 
 def count_related_rows(rows: QuerySet[Any], column: str, outer_column: str = "pk") -> Coalesce:
@@ -93,6 +97,7 @@ class HostSerializer(RowSerializer):
             "stale_since",
             "reported_at",
             "removing_since",
+            "deleting_since",
             "devices",
             "drivers",
             "created_at",
@@ -108,6 +113,12 @@ class RemovalSerializer(ClosedSerializer):
     )
     reason = StrictTextField(max_length=MAX_REASON, required=False, allow_blank=True)
     dry_run = StrictBooleanField(required=False, help_text="Only return what would be deleted.")
+
+
+class CancelRemovalSerializer(ClosedSerializer):
+    """Body of the cancellation of a host's removal."""
+
+    reason = StrictTextField(max_length=MAX_REASON, required=False, allow_blank=True)
 
 
 class RemovalPreviewSerializer(serializers.Serializer[Any]):
@@ -135,21 +146,22 @@ class HostView(CollectionView):
     serializer_class = HostSerializer
     filterset_class = HostFilter
     queryset = Host.objects.annotate(number_of_devices=count_related_rows(Device.objects.all(), "host"))
-    member_actions = {"remove": RemovalSerializer}
+    member_actions = {"remove": RemovalSerializer, "cancel_removal": CancelRemovalSerializer}
     actions_to_confirm = ("remove",)
     response_serializers = {"remove": (202, RemovalPreviewSerializer)}
     preview_serializers = {"remove": RemovalPreviewSerializer}
 
     @property
     def policy_rules(self) -> dict[str, str]:
-        """Add the rule `cyborg:host:delete` for POST, because the only action removes a host."""
+        """Add the rule `cyborg:host:delete` for POST: the actions remove a host, or cancel its removal."""
         return super().policy_rules | {"POST": "cyborg:host:delete"}
 
     def remove(self, request: Request, **kwargs: str) -> Response:
         """Remove a decommissioned host: revoke its agent, and delete its devices and providers; 202.
 
-        409 unless `confirm` is the host's name, and while requests or allocations exist. With `dry_run` nothing is
-        changed (200). Events are kept, and the name may join again.
+        The deletion begins after CYBORG_HOST_REMOVAL_DELAY_S seconds; until then the removal can be cancelled. 409
+        unless `confirm` is the host's name, and while requests or allocations exist. With `dry_run` nothing is changed
+        (200). Events are kept, and the name may join again.
         """
         values, host = self.validate_body(), self.get_object()
         if values.get("dry_run"):
@@ -158,6 +170,15 @@ class HostView(CollectionView):
         confirmed, reason = values.get("confirm", ""), values.get("reason", "")
         host_removal.order_removal(host.uuid, confirmed, self.caller, reason, EventSource.API)
         return Response(RemovalPreviewSerializer(removed).data, 202)
+
+    def cancel_removal(self, request: Request, **kwargs: str) -> Response:
+        """Cancel the removal of a host: its devices get their former states back.
+
+        409 if the host is not being removed, or if the deletion has begun (`deleting_since`).
+        """
+        reason, host = self.validate_body().get("reason", ""), self.get_object()
+        host_removal.cancel_removal(host.uuid, self.caller, reason, EventSource.API)
+        return self.respond_with_stored_row(host.uuid, 200)
 
 
 class DeviceFilter(ListFilter):
@@ -219,6 +240,11 @@ class DeviceSerializer(RowSerializer):
     model_name = serializers.CharField(
         source="hardware_name.model", read_only=True, help_text="The model in the PCI ID database; empty if unknown."
     )
+    subsystem_name = serializers.CharField(
+        source="hardware_name.subsystem",
+        read_only=True,
+        help_text="The maker and the name of the board in the PCI ID database; empty if unknown.",
+    )
     stale = serializers.SerializerMethodField()
     to_install = serializers.SerializerMethodField()
     acts = serializers.SerializerMethodField()
@@ -265,6 +291,8 @@ class DeviceSerializer(RowSerializer):
             "key",
             "numa_node",
             "kernel_driver",
+            "subsystem",
+            "subsystem_name",
             "std_board_info",
             "vendor_board_info",
             "created_at",
@@ -339,7 +367,7 @@ class _ForecastAction:
     action: Action
     final_state: DrainTarget
     device: Device
-    forecast: bulk_actions.BulkForecast
+    forecast: BulkForecast
 
     @property
     def is_change(self) -> bool:
@@ -418,6 +446,32 @@ def _make_action_handler(action: Action) -> Callable[..., Response]:
     return perform_action
 
 
+class LayoutPreviewSerializer(PreviewSerializer):
+    """The forecast of a change of one device's layout. It never has to be confirmed: a held device is refused."""
+
+    device = serializers.UUIDField(read_only=True)
+    state = serializers.CharField(read_only=True, help_text="The device's state, and its number of units.")
+
+
+class LayoutSerializer(ConfirmationSerializer):
+    """Changes of the layout that divides a device into units."""
+
+    layout = serializers.DictField(
+        child=StrictTextField(max_length=255),
+        allow_empty=False,
+        validators=[MinLengthValidator(1)],  # so that the OpenAPI document shows minLength
+        help_text='Layout keys that its driver accepts, with their values, for example {"vfs": "4"}.',
+    )
+    generation = GenerationField()
+    reason = ReasonField("Shown with the commands and their events.")
+
+    # The OpenAPI generator treats every PATCH body as partial; this one requires `layout`.
+    field_conditions = {
+        "required": ["layout", *NEEDS_GENERATION["required"]],
+        "not": {"properties": {"dry_run": {"enum": [True]}}, "required": ["dry_run", "token"]},
+    }
+
+
 class DeviceView(CollectionView):
     """Devices, oldest first."""
 
@@ -427,7 +481,10 @@ class DeviceView(CollectionView):
     actions_to_confirm = (Action.RETIRE.value,)
     body_serializers = {"partial_update": LayoutSerializer}
     response_serializers = {"partial_update": (202, CommandSerializer)}
-    preview_serializers = dict.fromkeys([action.value for action in Action], DeviceActionPreviewSerializer)
+    preview_serializers: ClassVar[Mapping[str, type[PreviewSerializer]]] = {
+        "partial_update": LayoutPreviewSerializer,
+        **dict.fromkeys([action.value for action in Action], DeviceActionPreviewSerializer),
+    }
     enable, disable, drain = (
         _make_action_handler(Action.ENABLE),
         _make_action_handler(Action.DISABLE),
@@ -449,11 +506,27 @@ class DeviceView(CollectionView):
 
     def partial_update(self, request: Request, **kwargs: str) -> Response:
         """Change keys of the device's layout that its driver accepts, and partition the device accordingly. The answer
-        is the command that does it. Refused while anybody holds the device. 409: it has another generation."""
-        device = self.get_object()
-        values = self.validate_body()
+        is the command that does it. Refused while anybody holds the device. 409: it has another generation.
+
+        With `dry_run` the answer is the preview: 200. With its token, a device whose state or number of units has
+        changed since the preview is refused.
+        """
+        values, device = self.validate_body(), self.get_object()
         generations.require_generation(f"Device {device.uuid}", device.generation, values.get("generation"))
-        command = partitioning.update_layout(device.uuid, caller=self.caller, source=self.caller.event_source, **values)
+        change = partitioning.PartitionChange(0, values["layout"], values.get("generation"))
+        reason, seen = values.get("reason", ""), ""
+        partitioning.check_change(change, reason)
+        if values.get("dry_run") or values.get("token"):
+            forecast, seen = bulk_actions.forecast_unit_change(change, device)
+            described = {"kind": "layout", "change": change.to_arguments(), "seen": seen}
+            if values.get("dry_run"):
+                issued = confirmations.issue_token(device.uuid, self.caller, described)
+                return respond_with_preview(_describe_layout_change(device, forecast, seen), issued, is_dry_run=True)
+            if confirmations.read_token(values["token"], self.caller, described) != device.uuid:
+                raise confirmations.stale_preview_error()
+        command = partitioning.partition_device(
+            device.uuid, change, self.caller, reason, self.caller.event_source, seen=seen
+        )
         data = CommandSerializer(command, context=super().get_serializer_context() | {"fields": ()}).data
         return Response(data, 202, headers={"Location": data["url"]})
 
@@ -461,6 +534,21 @@ class DeviceView(CollectionView):
         """Return the actions that are possible now."""
         possible: Iterable[str] = data.get("next_actions", ())
         return possible
+
+
+def _describe_layout_change(device: Device, forecast: BulkForecast, seen: str) -> dict[str, Any]:
+    """Return a preview as `LayoutPreviewSerializer` shows it, without the token."""
+    return {
+        "device": device.uuid,
+        "state": seen,
+        "total": 1,
+        "hosts": 1,
+        "held": 0,
+        "forecast": [
+            {"outcome": forecast.outcome.value, "number": 1, "held": forecast.held, "text": forecast.text},
+        ],
+        "confirm": False,
+    }
 
 
 class DeployableFilter(ListFilter):

@@ -14,14 +14,14 @@ from rest_framework.response import Response
 
 from accelerators.api.own import errors
 from accelerators.api.own.fields import ChangeSerializer, RowSerializer, StrictTextField, UrlField
-from accelerators.api.own.filters import RowFilter
+from accelerators.api.own.filters import ListFilter
 from accelerators.api.own.views import CollectionView
 from accelerators.domain import groups
 from accelerators.models import AcceleratorRequest, DeviceProfile
 from accelerators.requests import profiles
 
 
-class ProfileFilter(RowFilter):
+class ProfileFilter(ListFilter):
     """Filter by name, or by whether requests use the profile."""
 
     name = filters.CharFilter(help_text="Exactly this name.")

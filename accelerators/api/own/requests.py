@@ -13,7 +13,7 @@ from rest_framework import serializers
 
 from accelerators.api.own.events import EventSerializer
 from accelerators.api.own.fields import HandleReference, ProfileReference, RowSerializer, UrlField
-from accelerators.api.own.filters import RowFilter, choice_filter, host_filter
+from accelerators.api.own.filters import ListFilter, choice_filter, host_filter
 from accelerators.api.own.views import CollectionView
 from accelerators.domain.states import RequestState
 from accelerators.models import AcceleratorRequest, Event
@@ -22,7 +22,7 @@ TIMELINE_EVENTS = 100
 """The number of newest events that a timeline shows; `/api/events/?subject=` lists all of them."""
 
 
-class RequestFilter(RowFilter):
+class RequestFilter(ListFilter):
     """Filter by state, instance, project, host or profile. The project filter is useful only to callers who see several
     projects."""
 

@@ -23,7 +23,7 @@ from accelerators.api.own.fields import (
     StrictTextField,
     UrlField,
 )
-from accelerators.api.own.filters import RowFilter, choice_filter
+from accelerators.api.own.filters import ListFilter, choice_filter
 from accelerators.api.own.previews import ConfirmationSerializer, PreviewSerializer, respond_with_preview
 from accelerators.api.own.views import CollectionView
 from accelerators.domain import setting_edits
@@ -39,7 +39,7 @@ MAX_PREVIEW_HOSTS = 20
 """Number of hosts that a preview lists; its counts include all."""
 
 
-class RolloutFilter(RowFilter):
+class RolloutFilter(ListFilter):
     """Filter by driver, operation or state."""
 
     driver = filters.CharFilter(help_text="Exactly this driver.")

@@ -1,4 +1,4 @@
-"""`manage.py host`: remove a decommissioned host."""
+"""`manage.py host`: remove a decommissioned host, or cancel its removal."""
 
 from cyborgweb.management.operator_verbs import VerbsCommand
 
@@ -7,9 +7,10 @@ class Command(VerbsCommand):
     """The verbs for hosts."""
 
     noun = "host"
-    help = """Remove a decommissioned host.
+    help = """Remove a decommissioned host, or cancel its removal.
 
     \b
     manage.py host remove cmp9.example --dry-run
     manage.py host remove cmp9.example --reason decommissioned
+    manage.py host cancel-removal cmp9.example
     """

@@ -24,6 +24,7 @@ from psycopg.errors import DeadlockDetected, LockNotAvailable
 from accelerators import conductor
 from accelerators.devices import admission_rules
 from accelerators.domain.caller import Caller
+from accelerators.domain.errors import RefusedError
 from accelerators.domain.states import EventSource
 from accelerators.models import AdmissionRule, Event, Host
 from accelerators.runtime import jobs
@@ -150,9 +151,13 @@ def _create_join_token(address: str) -> str:
     """Create a join token for the agent of this machine, and return its text.
 
     `address` is where the agent reaches the server. The token is valid for CYBORG_JOIN_TOKEN_HOURS hours. An event is
-    recorded.
+    recorded. Returns '' while the host is being removed: its agent is then refused until it is gone.
     """
     host, _ = determine_host_names(load_configuration(AgentSettings, os.environ), None, "")
-    return authentication.create_join_token(
-        host, address=address, hours=get_keys().join_token_hours, created_by=authentication.AUTOMATIC_CREATOR
-    )
+    try:
+        return authentication.create_join_token(
+            host, address=address, hours=get_keys().join_token_hours, created_by=authentication.AUTOMATIC_CREATOR
+        )
+    except RefusedError as refused:
+        sys.stderr.write(f"No join token was made for the agent of this machine: {refused.text}\n")
+        return ""

@@ -2,7 +2,7 @@
 // other page to fetch itself again; after each connection it compares all visible rows. The badge shows "live" only
 // while the connection works.
 (function () {
-  const SILENCE_MS = 18000, PATIENCE_MS = 3000, HIDDEN_MS = 30000, LONGEST_MS = 8000, PIECE_MS = 1000, TIMES_MS = 10000;
+  const SILENCE_MS = 18000, PATIENCE_MS = 3000, HIDDEN_MS = 30000, LONGEST_MS = 8000, PIECE_MS = 1000, BEHIND_S = 3, TIMES_MS = 10000;
   const ENDED = { 4401: "signed out, or permissions changed", 4403: "not allowed", 4400: "this page cannot be followed" };
   const list = document.getElementById("changelist");
   const main = document.querySelector("body[data-page] main");
@@ -10,7 +10,7 @@
   if (!place || !(list || main)) return;
 
   let socket, tries = 0, isLive = false, heard = 0, lastLive = performance.timeOrigin, lostAt = Date.now();
-  let ended = "", fresh = 0, held = false, fetching, asleep, shown = "";
+  let ended = "", fresh = 0, held = false, behindSince = 0, fetching, asleep, shown = "";
 
   const badge = document.createElement("p");
   badge.className = "live";
@@ -18,8 +18,10 @@
   place.append(badge);
 
   function draw() {
+    // A live page that waits to be fetched again says how far it is behind.
+    const behind = behindSince ? Math.round((Date.now() - behindSince) / 1000) : 0;
     const at = new Date(lastLive).toISOString().slice(11, 19);
-    const [tone, glyph, text] = ended ? ["warn", "▲", `not live: ${ended}`] : isLive ? ["good", "●", "live"]
+    const [tone, glyph, text] = ended ? ["warn", "▲", `not live: ${ended}`] : isLive ? ["good", "●", behind >= BEHIND_S ? `live, ${behind} s behind` : "live"]
       : Date.now() - lostAt < PATIENCE_MS ? ["busy", "◐", "reconnecting"] : ["warn", "▲", `stale since ${at} UTC`];
     const more = fresh ? `${fresh} new – show` : held ? "changed – show" : ended ? "reload" : "";
     if (shown === text + more) return;
@@ -168,7 +170,12 @@
       for (const [key, cells] of Object.entries(said.rows ?? {})) patch(key, cells);
       (said.gone ?? []).forEach(bury);
       fresh = said.new ?? fresh;
-      if (said.moved && !await again()) return away(own);
+      if (said.behind) behindSince = heard - said.behind * 1000;
+      if (said.moved) {
+        behindSince ||= heard;
+        if (!await again()) return away(own);
+        behindSince = 0;
+      }
       if (own !== socket) return;
       if (said.live) [isLive, tries, lastLive] = [true, 0, heard];
       else lose();
@@ -179,6 +186,7 @@
   function away(own, code) {
     if (own !== socket) return;
     socket = undefined;
+    behindSince = 0;  // the badge says since when the page is stale
     own.close();
     lose();
     ended = ENDED[code] ?? ended;

@@ -104,7 +104,9 @@ ACTS = {
     "reset in bulk": run_bulk("reset"),
     "program": order("program", image=uuid4()),
     "partition": order("partition", layout={"vfs": "4"}),
-    "change the layout": lambda device: partitioning.update_layout(device.uuid, {"vfs": "4"}, OLGA),
+    "change the layout": lambda device: partitioning.partition_device(
+        device.uuid, partitioning.PartitionChange(0, {"vfs": "4"}), OLGA
+    ),
     "add units": add_units,
     "add units in bulk": run_bulk("partition", arguments=PartitionChange(3).to_arguments()),
     "uninstall its driver": change_driver(RolloutOp.UNINSTALL),
@@ -331,9 +333,11 @@ def test_no_service_is_asked_about_units_that_a_device_cannot_have(
         with pytest.raises(RefusedError, match=text):
             partitioning.partition_device(device.uuid, change, OLGA)
         with pytest.raises(RefusedError, match="A reason is at most"):
-            partitioning.update_layout(device.uuid, {"vfs": "4"}, OLGA, reason="x" * 5000)
+            partitioning.partition_device(
+                device.uuid, partitioning.PartitionChange(0, {"vfs": "4"}), OLGA, reason="x" * 5000
+            )
         with pytest.raises(RefusedError, match="its value at most"):
-            partitioning.update_layout(device.uuid, {"vfs": "4" * 5000}, OLGA)
+            partitioning.partition_device(device.uuid, partitioning.PartitionChange(0, {"vfs": "4" * 5000}), OLGA)
     assert not asked
 
 

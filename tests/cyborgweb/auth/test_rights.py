@@ -35,7 +35,7 @@ from accelerators.commands.catalogue import ORDERABLE_COMMANDS
 from accelerators.domain.caller import Caller
 from accelerators.domain.device_actions import Action
 from accelerators.domain.states import DrainTarget, EventSource, RolloutOp
-from accelerators.models import Attachment, Device, Host, HostDriver
+from accelerators.models import AcceleratorRequest, AttachHandle, Attachment, Device, Host, HostDriver
 from accelerators.ui.badges import page_url
 from accelerators.workflows import bulk_actions, driver_rollouts
 from accelerators.workflows.driver_config import DriverChange
@@ -48,6 +48,7 @@ from cyborgweb.models import ApiToken, Maintenance
 from cyborgweb.models.notify import Subscription
 from cyborgweb.notify.admin import SUBSCRIPTION_ACTIONS
 from placement_sync.models import Writer
+from tests.accelerators.api.own.test_units import create_bound_request
 from tests.support.reports import create_heard_host
 
 pytestmark = pytest.mark.django_db
@@ -100,6 +101,17 @@ PAGES_WITHOUT_BUTTONS = (
 )
 PERSONAL_PAGES = ("find", "inbox", "inbox_unread", "list_keep", "own_password")
 """Pages for everybody who may enter the console: what they show depends on the lists that the person sees."""
+
+BULK_KINDS: tuple[tuple[str, str, Any], ...] = (
+    ("states", Action.QUARANTINE, None),
+    ("admission", "admit", None),
+    ("commands", "health", None),
+    ("more units", "partition", {"units": 1, "layout": {}, "generation": None}),
+    ("fewer units", "partition", {"units": -1, "layout": {}, "generation": None}),
+    ("detachments", "detach", None),
+    ("labels", "label", {"label": "training"}),
+)
+"""The kinds of bulk actions that need different rights, each with an action and its arguments."""
 
 ExactRules = Callable[[Iterable[str]], AbstractContextManager[None]]
 
@@ -394,11 +406,18 @@ class World:
         """Return the address of a row's page, or of a button below it."""
         return page_url(of, pk).removesuffix("change/") + "/".join([*end, ""]) if end else page_url(of, pk)
 
-    def draft(self, action: Any) -> str:
+    def draft(self, action: Any, arguments: Any = None) -> str:
         """Return the page of a new bulk action that the person has chosen."""
         caller = Caller(self.person.username, str(self.person.pk), frozenset(), "")
-        draft = bulk_actions.create_draft(action, DrainTarget.MAINTENANCE, Device.objects.all(), caller)
-        return self.page("bulk", draft.pk)
+        chosen: Any = Device.objects.all()
+        if action == "detach":
+            self.attachment_to_detach()
+            chosen = Attachment.objects.all()
+        elif action == "label":
+            create_bound_request(AttachHandle.objects.filter(request__isnull=True)[0])
+            chosen = AcceleratorRequest.objects.all()
+        then = DrainTarget.MAINTENANCE
+        return self.page("bulk", bulk_actions.create_draft(action, then, chosen, caller, arguments=arguments).pk)
 
     def driver(self) -> str:
         return self.page("hostdriver", HostDriver.objects.get(driver="pci_driver").pk)
@@ -456,11 +475,11 @@ def find_buttons() -> dict[str, tuple[str, Press]]:
                 {"device": [str(world.device.uuid)], "change": one, "count": "1"},
             ),
         )
-    for kind, action in (("states", Action.QUARANTINE), ("commands", "health")):
+    for kind, action, arguments in BULK_KINDS:
         for verb in ("confirm", "try", "cancel", "again"):
             buttons[f"bulk action of {kind}: {verb}"] = (
                 "accelerators_bulk_change",
-                lambda world, one=verb, of=action: (world.draft(of), {"do": one}),
+                lambda world, one=verb, of=action, given=arguments: (world.draft(of, given), {"do": one}),
             )
     for operation in (*BUTTON_OPERATIONS, *BACKEND_BUTTONS):
         buttons[f"driver: {operation}"] = (
@@ -478,6 +497,10 @@ def find_buttons() -> dict[str, tuple[str, Press]]:
             lambda world, one=verb: (world.subscription(one), {}),
         )
     return buttons | {
+        "host: cancel-removal": (
+            "accelerators_host_cancel_removal",
+            lambda world: (world.page("host", world.host.pk, "cancel-removal"), {}),
+        ),
         "host: remove": (
             "accelerators_host_remove",
             lambda world: (world.page("host", world.host.pk, "remove"), {"name": "cmp1"}),
@@ -498,7 +521,7 @@ def find_buttons() -> dict[str, tuple[str, Press]]:
         ),
         "accelerator request: label": (
             "accelerators_acceleratorrequest_label",
-            lambda world: (reverse("admin:accelerators_acceleratorrequest_label"), {"seen": f"{UUID} "}),
+            lambda world: (reverse("admin:accelerators_acceleratorrequest_label"), {}),
         ),
         "admission rules: apply": (
             "accelerators_admissionrule_apply",

@@ -202,7 +202,8 @@ def test_a_viewers_session_labels_nothing_and_an_operators_session_does(
 
 def test_every_collection_with_rows_of_projects_and_a_write_is_known_here() -> None:
     """A new collection needs a test that a write on another project's row is refused. The others have this test in
-    `test_attachments.py` (attachments) and `test_api.py` (subscriptions, deliveries, inbox)."""
+    `test_attachments.py` (attachments), `test_bulk_targets.py` (bulk actions) and `test_api.py` (subscriptions,
+    deliveries, inbox)."""
     project_fields = {"project_id", "request", "subscription"}
     writing = {
         name
@@ -210,4 +211,4 @@ def test_every_collection_with_rows_of_projects_and_a_write_is_known_here() -> N
         if {field.name for field in view.queryset.model._meta.get_fields()} & project_fields
         and (view.member_actions or any(hasattr(view, method) for method in ("partial_update", "destroy")))
     }
-    assert writing == {"accelerators", "attachments", "subscriptions", "deliveries", "inbox"}
+    assert writing == {"accelerators", "attachments", "bulk_actions", "subscriptions", "deliveries", "inbox"}

@@ -28,7 +28,7 @@ from cyborgweb.auth.keystone import service_session
 from cyborgweb.cli import connection, many_targets, options, output
 from cyborgweb.cli.exit_codes import ExitCode, to_printable_line
 from cyborgweb.cli.main import VERB_COMMANDS
-from cyborgweb.models import ApiToken
+from cyborgweb.models import ApiToken, SavedView
 from cyborgweb.server import tls
 from cyborgweb.settings.keys import Keys, get_keys
 from drivers.inventory import Backend
@@ -44,6 +44,8 @@ from tests.support.reports import (
 
 ROOT = Path(__file__).resolve().parents[3]
 UNREACHABLE_URL = "http://127.0.0.1:1"
+LISTS_WITHOUT_VIEWS = {"image-list"}
+"""Lists that the console does not have."""
 uses_database = pytest.mark.django_db(transaction=True)
 
 
@@ -82,6 +84,23 @@ def test_every_verb_that_changes_something_has_a_dry_run() -> None:
     changing = [verb for verb in VERB_COMMANDS if not re.search(r"-list$|-show$", verb.name or "")]
     missing = {verb.name for verb in changing if not any("--dry-run" in one.opts for one in verb.params)}
     assert missing == {"completion", "load-census", "usage"}
+
+
+@uses_database
+def test_every_list_can_be_limited_to_a_saved_view(cyborg: Cyborg) -> None:
+    create_heard_host("cmp1", 2)
+    device = Device.objects.order_by("key")[1]
+    owner = Person.objects.get()
+    views = [("device", f"q={device.address}"), ("agents.agent", "q=no-such-row")]
+    for model, query in views:
+        of = model if "." in model else f"accelerators.{model}"
+        SavedView.objects.create(user=owner, of=of, name="mine", query=query)
+    assert cyborg("device-list", "--saved-view", "mine", "--quiet").stdout.split() == [str(device.uuid)]
+    assert json.loads(cyborg("agent-list", "--saved-view", "mine", "--json").stdout) == []
+    lists = {verb.name for verb in VERB_COMMANDS if (verb.name or "").endswith("-list")} - {"device-list", "agent-list"}
+    assert len(lists) > 8
+    for name in lists - LISTS_WITHOUT_VIEWS:
+        assert_refused(cyborg(name, "--saved-view", "mine"), ExitCode.REFUSED, "you have no saved view 'mine'")
 
 
 @uses_database

@@ -119,6 +119,7 @@ SAME_OUTPUT = {
     "device-program": ("DEVICE", "--image", "no uuid"),
     "device-uninstall": ("DEVICE",),
     "host-remove": ("cmp0", "--dry-run"),
+    "host-removal-cancel": ("cmp0",),
     "host-rescan": ("nowhere",),
     "host-logs": (UNKNOWN_UUID,),
     "host-report": ("cmp0", "--no-wait", "--driver", "x" * 65),

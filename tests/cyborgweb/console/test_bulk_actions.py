@@ -264,7 +264,7 @@ def test_too_large_or_empty_sets_are_refused_and_old_bulk_actions_are_deleted(
     operator: Client, fill: Fill, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fill(10)
-    monkeypatch.setattr(bulk_actions, "MAX_BULK_DEVICES", 9)
+    monkeypatch.setattr(bulk_actions, "MAX_BULK_OBJECTS", 9)
     every = Device.objects.all()
     with pytest.raises(RefusedError, match="More than 9 devices are chosen"):
         bulk_actions.create_draft(Action.ENABLE, DrainTarget.MAINTENANCE, every, OLGA)
@@ -386,7 +386,7 @@ def test_a_bulk_health_check_includes_held_devices_and_each_refusal_has_a_reason
     )
     press_button(operator, bulk, "confirm", typed="20")
     assert (bulk.state, bulk.moved, bulk.refused) == ("done", 9, 11)
-    why = dict(bulk.items.filter(outcome="refused").values_list("device_uuid", "text"))
+    why = dict(bulk.items.filter(outcome="refused").values_list("target_uuid", "text"))
     assert "is missing: health is possible when" in why[missing.uuid]
     other = Device.objects.exclude(host=missing.host).first()
     assert other and "cannot health it" in why[other.uuid]

@@ -19,8 +19,10 @@ from accelerators.domain.device_actions import Action
 from accelerators.domain.states import EventSource
 from accelerators.models import Device, Event, Seal
 from accelerators.models.records import event_has_words
+from accelerators.ui.changelist import BoundedPaginator, ReadOnlyModelAdmin
 from cyborgweb.models import ApiToken
 from tests.cyborgweb.console.conftest import Fill
+from tests.support.reports import apply_report, get_or_create_host, make_card, make_driver_report
 
 pytestmark = pytest.mark.django_db
 
@@ -98,6 +100,74 @@ def test_a_search_for_events_uses_indexes_only(operator: Client, events: list[Ev
         operator.get(LIST, {"q": "device"})
     listed = next(sql["sql"] for sql in captured if "ORDER BY" in sql["sql"] and "event_words" in sql["sql"])
     assert "'0:00:00'::interval" in listed, "it is sorted: by the index of times a rare word takes reading all events"
+
+
+def test_a_search_for_a_devices_address_serial_or_uuid_finds_its_events(operator: Client) -> None:
+    cards = [make_card(0x3B, key="serial:XFL1A2"), make_card(0x5E, key="serial:XFL1B7")]
+    apply_report(get_or_create_host("cmp1"), make_driver_report(*cards))
+    device = Device.objects.get(key="serial:XFL1A2")
+    searches = ["XFL1A2", "XFL1A", "0000:3b:00.0", "3b:00", "3B:00.0", str(device.uuid)[:8], str(device.uuid)[:13]]
+    for term in (*searches, f"device.found {device.uuid.hex[:9]}", "cmp1 XFL1A2 3b:00.0"):
+        with CaptureQueriesContext(connection) as captured:
+            shown = operator.get(LIST, {"q": term})
+        assert {event.subject for event in shown.context["cl"].result_list} == {device.uuid}, term
+        assert len(captured) <= 12, term
+    assert operator.get(LIST, {"q": "XFL1"}).context["cl"].result_count == 2
+    assert operator.get(LIST, {"q": "XFL1A2 5e:00.0"}).context["cl"].result_count == 0
+
+
+def test_a_search_for_the_beginning_of_many_serial_numbers_asks_for_more_of_it(
+    operator: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("accelerators.admin.events_and_intents.MAX_LISTED_KEYS", 1)
+    cards = [make_card(0x3B, key="serial:XFL1A2"), make_card(0x5E, key="serial:XFL1B7")]
+    apply_report(get_or_create_host("cmp1"), make_driver_report(*cards))
+    page = operator.get(LIST, {"q": "XFL1"})
+    assert page.context["cl"].result_count == 0 and "More than 1 devices have" in page.content.decode()
+    page = operator.get(LIST, {"q": "XFL1A"})
+    assert page.context["cl"].result_count == 1 and "More than" not in page.content.decode()
+
+
+@pytest.mark.parametrize("read", [3, 4, 9, 1000])
+@pytest.mark.slow
+def test_pages_of_a_frequent_word_are_the_newest_matches_wherever_they_lie(
+    read: int, operator: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("accelerators.admin.events_and_intents.MAX_READ_EVENTS", read)
+    monkeypatch.setattr(BoundedPaginator, "EXACT", 6)
+    monkeypatch.setattr(ReadOnlyModelAdmin, "list_per_page", 3)
+    monkeypatch.setattr(ReadOnlyModelAdmin, "list_max_show_all", 3)
+    actors = ["old"] * 9 + ["rare", "other"] * 8 + ["other"] * 5 + ["new"] * 8 + ["other"] * 2
+    with conductor.writing():
+        for actor in actors:
+            conductor.record_event("profile.created", EventSource.API, actor, subject=(None, "p"))
+    for word in ("old", "rare", "new", "profile.created"):
+        expected = [event.pk for event in Event.objects.filter(event_has_words(word))]
+        assert len(expected) >= 8
+        for number in (1, 2):
+            page = operator.get(LIST, {"q": word, "p": number}).context["cl"]
+            assert page.paginator.estimated
+            assert [event.pk for event in page.result_list] == expected[3 * number - 3 : 3 * number], (word, number)
+        behind = operator.get(LIST, {"q": word, "after": expected[1]}).context["cl"]
+        assert [event.pk for event in behind.result_list] == expected[2:5], word
+
+
+def test_a_search_for_a_word_of_old_events_only_does_not_read_the_newer_ones(
+    operator: Client, events: list[Event], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("accelerators.admin.events_and_intents.MAX_READ_EVENTS", 3)
+    monkeypatch.setattr(BoundedPaginator, "EXACT", 1)
+    monkeypatch.setattr(ReadOnlyModelAdmin, "list_per_page", 1)
+    with CaptureQueriesContext(connection) as captured:
+        operator.get(LIST, {"q": "device.found"})
+    in_order = [
+        one["sql"] for one in captured if 'BY "accelerators_event"."at" DESC' in one["sql"] and "words" in one["sql"]
+    ]
+    assert len(in_order) == 2 and all('"at" >= ' in sql for sql in in_order), "each reads a limited number of events"
+    assert not any("'0:00:00'::interval" in one["sql"] and "ORDER BY" in one["sql"] for one in captured), (
+        "nothing is sorted"
+    )
+    assert len(captured) <= 12
 
 
 def test_the_page_of_an_event_shows_changes_actor_and_events_of_the_same_request(operator: Client, fill: Fill) -> None:

@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import pytest
+from django.contrib import admin
 from django.contrib.auth.models import Permission, User
+from django.db import connection
 from django.test import Client
+from django.test.utils import CaptureQueriesContext
 from django.urls import reverse
 
+from accelerators import conductor
+from accelerators.domain.states import EventSource
 from accelerators.models import Device
+from accelerators.ui.changelist import ConsoleModelAdmin
+from cyborgweb.api.root import COLLECTIONS
 from cyborgweb.auth import roles
 from cyborgweb.models import ApiToken, SavedView
 from tests.cyborgweb.console.conftest import Fill
@@ -175,3 +182,44 @@ def test_a_changed_saved_view_has_another_etag_and_an_unusable_one_is_refused(op
     assert ask(**{"If-None-Match": tag}).json()["results"] == []
     operator.post(SAVE_URL, {"name": "mine", "query": "colour__exact=red"})
     assert "the list cannot show it any more" in ask().json()["error"]["message"]
+
+
+LISTED_ELSEWHERE = {"inbox"}
+"""Collections whose model has a list in the console that shows other rows."""
+
+
+def test_every_collection_that_the_console_lists_has_saved_views(operator: Client) -> None:
+    owner = User.objects.get(pk=operator.session["_auth_user_id"])
+    token = {"X-Auth-Token": ApiToken.create_with_secret("own", owner, ["admin"], "p1")}
+    checked = set()
+    for name, view in COLLECTIONS.items():
+        model = view.queryset.model
+        if name in LISTED_ELSEWHERE or not isinstance(admin.site._registry.get(model), ConsoleModelAdmin):
+            continue
+        checked.add(name)
+        operator.post(reverse("list_keep", args=[model._meta.label_lower]), {"name": "none", "query": "q=no-such-row"})
+        answer = Client().get(f"/api/{name}/", {"saved_view": "none"}, headers=token)
+        assert (answer.status_code, answer.json().get("results")) == (200, []), (name, answer.content)
+        answer = Client().get(f"/api/{name}/", {"saved_view": "another"}, headers=token)
+        assert answer.status_code == 400 and "you have no saved view" in answer.json()["error"]["message"], name
+    assert {"hosts", "devices", "requests", "events", "commands", "attachments", "agents", "rollouts"} < checked
+
+
+def test_the_api_lists_the_events_of_a_saved_view(operator: Client, fill: Fill) -> None:
+    fill(3)
+    owner = User.objects.get(pk=operator.session["_auth_user_id"])
+    token = {"X-Auth-Token": ApiToken.create_with_secret("own", owner, ["admin"], "p1")}
+    device = Device.objects.first()
+    with conductor.writing():
+        conductor.record_event("device.missing", EventSource.PERSON, "olga", subject=(device.uuid, "H100"))
+        conductor.record_event("device.back", EventSource.PERSON, "vera", subject=(device.uuid, "H100"))
+    for query, filters, expected in (
+        ("q=actor:olga&about=device", {}, ["device.missing"]),
+        (f"q={str(device.uuid)[:9]}&last=hour", {}, ["device.back", "device.missing", "device.found"]),
+        (f"q={str(device.uuid)[:9]}", {"actor": "vera"}, ["device.back"]),
+    ):
+        operator.post(reverse("list_keep", args=["accelerators.event"]), {"name": "mine", "query": query})
+        with CaptureQueriesContext(connection) as captured:
+            answer = Client().get("/api/events/", {"saved_view": "mine"} | filters, headers=token)
+        assert [row["action"] for row in answer.json()["results"]] == expected, query
+        assert not any("IN (SELECT" in one["sql"] for one in captured), "its conditions are those of the query itself"

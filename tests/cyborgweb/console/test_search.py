@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from html import unescape
 from uuid import uuid4
 
 import pytest
@@ -18,7 +20,7 @@ from accelerators.models import AcceleratorRequest, AttachHandle, Device, Device
 from accelerators.ui.extensions import SEARCH_PROVIDERS, SearchProvider
 from agents.models import Agent
 from tests.cyborgweb.console.conftest import Fill
-from tests.support.reports import apply_report, get_or_create_host, make_card, make_driver_report
+from tests.support.reports import apply_report, create_heard_host, get_or_create_host, make_card, make_driver_report
 
 pytestmark = pytest.mark.django_db
 
@@ -115,3 +117,60 @@ def test_the_beginning_of_a_uuid_is_converted_to_a_range_of_uuids() -> None:
     whole = uuid4()
     assert uuid_bounds(str(whole)) == (whole, whole)
     assert [uuid_bounds(term) for term in ("abc", "xyz0", "f" * 33, "")] == [None] * 4
+
+
+@pytest.fixture
+def similar(operator: Client) -> list[Host]:
+    """Return hosts of which one has a name that is the beginning of the others'; each has two devices and events."""
+    return [create_heard_host(name, 2) for name in ("cmp1", "cmp10", "cmp11")]
+
+
+def list_hosts(answer: object) -> set[str]:
+    """Return the names of the hosts that the rows of a list belong to."""
+    rows = answer.context["cl"].result_list
+    return {row.name if isinstance(row, Host) else name_of_host(row) for row in rows}
+
+
+def name_of_host(row: object) -> str:
+    """Return the name of the host of a device, a part of a device or an event."""
+    for field in ("deployable", "device"):
+        row = getattr(row, field, row)
+    return str(row.host)
+
+
+@pytest.mark.parametrize("model", ["host", "device", "deployable", "attachhandle", "event"])
+def test_an_exact_host_name_lists_this_host_only_and_leads_to_those_that_begin_with_it(
+    model: str, operator: Client, similar: list[Host]
+) -> None:
+    listed = reverse(f"admin:accelerators_{model}_changelist")
+    with CaptureQueriesContext(connection) as captured:
+        exact = operator.get(listed, {"q": "cmp1", "p": "1"})
+    assert list_hosts(exact) == {"cmp1"} and len(captured) <= 12
+    link = re.search('href="([^"]*)">Show also what begins with it', exact.content.decode())
+    assert list_hosts(operator.get(f"{listed}{unescape(link[1])}")) == {"cmp1", "cmp10", "cmp11"}
+    for query, found in (
+        ("cmp10", {"cmp10"}),
+        ("cmp", {"cmp1", "cmp10", "cmp11"}),
+        ("cmp1*", {"cmp1", "cmp10", "cmp11"}),
+    ):
+        answer = operator.get(listed, {"q": query})
+        assert list_hosts(answer) == found and "Show also" not in answer.content.decode(), query
+
+
+def test_an_exact_serial_number_lists_its_device_only(operator: Client) -> None:
+    cards = [make_card(0x3B, key="serial:SN1"), make_card(0x5E, key="serial:SN10")]
+    apply_report(get_or_create_host("cmp1"), make_driver_report(*cards))
+    devices = reverse("admin:accelerators_device_changelist")
+    for query, count in (("SN1", 1), ("SN10", 1), ("SN1*", 2), ("SN", 2), ("3b:00.0", 1), ("cmp1 SN1", 1)):
+        assert operator.get(devices, {"q": query}).context["cl"].result_count == count, query
+
+
+def test_the_search_page_opens_an_exact_host_and_leads_to_those_that_begin_with_its_name(
+    operator: Client, similar: list[Host]
+) -> None:
+    answered = operator.get(reverse("find"), {"q": "cmp1"}, follow=True)
+    assert answered.redirect_chain == [(row_page(similar[0]), 302)]
+    link = re.search('href="([^"]*)">Show also what begins with it', answered.content.decode())
+    hits = operator.get(unescape(link[1])).context["groups"][0]["hits"]
+    assert [hit["shown"] for hit in hits] == ["cmp1", "cmp10", "cmp11"]
+    assert "Show also" not in operator.get(reverse("find"), {"q": "cmp10"}, follow=True).content.decode()

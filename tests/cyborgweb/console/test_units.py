@@ -18,6 +18,7 @@ from accelerators.models import Bulk, Command, Device, Event
 from accelerators.ui import badges
 from accelerators.ui.extensions import DENIAL_REASON
 from tests.accelerators.api.own.test_units import (
+    answer_and_settle,
     build_divisible_card,
     create_bound_request,
     get_device,
@@ -37,6 +38,11 @@ def get_page_text(client: Client, address: str, **fields: object) -> str:
     return html.unescape(re.sub(r"<[^>]*>|\s+", " ", response.content.decode()))
 
 
+def confirm_newest_draft(client: Client, **fields: object) -> str:
+    """Confirm the bulk action that was made last, and return the text of its page."""
+    return get_page_text(client, badges.page_url("bulk", Bulk.objects.latest("id").uuid), do="confirm", **fields)
+
+
 def device_page(row: Device) -> str:
     return reverse("admin:accelerators_device_change", args=[row.pk])
 
@@ -52,12 +58,23 @@ def test_a_divisible_device_links_to_the_units_page_and_can_be_divided_there(ope
         " +", " ", get_page_text(operator, f"{UNITS_URL}?device={get_device(1).uuid}")
     )
     said = {"device": [str(get_device(1).uuid)], "generation": "0", "count": "3", "layout": "bind=x", "reason": "r"}
-    assert "partition 1044 0000:01:00.0" in get_page_text(operator, UNITS_URL, change="more", **said)
+    shown = get_page_text(operator, UNITS_URL, change="more", **said)
+    assert "Add 3 units: 1 device?" in shown and "is divided again with bind=x, vfs=5; it has 2 units now" in shown
+    assert not Command.objects.exists()
+    confirm_newest_draft(operator, reason="r")
     command = Command.objects.get()
     assert (command.arguments["layout"], command.reason, command.actor) == ({"bind": "x", "vfs": "5"}, "r", "olga")
     assert Event.objects.get(subject=command.uuid).source == "person"
+    answer_and_settle(command, "failed")
     refused = get_page_text(operator, UNITS_URL, change="fewer", **said)
-    assert "refused" in refused and "is at generation 1 now, not 0" in refused
+    assert "Nothing would be done" in refused and "is at generation 1 now, not 0" in refused
+    assert "is at generation 1 now, not 0" in confirm_newest_draft(operator)
+    assert "Remove 3 units: 1 device?" in get_page_text(
+        operator, badges.page_url("bulk", Bulk.objects.latest("id").uuid), do="again"
+    )
+    assert Command.objects.count() == 1
+    confirm_newest_draft(operator)  # a retry is of the device as it is now, so it is not refused for its generation
+    assert "it cannot be changed to -1" in Bulk.objects.latest("id").items.get().text
 
 
 @pytest.mark.slow
@@ -70,14 +87,15 @@ def test_devices_of_several_backends_are_divided_after_a_preview_and_held_ones_r
     )
     held = create_bound_request(get_device(3).deployables.get().attach_handles.first())
     chosen = {"action": "change_units", "_selected_action": [one.pk for one in Device.objects.all()]}
-    asked = operator.post("/admin/accelerators/device/", chosen).content.decode()
-    uuids = re.findall(r'name="device" value="([^"]+)"', asked)
-    assert uuids == [str(get_device(n).uuid) for n in (1, 2, 3)] and "bind=…" in asked
-    said = get_page_text(operator, UNITS_URL, change="none", device=uuids, reason="new layout")
+    asked = operator.post("/admin/accelerators/device/", chosen, follow=True).content.decode()
+    (draft,) = re.findall(r'name="draft" value="([^"]+)"', asked)
+    assert "Units of 3 devices" in asked and "bind=…" in asked
+    assert "No change is chosen" in get_page_text(operator, badges.page_url("bulk", draft))
+    said = get_page_text(operator, UNITS_URL, change="none", draft=draft, reason="new layout")
     assert "Remove all units: 3 devices?" in said and said.count("vfs=0") == 3, "once in sum, and for each device"
     assert str(held.uuid) in said and "is held: it cannot be partitioned" in said
     assert not Command.objects.exists()
-    page = badges.page_url("bulk", Bulk.objects.get().uuid)
+    page = badges.page_url("bulk", Bulk.objects.latest("id").uuid)
     assert 'value="new layout"' in operator.get(page).content.decode()
     said = get_page_text(operator, page, do="confirm", reason="new layout")
     assert f"request {held.uuid}" in said and "Retry the 1 failed device" in said
@@ -104,7 +122,7 @@ def test_units_on_several_hosts_are_changed_only_after_their_number_was_typed(op
 
 
 INVALID_CHANGES = (
-    ({"change": "more", "count": "0"}, "The number of units must be 1 to"),
+    ({"change": "more", "count": "0", "layout": "bind=x"}, "Enter how many units to add or to remove"),
     ({"change": "more", "count": "x"}, "Enter how many units to add or to remove"),
     ({"change": "double", "count": "1"}, "Enter how many units to add or to remove"),
     ({"change": "more", "count": "1", "layout": "nonsense"}, "words of the driver"),
@@ -118,6 +136,15 @@ def test_invalid_changes_of_units_are_refused_and_order_nothing(operator: Client
     for said, says in INVALID_CHANGES:
         assert says in get_page_text(operator, UNITS_URL, **{"device": [str(get_device(1).uuid)]} | said)
     assert not Command.objects.exists()
+
+
+def test_a_selection_of_devices_can_be_changed_only_by_whoever_made_it(operator: Client, client: Client) -> None:
+    report_cards(build_divisible_card(1, 2))
+    chosen = {"action": "change_units", "_selected_action": [get_device(1).pk]}
+    page = operator.post("/admin/accelerators/device/", chosen).headers["Location"]
+    assert "Units of 1044" in get_page_text(operator, page)
+    client.force_login(User.objects.create_superuser("otto"))
+    assert "Select devices on which the number of units can be changed." in get_page_text(client, page)
 
 
 def test_viewers_cannot_change_units(client: Client) -> None:
@@ -144,12 +171,15 @@ def test_adding_and_removing_units_need_the_same_rules_as_in_the_api(
         page = operator.get(UNITS_URL, {"device": str(get_device(1).uuid)})
         assert re.findall(r'name="change" value="(\w+)"', page.content.decode()) == allowed
         assert page.status_code == (200 if rule else 403)
-        by_action = operator.post("/admin/accelerators/device/", chosen).content.decode()
+        by_action = operator.post("/admin/accelerators/device/", chosen, follow=True).content.decode()
         assert re.findall(r'name="change" value="(\w+)"', by_action) == allowed
         for number, change in enumerate(("more", "fewer", "none"), 1):
             said = {"device": [str(get_device(number).uuid)], "change": change, "count": "1"}
             assert operator.post(UNITS_URL, said).status_code == (302 if change in allowed else 403)
-    assert Command.objects.count() == len(allowed)
+        drafts = Bulk.objects.exclude(arguments__units=0)
+        for draft in drafts:
+            operator.post(badges.page_url("bulk", draft.uuid), {"do": "confirm"})
+    assert Command.objects.count() == len(drafts) == len(allowed)
 
 
 def test_the_units_page_takes_the_same_statements_for_many_devices(operator: Client) -> None:

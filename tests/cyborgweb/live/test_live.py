@@ -9,12 +9,14 @@ from collections.abc import Iterator
 from contextlib import suppress
 from datetime import UTC, datetime, timedelta
 from typing import Any
+from uuid import uuid4
 
 import psycopg
 import pytest
 from django.contrib.auth.models import Group, Permission, User
 from django.contrib.sessions.models import Session
 from django.db import connection
+from django.db.models.functions import Now
 from django.test import Client
 from msgspec.structs import replace
 from websockets.exceptions import ConnectionClosed, InvalidStatus
@@ -22,11 +24,13 @@ from websockets.sync.client import ClientConnection, connect
 
 from accelerators import conductor
 from accelerators.domain.states import EventSource
-from accelerators.models import AcceleratorRequest, Device, DeviceProfile, Host
+from accelerators.models import AcceleratorRequest, Attachment, Bulk, Command, Device, DeviceProfile, Host, Rollout
 from cyborgweb.auth import roles
+from cyborgweb.live import feed as feed_module
 from cyborgweb.live import session_permissions
 from cyborgweb.live.feed import MAX_RELOADS_PER_S, ConsoleWatcher, FeedIntervals, LiveFeed
 from cyborgweb.live.list_snapshot import ListSnapshot, lists_by_path
+from cyborgweb.live.page_version import EVERYTHING, PageContent, PageSubject, find_page_content
 from cyborgweb.live.socket import ConsoleSocket
 from tests.support.reports import apply_report, create_heard_host, get_or_create_host, make_card, make_driver_report
 from tests.support.webserver import PATIENCE, serving
@@ -55,7 +59,11 @@ def console_server() -> Iterator[SwitchableConsole]:
 @pytest.fixture
 def port(console_server: SwitchableConsole) -> Iterator[int]:
     console_server.console = ConsoleSocket(
-        LiveFeed(FeedIntervals(look_s=0.02, permission_check_s=0.02, reload_hint_s=0.1, uncounted_query_s=0.02))
+        LiveFeed(
+            FeedIntervals(
+                look_s=0.02, permission_check_s=0.02, reload_hint_s=0.1, bounded_hint_s=0.1, uncounted_query_s=0.02
+            )
+        )
     )
     yield console_server.port
     console_server.console.feed.stop()
@@ -261,16 +269,115 @@ def test_pages_of_a_host_and_its_devices_reload_only_for_changes_of_that_host(
         assert [said.get("moved") for said in tab.messages].count(True) == 2 and tab.live
 
 
+def create_shown_rows(device: Device) -> dict[str, Any]:
+    """Create a row for each kind of page with a subject; return them by their names in addresses."""
+    common = {"actor": "olga", "total": 1}
+    profile = DeviceProfile.objects.create(name="small", groups=[])
+    rows: dict[str, Any] = {
+        "acceleratorrequest": AcceleratorRequest.objects.create(
+            profile=profile, project_id="p1", group_id=0, group={}, instance_uuid=uuid4()
+        ),
+        "command": Command.objects.create(
+            host=device.host, device=device, op="health", actor="olga", start_by=Now(), end_by=Now()
+        ),
+        "attachment": Attachment.objects.create(
+            instance=uuid4(), project_id="p1", host="cmp1", actor="olga", state="attached"
+        ),
+        "rollout": Rollout.objects.create(op="disable", driver="fake", source="person", **common),
+        "bulk": Bulk.objects.create(action="enable", state="running", **common),
+    }
+    conductor.record_event("profile.created", EventSource.PERSON, "olga", subject=(profile.uuid, "small"))
+    for name, row in rows.items():
+        kind = "request" if name == "acceleratorrequest" else name
+        conductor.record_event(f"{kind}.created", EventSource.PERSON, "olga", subject=(row.uuid, ""))
+    return rows
+
+
+def test_the_page_of_each_kind_of_row_reloads_only_for_changes_of_its_row(
+    person: User, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The feed's looks run here without its thread: one after each change, with a page of each kind open."""
+    monkeypatch.setattr(feed_module, "UNVERSIONED_INTERVAL_S", float("inf"))
+    host = get_or_create_host("cmp1")
+    change_name_of_card(host, 1)
+    with conductor.writing():
+        rows = create_shown_rows(Device.objects.get())
+    feed, now = LiveFeed(), 1000.0
+    pages = {
+        name: ConsoleWatcher("", lambda message: None, is_plain_page=True, user=person)
+        for name in ("host", *rows, "overview")
+    }
+    pages["host"].content = find_page_content(f"/admin/accelerators/host/{host.pk}/change/")
+    for name, row in rows.items():
+        pages[name].content = find_page_content(f"/admin/accelerators/{name}/{row.uuid}/change/")
+
+    def list_reloading_pages() -> set[str]:
+        nonlocal now
+        found: set[str] = set()
+        for _ in range(6):  # a look tells only some pages, and the overview at most once in ten seconds
+            now += 2
+            feed._read_generations()
+            feed._send_reload_hints(list(pages.values()), now)
+            found |= {name for name, one in pages.items() if one.pending_message.pop("moved", None)}
+        return found
+
+    assert list_reloading_pages() == set(pages)
+    assert list_reloading_pages() == set()
+    for name, row in rows.items():
+        column = (
+            "progress" if name == "command" else "fault" if name in ("acceleratorrequest", "attachment") else "reason"
+        )
+        with conductor.writing():
+            type(row).objects.filter(pk=row.pk).update(**{column: "changed"})
+            subject = "request" if name == "acceleratorrequest" else name
+            conductor.record_event(f"{subject}.changed", EventSource.PERSON, "olga", subject=(row.uuid, ""))
+        assert list_reloading_pages() == {name, "overview"}, name
+
+
+def test_pages_of_usage_and_profiles_do_not_reload_for_events_and_drafts_reload_for_everything(person: User) -> None:
+    with conductor.writing():
+        profile = DeviceProfile.objects.create(name="small", groups=[])
+        draft = Bulk.objects.create(action="enable", total=1, actor="olga")
+        for kind, row in (("profile", profile), ("bulk", draft)):
+            conductor.record_event(f"{kind}.created", EventSource.PERSON, "olga", subject=(row.uuid, ""))
+    feed = LiveFeed()
+    paths = ("/admin/usage/", f"/admin/accelerators/deviceprofile/{profile.pk}/change/")
+    for path in paths:
+        content = find_page_content(path)
+        feed._generations = {"devices": 1, "events": 1, "commands": 1}
+        before = feed._compute_page_state(content, "all")
+        feed._generations |= {"events": 2, "commands": 2}
+        assert feed._compute_page_state(content, "other") == before, path
+        feed._generations |= {"devices": 2}
+        assert feed._compute_page_state(content, "other") != before, path
+    for path in ("/admin/", f"/admin/accelerators/bulk/{draft.pk}/change/", "/admin/accelerators/host/999/change/"):
+        assert find_page_content(path) == EVERYTHING, path
+
+
+def test_a_page_that_waits_for_its_reload_is_told_how_far_it_is_behind(person: User) -> None:
+    feed = LiveFeed()
+    overview = ConsoleWatcher("", lambda message: None, is_plain_page=True, user=person)
+    looks = []
+    for now in (1000.0, 1001.0, 1003.0, 1005.0, 1011.0):
+        conductor.set_hosts_stale_since([get_or_create_host().pk], datetime.now(UTC) + timedelta(seconds=now))
+        feed._read_generations()
+        feed._send_reload_hints([overview], now)
+        looks.append(overview.pending_message)
+        overview.pending_message = {}
+    assert looks == [{"moved": True}, {}, {}, {"behind": 4.0}, {"moved": True}]
+    assert overview.is_live
+
+
 @pytest.mark.slow
 def test_many_pages_stay_live_while_data_changes_all_the_time(person: User) -> None:
     """The feed's looks run here without its thread, with 200 pages of several hosts and a change before each look."""
     hosts = [get_or_create_host(f"cmp{number}") for number in range(10)]
     for host in hosts:
         change_name_of_card(host, 1)
-    feed, posted = LiveFeed(FeedIntervals(reload_hint_s=0)), list[str | int]()
+    feed, posted = LiveFeed(FeedIntervals(reload_hint_s=0, bounded_hint_s=0)), list[str | int]()
     pages = [ConsoleWatcher("", posted.append, is_plain_page=True, user=person) for _ in range(200)]
     for number, one in enumerate(pages):
-        one.host_id = hosts[number % 10].pk if number % 2 else None
+        one.content = PageContent(PageSubject("host", hosts[number % 10].pk)) if number % 2 else EVERYTHING
     reloads = 0
     for look in range(100):
         conductor.set_hosts_stale_since([hosts[look % 10].pk], datetime.now(UTC) + timedelta(seconds=look))
@@ -281,7 +388,7 @@ def test_many_pages_stay_live_while_data_changes_all_the_time(person: User) -> N
         reloads += len(hinted)
     assert all(one.is_live for one in pages)
     assert reloads >= 500
-    assert max(1050 - one.hinted_at for one in pages if one.host_id is None) < 15
+    assert max(1050 - one.hinted_at for one in pages if one.content is EVERYTHING) < 15
 
 
 @pytest.mark.slow

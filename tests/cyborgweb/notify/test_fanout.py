@@ -141,7 +141,9 @@ def test_x4_a_project_gets_events_of_devices_it_holds_without_their_reasons_and_
     assert health == {
         "device": str(device.uuid),
         "type": "FPGA",
+        "vendor": "1af4",
         "model": "1044",
+        "subsystem": "",
         "state": "ready",
         "health": "failed",
         "requests": [request],

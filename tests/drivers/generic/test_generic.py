@@ -22,6 +22,7 @@ from drivers.inventory import Device, DriverReport, Service
 from drivers.machine import Machine
 from drivers.pci.ownership import resolve_conflicts
 from drivers.plan import Ask, Image
+from tests.drivers.pci.test_pci import make_config_space
 from tests.drivers.plan_execution import PlanRunner
 from tests.support import modelkinds
 from tests.support.modelmachine import ModelMachine
@@ -237,7 +238,59 @@ def test_S1_a_layout_keeps_the_mediated_devices_that_are_attached(host: ModelMac
 def test_a_damaged_number_of_units_is_named_as_the_error_of_its_backend(host: ModelMachine) -> None:
     host.write(f"/state/mdev_units/{GPU}-nvidia-223", "x")
     (backend,) = discover_findings(make_runner(host, vgpus=MDEV)).backends
-    assert "must hold a number of units, not 'x'" in backend.error
+    assert "must hold a number of units with a card, not 'x'" in backend.error
+
+
+def offer_units(work: PlanRunner, number: int) -> None:
+    work.run_act("partition", Ask(only_device(work).key, layout={"mdevs": str(number)}))
+
+
+def test_a_new_card_in_the_slot_of_another_one_does_not_get_its_number_of_units(host: ModelMachine) -> None:
+    work = make_runner(host, vgpus=MDEV)
+    folder = host.sys / "bus/pci/devices" / GPU
+
+    def count_units() -> int:
+        return len(handle_infos(only_device(work)))
+
+    host.file(folder / "subsystem_device", "0x1607\n")
+    offer_units(work, 1)
+    assert count_units() == 1
+    host.file(folder / "subsystem_device", "0x1608\n")  # another card of the same chip, without a serial number
+    assert count_units() == 2
+    offer_units(work, 0)
+    host.file(folder / "config", make_config_space(b"\x01" * 8))  # the serial number could not be read before
+    assert count_units() == 0
+    offer_units(work, 1)
+    host.file(folder / "config", make_config_space(b"\x02" * 8))
+    assert count_units() == 2
+    host.file(folder / "config", make_config_space(b"\x01" * 8))
+    assert count_units() == 1
+    host.file(folder / "config", b"")
+    assert count_units() == 1, "a serial number that cannot be read is no reason to doubt that it is the same card"
+
+
+def test_more_units_than_the_backend_hands_out_are_refused(host: ModelMachine) -> None:
+    work = make_runner(host, vgpus=MDEV | {"limits": {"max_handles": 1}})
+    offer_units(work, 0)
+    key = only_device(work).key
+    with pytest.raises(Invalid, match=r"at most 1 handles \(its limits.max_handles\), not 2$"):
+        work.plan("partition", Ask(key, layout={"mdevs": "2"}))
+    offer_units(work, 1)
+    other = host.pci("0000:05:00.0", "0x10de", "0x2235", "0x030200", group=11)
+    modelkinds.mdev_types(host, other, {"nvidia-223": 1})
+    offered = next(device for device in discover_findings(work).devices if device.address == GPU)
+    offer = Ask(offered.key, address=offered.address or "", layout={"mdevs": "0"})
+    work.run_act("partition", offer)
+    with pytest.raises(Invalid, match="not 1 beside the 1 of its other devices"):
+        work.plan("partition", Ask(offered.key, address=offered.address or "", layout={"mdevs": "1"}))
+
+
+def test_units_that_are_all_offered_can_be_added_only_after_some_were_removed(host: ModelMachine) -> None:
+    work = make_runner(host, vgpus=MDEV)
+    with pytest.raises(Invalid, match="not for 3; it offers all of them, so units can be added only after some"):
+        work.plan("partition", Ask(only_device(work).key, layout={"mdevs": "3"}))
+    offer_units(work, 1)
+    offer_units(work, 2)
 
 
 def test_nova_finds_the_device_by_the_address_in_the_attach_info_and_creates_its_asked_type(host: ModelMachine) -> None:

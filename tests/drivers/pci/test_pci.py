@@ -67,6 +67,21 @@ def test_a_card_is_reported_exactly_as_by_upstream(host: FakeHost) -> None:
     assert handle.info == '{"bus": "3b", "device": "00", "domain": "0000", "function": "0"}'
 
 
+@pytest.mark.parametrize(
+    ("files", "subsystem"),
+    [
+        ({"subsystem_vendor": "0x10de", "subsystem_device": "0x1533"}, "10de:1533"),
+        ({"subsystem_vendor": "0x0000", "subsystem_device": "0x0000"}, ""),
+        ({"subsystem_vendor": "0x10de"}, ""),
+        ({"subsystem_vendor": "broken", "subsystem_device": "0x1533"}, ""),
+        ({}, ""),
+    ],
+)
+def test_the_subsystem_is_reported_if_sysfs_shows_it(host: FakeHost, files: dict[str, str], subsystem: str) -> None:
+    host.pci(T4, "0x10de", "0x1eb8", "0x030200", **files)
+    assert only_device(discover(host, {"vendor": "10de"})).subsystem == subsystem
+
+
 def test_a_vendor_without_a_name_in_upstream_is_reported_by_its_number(host: FakeHost) -> None:
     host.pci("10000:e1:00.0", "0x1af4", "0x1045", "0xffff00")
     device = only_device(discover(host, {"vendor": "1af4", "type": "FPGA"}))

@@ -104,7 +104,7 @@ def fill(db: None) -> Fill:
             Rollout.objects.create(op="install", driver="far_driver", total=0, actor="olga", source="api")
             Attachment.objects.create(instance=INSTANCES[0], project_id="p1", host="cmp0", actor="olga")
             bulk = Bulk.objects.create(action="enable", total=1, actor="olga")
-            BulkItem.objects.create(bulk=bulk, device_uuid=uuid.uuid4(), device_name="card", host="cmp0", stood="ready")
+            BulkItem.objects.create(bulk=bulk, target_uuid=uuid.uuid4(), target_name="card", host="cmp0", stood="ready")
             Image.objects.create(name="shell", size=1, sha256="0" * 64, source="upload")
             facts = {"month": "2026-01", "tx": 0, "event": 0, "events": 0, "sealed_at": datetime.now(UTC)}
             Seal.objects.get_or_create(number=1, defaults=facts | {"digest": "0" * 64, "hash": "0" * 64})

@@ -61,7 +61,7 @@ def test_list_answers_have_exactly_the_documented_fields(ask: Ask, fill: Fill) -
 def test_the_documented_schemas_of_units_and_rollouts_match_their_validation() -> None:
     document = openapi.generate_document()
     schemas = document["components"]["schemas"]
-    assert schemas["AddUnitsRequest"]["properties"]["targets"]["minItems"] == 1
+    assert [way["required"] for way in schemas["AddUnitsRequest"]["allOf"][0]["oneOf"]] == [["targets"], ["selector"]]
     assert [way["required"] for way in schemas["TargetRequest"]["oneOf"]] == [["device"], ["host", "backend"]]
     assert schemas["RolloutWithStepsRequest"]["properties"]["settings"]["type"] == ["object", "null"]
     for address in ("/api/accelerators/", "/api/accelerators/delete/", "/api/rollouts/"):

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from django.db import connection
+from django.test.utils import CaptureQueriesContext
 from msgspec.structs import replace
 
 from accelerators import conductor
@@ -18,7 +19,7 @@ from accelerators.devices import partitioning
 from accelerators.domain.caller import Caller
 from accelerators.domain.errors import RefusalReason, RefusedError
 from accelerators.models import AcceleratorRequest, AttachHandle, Command, Device, DeviceProfile, Event, Host
-from accelerators.workflows import command_endings
+from accelerators.workflows import bulk_actions, command_endings
 from drivers.inventory import Device as Card
 from tests.accelerators.api.own.conftest import INSTANCES, Ask, get_error_message, get_results
 from tests.support.reports import apply_report, get_or_create_host, make_card, make_driver_report
@@ -200,6 +201,103 @@ def test_the_preview_of_units_names_what_is_refused_and_changes_nothing(ask: Ask
     assert not preview["confirm"] and not Command.objects.exists()
 
 
+def test_a_change_of_one_layout_has_a_preview_whose_token_is_stale_after_a_change(ask: Ask) -> None:
+    report_cards(build_divisible_card(1, 2), build_divisible_card(2, 2, changeable="", sized_by=""))
+    path, order = f"/api/devices/{get_device(1).uuid}/", {"layout": {"vfs": "8"}}
+
+    def patch(path: str, **order: object) -> Any:
+        generation = Device.objects.get(uuid=path.split("/")[-2]).generation
+        return ask(path, method="PATCH", data=order | {"generation": generation})
+
+    answer = patch(path, **order, dry_run=True)
+    assert answer.status_code == 200, answer.content
+    shown = json.loads(answer.content)
+    assert [(one["outcome"], one["text"]) for one in shown["forecast"]] == [
+        ("moved", "is divided again with vfs=8; it has 2 units now")
+    ]
+    assert (shown["total"], shown["confirm"], shown["state"]) == (1, False, "inactive, 2 units")
+    assert not Command.objects.exists()
+    token = {"token": shown["token"]}
+    other = f"/api/devices/{get_device(2).uuid}/"
+    for refused in (
+        patch(path, **token, layout={"vfs": "9"}),
+        patch(other, **token, **order),
+    ):
+        get_error_message(refused, 409, "stale_preview")
+    report_cards(build_divisible_card(1, 3), build_divisible_card(2, 2, changeable="", sized_by=""), seq=2)
+    get_error_message(patch(path, **order, **token), 409, "stale_preview")
+    token = {"token": json.loads(patch(path, **order, dry_run=True).content)["token"]}
+    assert patch(path, **order, **token).status_code == 202
+    assert list_ordered_layouts() == [{"vfs": "8"}]
+    answer_and_settle(Command.objects.get(), "failed")
+    for of, layout, text in ((path, {"speed": "9"}, "no setting speed"), (other, {"vfs": "9"}, "does not allow")):
+        shown = json.loads(patch(of, layout=layout, dry_run=True).content)
+        assert shown["forecast"][0]["outcome"] == "refused" and text in shown["forecast"][0]["text"]
+
+
+def test_a_held_device_is_refused_in_the_preview_of_its_layout(ask: Ask) -> None:
+    report_cards(build_divisible_card(1, 2))
+    create_bound_request(AttachHandle.objects.last())
+    device = get_device(1)
+    path, order = f"/api/devices/{device.uuid}/", {"layout": {"vfs": "8"}, "generation": device.generation}
+    shown = json.loads(ask(path, method="PATCH", data=order | {"dry_run": True}).content)
+    assert [(one["outcome"], one["held"]) for one in shown["forecast"]] == [("refused", True)]
+    get_error_message(ask(path, method="PATCH", data=order | {"token": shown["token"]}), 409, "in_use")
+    assert not Command.objects.exists()
+
+
+def report_many_cards(number: int, host: str = "cmp1") -> None:
+    cards = [build_divisible_card(n, 2) for n in range(number)]
+    apply_report(get_or_create_host(host), make_driver_report(*cards, driver="generic_driver"))
+
+
+@pytest.mark.slow
+def test_the_preview_of_a_change_of_units_costs_as_many_statements_for_many_devices(ask: Ask) -> None:
+    report_many_cards(20)
+    report_many_cards(255, "cmp2")
+    numbers = []
+    for hosts in (["cmp1"], ["cmp2"], ["cmp1", "cmp2"]):
+        order = {"targets": [{"host": host, "backend": "a"} for host in hosts], "count": 1, "dry_run": True}
+        with CaptureQueriesContext(connection) as run:
+            shown = json.loads(ask("/api/accelerators/", method="POST", data=order).content)
+        numbers.append(len(run))
+    assert shown["total"] == 275 and shown["counts"]["moved"] == 275
+    assert len(set(numbers[1:])) == 1 and abs(numbers[0] - numbers[1]) <= 1 and numbers[1] <= 30, numbers
+
+
+@pytest.mark.slow
+def test_a_change_of_many_units_works_in_slices_of_bounded_cost_and_answers_with_its_bulk_action(ask: Ask) -> None:
+    report_many_cards(45)
+    report_many_cards(255, "cmp2")
+    order: dict[str, Any] = {"selector": {"all": True}, "count": 1}
+    order["token"] = json.loads(ask("/api/accelerators/", method="POST", data=order).content)["preview"]["token"]
+    answer = ask("/api/accelerators/", method="POST", data=order)
+    assert answer.status_code == 202, answer.content
+    started = json.loads(answer.content)
+    assert started["results"] == []
+    statements, placed = [], []
+    while True:
+        with CaptureQueriesContext(connection) as run:
+            went_on = bulk_actions.process_next_slice()
+        if not went_on:
+            break
+        statements.append(len(run))
+        placed.append(Command.objects.count())
+    assert placed == [100, 200, 300]
+    assert max(statements) <= 10 * bulk_actions.BULK_SLICE_SIZE and max(statements) - min(statements) <= 20, statements
+    stored = json.loads(ask(f"/api/bulk_actions/{started['bulk_action']}/").content)
+    assert (stored["state"], stored["counts"]["moved"]) == ("done", 300)
+
+
+def test_a_selector_of_units_leaves_out_devices_that_cannot_be_divided(ask: Ask) -> None:
+    report_cards(build_divisible_card(1, 2), build_divisible_card(2, 2, sized_by=""))
+    order = {"selector": {"all": True}, "count": 1}
+    shown = json.loads(ask("/api/accelerators/", method="POST", data=order | {"dry_run": True}).content)
+    assert [one["device"] for one in shown["devices"]] == [str(get_device(1).uuid)]
+    order["selector"] = {"host": "cmp9"}
+    get_error_message(ask("/api/accelerators/", method="POST", data=order), 404, "not_found")
+
+
 @pytest.mark.slow
 def test_a_change_of_units_that_failed_is_retried_for_the_failed_devices(ask: Ask) -> None:
     report_cards(build_divisible_card(1, 1), build_divisible_card(2, 1))
@@ -223,8 +321,10 @@ def test_a_device_that_is_named_twice_is_ordered_once(ask: Ask) -> None:
 
 
 INVALID_REQUESTS = [
-    ({"count": 1}, "targets: This field is required"),
-    ({"targets": [], "count": 1}, "targets"),
+    ({"count": 1}, "Say either targets, at least one, or a selector."),
+    ({"targets": [], "count": 1}, "Say either targets, at least one, or a selector."),
+    ({"targets": [{"device": UNKNOWN_UUID}], "selector": {"all": True}, "count": 1}, "Say either targets"),
+    ({"selector": {"rack": "7"}, "count": 1}, "rack: unknown filter"),
     ({"targets": [{}], "count": 1}, "Say a device, or a host and a backend."),
     ({"targets": [{"device": UNKNOWN_UUID, "host": "cmp1"}], "count": 1}, "Say a device, or a host and a backend."),
     ({"targets": [{"host": "cmp1"}], "count": 1}, "Say a device, or a host and a backend."),
@@ -234,7 +334,7 @@ INVALID_REQUESTS = [
     ({"targets": [{"device": UNKNOWN_UUID}], "count": 0}, "count"),
     ({"targets": [{"device": UNKNOWN_UUID}], "count": "2"}, "count"),
     ({"targets": [{"device": UNKNOWN_UUID}], "count": 1, "reason": "x" * 501}, "reason"),
-    ({"targets": [{"device": UNKNOWN_UUID}] * 257, "count": 1}, "no more than 256"),
+    ({"targets": [{"device": UNKNOWN_UUID}] * 20_001, "count": 1}, "no more than 20000"),
     ({"targets": [{"host": "cmp1", "backend": "a"}], "count": 1, "generation": 1}, "the targets are 2 devices"),
     ({"targets": [{"device": UNKNOWN_UUID}], "count": 1, "layout": {"vfs": 4}}, "layout.vfs"),
 ]
@@ -254,7 +354,9 @@ def test_layout_keys_that_the_driver_does_not_accept_are_refused(ask: Ask) -> No
         (refused,) = post_units(ask, targets=target, count=1, layout=said)
         assert refused["reason"] == "invalid" and says in refused["refused"]
     assert "has no setting speed; " in patch_layout(ask, get_device(1), 400, layout={"speed": "9"})
-    assert "does not allow its layout to be changed" in patch_layout(ask, get_device(2), 400, layout={"vfs": "1"})
+    assert "does not allow the layout of its devices to be changed" in patch_layout(
+        ask, get_device(2), 400, layout={"vfs": "1"}
+    )
     assert "layout: This" in patch_layout(ask, get_device(1), 400, layout={})
     patch_layout(ask, Device(uuid=UNKNOWN_UUID), 404, layout={"vfs": "1"})
     assert not Command.objects.exists()
@@ -369,4 +471,6 @@ def test_of_two_concurrent_changes_of_units_exactly_one_succeeds(ask: Ask) -> No
     assert isinstance(lost, RefusedError) and lost.reason is RefusalReason.CONFLICT
     assert "is at generation 1 now, not 0" in lost.text
     with pytest.raises(RefusedError, match="generation 1 now, not 0"):
-        partitioning.update_layout(get_device(1).uuid, {"vfs": "8"}, OLGA, generation=0)
+        partitioning.partition_device(
+            get_device(1).uuid, partitioning.PartitionChange(0, {"vfs": "8"}, generation=0), OLGA
+        )

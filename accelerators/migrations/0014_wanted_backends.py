@@ -11,7 +11,7 @@ STATE = (Path(__file__).with_name("sql") / "wanted_backends.sql").read_text()
 
 
 class Migration(migrations.Migration):
-    dependencies = [("accelerators", "0012_arguments_of_bulk_actions")]
+    dependencies = [("accelerators", "0013_bulk_targets")]
 
     operations = [
         migrations.RunSQL("SET LOCAL lock_timeout = '3s'", migrations.RunSQL.noop),

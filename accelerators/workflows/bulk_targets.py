@@ -1,0 +1,61 @@
+"""What a bulk action needs to know about an action on objects that are not devices.
+
+`bulk_detachments` and `bulk_labels` each declare one `TargetAction`; `bulk_actions` uses them like its own actions on
+devices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+from uuid import UUID
+
+from django.db.models import QuerySet
+
+from accelerators.devices.lifecycle import ActionResult
+from accelerators.domain.caller import Caller
+from accelerators.domain.states import BulkTarget, DeviceOutcome, EventSource
+from accelerators.models import Bulk, BulkItem
+
+
+@dataclass(frozen=True)
+class BulkForecast:
+    """Predicted outcome for one object, or for `number` objects of a set with the same outcome.
+
+    `held` is True if the action concerns what one of our own requests holds; other holder checks are not made. For a
+    command that is not destructive it is always False.
+    """
+
+    outcome: DeviceOutcome
+    text: str
+    held: bool
+    number: int = 1
+
+
+@dataclass(frozen=True)
+class InstanceReach:
+    """The instances that have the objects of a set, and the units that requests hold for the objects which would be
+    changed."""
+
+    instances: int
+    units: int
+
+
+@dataclass(frozen=True)
+class TargetAction:
+    """An action on objects of one kind.
+
+    `build_items` yields an item, which is not stored yet, for each object of a query set, in the order in which the
+    objects are locked. `predict` returns a forecast for each of these items. `apply` carries the action out for each of
+    these items in one transaction and returns a result for each; a refusal of one object stops no other.
+    `query_objects` returns the objects with these uuids that still exist. `count_reach` counts the instances and units
+    of a draft. None of them calls another service.
+    """
+
+    target: BulkTarget
+    build_items: Callable[[Bulk, QuerySet[Any]], Iterator[BulkItem]]
+    predict: Callable[[Bulk, Sequence[BulkItem]], list[BulkForecast]]
+    apply: Callable[[Bulk, Sequence[BulkItem], Caller, EventSource], list[ActionResult]]
+    query_objects: Callable[[Bulk, Collection[UUID]], QuerySet[Any]]
+    count_reach: Callable[[Bulk], InstanceReach]
