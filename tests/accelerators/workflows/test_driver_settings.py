@@ -13,9 +13,9 @@ from accelerators.models import Command, DriverWish, Host, Rollout
 from accelerators.workflows import driver_rollouts, driver_settings, rollout_previews
 from accelerators.workflows.driver_config import DriverChange
 from drivers import catalogue
+from drivers.generic.driver import GenericDriver
 from drivers.inventory import DriverReport
-from tests.accelerators.workflows.test_rollouts import INSTALL, answer_as_agent, run_rollout, start_rollout
-from tests.support.people import OLGA
+from tests.accelerators.workflows.test_rollouts import INSTALL, OLGA, answer_as_agent, run_rollout, start_rollout
 from tests.support.reports import apply_report, get_or_create_host
 
 pytestmark = pytest.mark.django_db
@@ -64,7 +64,7 @@ def test_edits_that_lead_to_unusable_settings_are_refused_on_each_host() -> None
     hosts = create_hosts("generic_driver", "", "cmp1", "cmp2")
     for host in hosts:
         start_rollout(INSTALL, [host], "generic_driver", settings={"backends": {"gpus": GPUS}})
-        answer_as_agent(Command.objects.latest("id"))
+        answer_as_agent(Command.objects.latest("id"), version=GenericDriver.version)
         run_rollout(Rollout.objects.latest("id"))
     edits = SettingEdits({"backends/gpus/limits": {"max_devces": 4}})
     change = DriverChange(RolloutOp.UPDATE, "generic_driver", edits=edits)

@@ -363,6 +363,28 @@ def test_backends_are_added_changed_disabled_and_removed_one_at_a_time(
 
 
 @pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (("backend-add", "nics", "--kind", "pci"), "missing required field `match`"),
+        (("backend-set", "gpus", "--set", "limits/max_devces=4"), "unknown field `max_devces` - at `$.limits`"),
+        (("update-driver", "generic_driver", "--set", "mtu=9000"), "generic_driver has no setting 'mtu'"),
+        (("install-driver", "generic_driver", "--set", "mtu=9000"), "generic_driver has no setting 'mtu'"),
+    ],
+    ids=lambda words: words[0],
+)
+def test_settings_that_the_driver_cannot_use_are_refused_and_not_stored(
+    cyborg: Cyborg, host: Host, words: Sequence[str], says: str
+) -> None:
+    apply_report(host, DriverReport("generic_driver", ""), seq=2)
+    settings = {"backends": {"gpus": {"kind": "pci", "match": [{"vendor": "10de"}]}}}
+    with conductor.writing():
+        DriverWish.objects.create(host=host, driver="generic_driver", settings=settings, generation=4)
+    assert_refused(cyborg(*words, "--host", "cmp1"), 1, says, "Nothing was changed", "[invalid]")
+    wish = DriverWish.objects.get()
+    assert (wish.settings, wish.generation) == (settings, 4) and not Rollout.objects.exists()
+
+
+@pytest.mark.parametrize(
     "words",
     [
         ("update-driver", "nic_driver", "--host", "cmp1", "--set", "mtu=9000"),
