@@ -39,7 +39,7 @@ def change_based_on(
     If the request is refused because somebody else changed the row, the difference is printed, as `show_conflict` does.
     """
     present = api.get(path)
-    wanted = present | changes
+    wanted = {**present, **changes}
     show_changes(present, wanted)
     with show_conflict(lambda current: (current, wanted)):
         yield choose_generation(present, generation)
