@@ -35,7 +35,12 @@ from accelerators.api.own.fields import (
 )
 from accelerators.api.own.filters import SavedViewFilter, UuidPrefixFilter, choice_filter, host_filter
 from accelerators.api.own.inventory import LayoutSerializer
-from accelerators.api.own.previews import ConfirmationSerializer, PreviewSerializer, respond_with_preview
+from accelerators.api.own.previews import (
+    ConfirmationSerializer,
+    DraftConfirmationSerializer,
+    PreviewSerializer,
+    respond_with_preview,
+)
 from accelerators.api.own.selectors import DEVICES, MAX_NAMED_OBJECTS, SelectorField, check_selector, select_rows
 from accelerators.api.own.views import CollectionView
 from accelerators.devices import partitioning
@@ -193,7 +198,7 @@ class TargetSerializer(ClosedSerializer):
         return values
 
 
-class AddUnitsSerializer(LayoutSerializer):
+class AddUnitsSerializer(DraftConfirmationSerializer, LayoutSerializer):
     """An order to add units to each of the named devices. Send `targets` or `selector`."""
 
     targets = serializers.ListField(
