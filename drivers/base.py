@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import ClassVar, NamedTuple
 
-from msgspec import Struct
+from msgspec import Struct, ValidationError, convert
 
-from drivers.errors import Unsupported
+from drivers.errors import Invalid, Unsupported
 from drivers.inventory import MAX_FAULTS, Backend, Device, Fault, HandleType, Sample, Scope
 from drivers.machine import Machine
 from drivers.plan import Act, Ask, Plan, Vitals
@@ -73,6 +73,18 @@ class Driver:
     """The scope of each act that affects more than the device it is ordered for. Only acts in WIDE_ACTS may be named.
 
     The conductor shows the other devices before the act is confirmed, and refuses the act while one of them is held."""
+
+    def check_settings(self, settings: Settings) -> None:
+        """Raise Invalid if the driver cannot use these settings on any machine; read nothing of this one.
+
+        By default they must fit `settings_type`. The conductor calls this method before it stores settings; the other
+        methods raise the same error.
+        """
+        if self.settings_type is not None:
+            try:
+                convert(settings, self.settings_type)
+            except ValidationError as error:
+                raise Invalid(f"the settings of {self.name} are not usable: {error}") from None
 
     def probe(self, machine: Machine, settings: Settings) -> tuple[str, ...]:
         """Return what this host lacks for full use of the driver, such as a kernel module or a privilege.

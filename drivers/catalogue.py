@@ -1,7 +1,8 @@
 """Find and load the installed drivers by their Python entry points.
 
 The entry point group and the driver names are upstream's, so an operator's `enabled_drivers` keeps working. Only a
-driver's own process loads it; other processes need the names only.
+driver's own process loads it; other processes need the names only. As an exception, the conductor loads the drivers of
+this package to check settings.
 """
 
 from __future__ import annotations
@@ -30,6 +31,15 @@ def load_driver(name: str) -> Driver:
         return cast(Driver, point.load()())
     except Exception as error:
         raise Failed(f"driver {name!r} ({point.value}) cannot be loaded: {type(error).__name__}: {error}") from error
+
+
+def load_own_driver(name: str) -> Driver | None:
+    """Import a driver of this package and return an instance of it; None for any other name.
+
+    Code of other packages is not loaded.
+    """
+    own = {point.value for point in entry_points(group=ENTRY_POINT_GROUP, name=name)}
+    return load_driver(name) if len(own) == 1 and own.pop().startswith("drivers.") else None
 
 
 def _find_entry_point(name: str) -> EntryPoint:

@@ -40,7 +40,7 @@ from accelerators.ui import badges, permissions, timeline
 from accelerators.ui.changelist import ReadOnlyModelAdmin
 from accelerators.ui.conflicts import ComparedSetting, read_generation, render_conflict_page
 from accelerators.ui.empty_lists import Source
-from accelerators.workflows import backend_sections, driver_rollouts, rollout_previews
+from accelerators.workflows import backend_sections, driver_rollouts, driver_settings, rollout_previews
 from accelerators.workflows.backend_sections import BackendPlace, ChangeContext
 from accelerators.workflows.driver_config import DriverChange
 
@@ -61,6 +61,8 @@ BUTTON_OPERATIONS = {
 }
 
 
+NEW_BACKEND = '{"kind": "pci", "match": [{"vendor": "10de"}]}'
+"""The settings that the form of a new backend proposes."""
 BACKEND_BUTTONS = ("backend-add", "backend-save", "backend-enable", "backend-disable", "backend-remove")
 """Buttons that change one backend of the driver on its host."""
 
@@ -157,6 +159,8 @@ class DriverAdmin(ReadOnlyModelAdmin):
                 messages.error(request, refused.text)
         desired = row.wanted
         settings = json.dumps(desired.settings, indent=2) if desired and desired.settings is not None else ""
+        button, refused_settings = request.POST.get("do"), request.POST.get("settings", "")
+        refused_backend = request.POST.get("backend", "").strip()
         context = self.admin_site.each_context(request) | {
             "title": str(row),
             "opts": self.opts,
@@ -164,12 +168,20 @@ class DriverAdmin(ReadOnlyModelAdmin):
             "desired": desired,
             "marks": [render_reported_state(row), render_drift(row)],
             "wanted": render_wanted_state(row),
-            "settings": request.POST.get("settings", settings),
+            "settings": refused_settings if button in BUTTON_OPERATIONS else settings,
             "generation": row.wish.generation if row.wish else 0,
             "backends": [
-                (name, json.dumps(section, indent=2), not isinstance(section, dict) or section.get("enabled", True))
+                (
+                    name,
+                    refused_settings
+                    if button == "backend-save" and name == refused_backend
+                    else json.dumps(section, indent=2),
+                    not isinstance(section, dict) or section.get("enabled", True),
+                )
                 for name, section in backend_sections.list_sections(row.wish).items()
             ],
+            "new_backend": (refused_backend, refused_settings) if button == "backend-add" else ("", NEW_BACKEND),
+            "is_checked_here": driver_settings.is_checked_here(row.driver, row.reported),
             "has_backends": row.driver == backend_sections.DEFAULT_DRIVER,
             "reason": request.POST.get("reason", ""),
             "runs": row.state not in ("disabled", "absent"),

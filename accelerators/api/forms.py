@@ -79,8 +79,14 @@ def build_own_forms(view: Any, request: Request, data: Any) -> Iterator[ActionFo
     if view.detail and view.member_actions and view.is_rule_satisfied(view.policy_rules["POST"]):
         for verb in view.get_offered_actions(data):
             danger = verb in view.actions_to_confirm
+            fields = _build_fields(view, verb, "POST", {"generation": data.get("generation", "")})
+            changes_settings = any(field.name == "generation" for field in fields)
             yield ActionForm(
-                verb.capitalize(), "POST", f"{request.path.rstrip('/')}/{verb}/", needs_confirmation=danger
+                verb.capitalize(),
+                "POST",
+                f"{request.path.rstrip('/')}/{verb}/",
+                fields if changes_settings else (),
+                needs_confirmation=danger,
             )
     for method in ("POST", "PATCH", "DELETE"):
         if method not in view.allowed_methods or not _is_method_permitted(view, request, method):

@@ -24,8 +24,11 @@ class DeviceProfile(fields.SettingsRow):
         return self.name
 
 
-class AcceleratorRequest(fields.Row):
-    """A request for one accelerator for one instance. `group` is a snapshot, independent of later profile changes."""
+class AcceleratorRequest(fields.SettingsRow):
+    """A request for one accelerator for one instance. `group` is a snapshot, independent of later profile changes.
+
+    `generation` counts the changes of what its project has chosen: of the label.
+    """
 
     project_id = models.CharField(max_length=255, db_collation="C", db_index=True)
     state = models.CharField(max_length=16, choices=RequestState.choices(), default=RequestState.INITIAL.value)

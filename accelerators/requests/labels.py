@@ -6,11 +6,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from uuid import UUID
 
-from django.db.models import QuerySet
+from django.db.models import F, QuerySet
 
 from accelerators import conductor
 from accelerators.domain.caller import Caller
 from accelerators.domain.errors import RefusalReason
+from accelerators.domain.generations import refuse_if_changed
 from accelerators.domain.states import DeviceOutcome, EventSource
 from accelerators.models import AcceleratorRequest
 
@@ -53,19 +54,27 @@ def set_labels(
     source: EventSource,
     seen: Mapping[UUID, str] | None = None,
     reason: str = "",
+    generation: int | None = None,
 ) -> list[LabelResult]:
     """Set the label of each of these accelerators in one transaction, with an event for each; return the outcomes.
 
     `visible` are the requests that the caller may see, and `may_change` says whether the caller may change those of a
     project. `reason` is stored with the events. An accelerator whose label is not the one that was `seen` is refused. A
     refusal stops no other. Locks the requests.
+
+    Raises ChangedMeanwhileError, and changes nothing, if the label of one would change and its generation is not
+    `generation`, which is for a single accelerator.
     """
     with conductor.writing():
         locked = visible.filter(uuid__in=uuids).order_by("id").select_for_update(of=("self",))
         requests = {request.uuid: request for request in locked}
         results = [_decide(requests.get(uuid), uuid, label, may_change, seen) for uuid in dict.fromkeys(uuids)]
         moved = [result for result in results if result.outcome == DeviceOutcome.MOVED]
-        AcceleratorRequest.objects.filter(uuid__in=[result.request for result in moved]).update(label=label)
+        for result in moved:
+            refuse_if_changed(f"The accelerator {result.request}", requests[result.request].generation, generation)
+        AcceleratorRequest.objects.filter(uuid__in=[result.request for result in moved]).update(
+            label=label, generation=F("generation") + 1
+        )
         events = [
             conductor.build_event(
                 "request.labelled",

@@ -24,6 +24,7 @@ from accelerators.domain.setting_edits import NO_EDITS, SettingEdits
 from accelerators.domain.states import DeviceOutcome, DriverState, EventSource, RolloutOp
 from accelerators.models import Command, Device, DriverWish, Host
 from accelerators.runtime import database_clock
+from accelerators.workflows import driver_settings
 from drivers.inventory import WORD
 
 CONFIGURE_OP = "configure"
@@ -268,7 +269,8 @@ def _resolve_wanted(
     """Work out the configuration that a change leads to; None if there is nothing to uninstall.
 
     Raises RefusedError: CONFLICT for an update of a driver that is not installed on the host, and for edits of settings
-    that stand in the host's own file, because they are not known here; INVALID for edits that do not fit the settings.
+    that stand in the host's own file, because they are not known here; INVALID for edits that do not fit the settings,
+    and for settings that the driver cannot use.
     """
     is_installed = wish.installed if wish else _is_running(entry)
     before = WantedDriver(True, wish.enabled, wish.settings) if wish and wish.installed else WantedDriver()
@@ -280,9 +282,12 @@ def _resolve_wanted(
             RefusalReason.CONFLICT, f"{change.driver} is not installed on {host.name}: install it there first."
         )
     enabled = change.enabled if change.enabled is not None else change.op is RolloutOp.INSTALL or before.enabled
+    settings = before.settings if change.settings is None else change.settings
     if change.edits:
-        return WantedDriver(True, enabled, _edit_settings(change, before.settings if is_installed else {}, host))
-    return WantedDriver(True, enabled, before.settings if change.settings is None else change.settings)
+        settings = _edit_settings(change, before.settings if is_installed else {}, host)
+    if settings is not None and settings != before.settings and driver_settings.is_checked_here(change.driver, entry):
+        driver_settings.refuse_unusable_settings(change.driver, settings)
+    return WantedDriver(True, enabled, settings)
 
 
 def _edit_settings(change: DriverChange, settings: WantedSettings | None, host: Host) -> WantedSettings:

@@ -31,7 +31,7 @@ from accelerators.models import DriverWish, Host, Rollout, RolloutStep
 from accelerators.models.drivers import ROLLOUT_IS_OPEN
 from accelerators.runtime import database_clock, jobs
 from accelerators.runtime.after_commit import call_after_commit
-from accelerators.workflows import driver_config
+from accelerators.workflows import driver_config, driver_settings
 from accelerators.workflows.driver_config import ChangeOrigin, DriverChange
 
 ROLLOUTS_JOB = "rollouts"
@@ -106,6 +106,11 @@ def start_rollout(
     generation of the wanted configuration that the caller has seen.
     """
     driver_config.check_driver_change(change)
+    is_checked_here = any(
+        driver_settings.is_checked_here(change.driver, one.drivers.get(change.driver)) for one in hosts
+    )
+    if change.settings is not None and is_checked_here:
+        driver_settings.refuse_unusable_settings(change.driver, change.settings)
     if generation is not None and len(hosts) != 1:
         text = f"A generation is only for a single host; {len(hosts)} hosts are chosen."
         raise RefusedError(RefusalReason.INVALID, text)

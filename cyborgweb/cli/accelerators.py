@@ -292,7 +292,7 @@ def _change_units(
     if retried:
         question = "Repeat the change of units for the devices that failed?"
         bulk_action = order_after_preview(
-            cli_context, f"bulk_actions/{retried}/retry/", body, question, "devices", **how
+            cli_context, f"bulk_actions/{retried}/retry/", body, question, "devices", stores_draft=True, **how
         )
         if bulk_action is not None:
             _follow_bulk_action(cli_context, action, bulk_action["uuid"], [], {}, wait)
@@ -310,7 +310,7 @@ def _change_units(
     spelled = ", ".join((*devices, *(f"{host} {backend}" for host, backend in host_backends), *filters))
     units = "all units" if count is None else f"{count} unit{'' if count == 1 else 's'}"
     answer = order_after_preview(
-        cli_context, path, body, f"{action.capitalize()} {units} of {spelled}?", "devices", **how
+        cli_context, path, body, f"{action.capitalize()} {units} of {spelled}?", "devices", stores_draft=True, **how
     )
     if answer is None:
         return

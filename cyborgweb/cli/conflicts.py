@@ -11,6 +11,7 @@ from typing import Any
 
 import click
 
+from cyborgweb.cli.connection import ApiClient
 from cyborgweb.cli.exit_codes import CliError, to_printable_line
 
 
@@ -27,6 +28,26 @@ def show_conflict(compare: Callable[[dict[str, Any]], tuple[Any, Any]]) -> Itera
         if refused.current:
             show_changes(*compare(refused.current))
         raise
+
+
+@contextmanager
+def change_based_on(
+    api: ApiClient, path: str, changes: Mapping[str, Any], generation: int | None
+) -> Iterator[dict[str, int]]:
+    """Read the row at `path`, print what `changes` will do to it, and yield the field `generation` for the request.
+
+    If the request is refused because somebody else changed the row, the difference is printed, as `show_conflict` does.
+    """
+    present = api.get(path)
+    wanted = {**present, **changes}
+    show_changes(present, wanted)
+    with show_conflict(lambda current: (current, wanted)):
+        yield choose_generation(present, generation)
+
+
+def choose_generation(present: Mapping[str, Any], generation: int | None) -> dict[str, int]:
+    """Return the field `generation` of a change: the one that the user names, else that of the row that was read."""
+    return {"generation": present["generation"] if generation is None else generation}
 
 
 def show_changes(present: Any, wanted: Any) -> None:

@@ -80,14 +80,26 @@ class ApiClient(ABC):
         """Send `body` as JSON with POST and return the decoded answer."""
         return self.send_change("POST", path, json=body)
 
-    def preview(self, path: str, body: Mapping[str, Any], method: str = "POST") -> dict[str, Any]:
-        """Return the preview of a change: the service answers what it would do, and changes nothing."""
+    def preview(self, path: str, body: Mapping[str, Any], method: str = "POST", is_kept: bool = True) -> dict[str, Any]:
+        """Return the preview of a change: the service answers what it would do, and changes nothing.
+
+        Unless it `is_kept`, the service stores no draft for it, and its token confirms nothing. A service of an older
+        release stores one.
+        """
+        if not is_kept:
+            try:
+                return self.send_request(method, path, json={**body, "dry_run": True, "keep": False})
+            except CliError as problem:
+                if problem.reason != "invalid" or "cannot be written" not in problem.message:
+                    raise
         return self.send_request(method, path, json={**body, "dry_run": True})
 
-    def preview_if_known(self, path: str, body: Mapping[str, Any], method: str = "POST") -> dict[str, Any] | None:
+    def preview_if_known(
+        self, path: str, body: Mapping[str, Any], method: str = "POST", is_kept: bool = True
+    ) -> dict[str, Any] | None:
         """Return the preview of a change; None if the service is of an older release, which has no preview of it."""
         try:
-            return self.preview(path, body, method)
+            return self.preview(path, body, method, is_kept)
         except CliError as problem:
             if problem.reason == "invalid" and problem.message.startswith("dry_run: cannot be written"):
                 return None

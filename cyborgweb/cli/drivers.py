@@ -283,7 +283,9 @@ def rollout_retry(cli_context: CliContext, rollout: UUID, reason: str, dry_run: 
     """Start a new rollout of the same change on the hosts where it has failed, or was not begun."""
     body = {"reason": reason} if reason else {}
     path, question = f"rollouts/{rollout}/retry/", "Retry on these hosts?"
-    started = order_after_preview(cli_context, path, body, question, "hosts", yes=yes, dry_run=dry_run)
+    started = order_after_preview(
+        cli_context, path, body, question, "hosts", yes=yes, dry_run=dry_run, stores_draft=True
+    )
     if started is not None:
         finish_rollout(cli_context, started, f"{started['op']} {started['driver']}", wait)
 
@@ -378,6 +380,7 @@ def _start_rollout(
                 yes=yes,
                 dry_run=dry_run,
                 always_ask=op == "uninstall",
+                stores_draft=True,
             )
     if rollout is not None:
         finish_rollout(cli_context, rollout, f"{op} {driver}", wait)

@@ -8,6 +8,7 @@ from uuid import UUID
 import click
 
 from cyborgweb.cli import options
+from cyborgweb.cli.conflicts import change_based_on
 from cyborgweb.cli.options import CliContext, pass_cli_context, verb_command
 from cyborgweb.cli.output import print_row
 
@@ -47,14 +48,21 @@ def subscription_resend(cli_context: CliContext, subscription: UUID) -> None:
 @click.argument("owner")
 @click.option("--target", default="", help="The new URL of a webhook; needed if it is personal.")
 @click.option("--reason", default="", help="Why; the event has it.")
+@options.generation_option
 @options.request_dry_run_option
 @pass_cli_context
-def subscription_hand_over(cli_context: CliContext, subscription: UUID, owner: str, target: str, reason: str) -> None:
+def subscription_hand_over(
+    cli_context: CliContext, subscription: UUID, owner: str, target: str, reason: str, generation: int | None
+) -> None:
     """Give a subscription another owner: an id of Keystone, or without Keystone a user's name. An ended subscription is
     active again; a mail address may have to be confirmed anew.
+
+    The difference is shown. If somebody changes the subscription meanwhile, it stays as it is.
     """
-    body = {"owner": owner, "reason": reason, "target": target}
-    row = cli_context.api.post(f"subscriptions/{subscription}/hand_over/", body)
+    changes = {"owner": owner} | ({"target": target} if target else {})
+    with change_based_on(cli_context.api, f"subscriptions/{subscription}/", changes, generation) as based:
+        body = {**changes, "reason": reason, **based}
+        row = cli_context.api.post(f"subscriptions/{subscription}/hand_over/", body)
     click.echo(f"The subscription {row['name']} is handed over to {owner}.", err=True)
     print_row(_show_confirmation(row), cli_context.output)
 

@@ -350,10 +350,16 @@ class SubscriptionAdmin(ConflictPage, ConsoleModelAdmin):
                 messages.success(request, "The request to confirm the address is being sent again.")
             elif verb == "hand_over":
                 owner, reason, target = (request.POST.get(name, "").strip() for name in ("owner", "reason", "target"))
-                subscriptions.hand_over(row.pk, owner, reason, caller, EventSource.PERSON, target=target)
+                subscriptions.hand_over(
+                    *(row.pk, owner, reason, caller, EventSource.PERSON),
+                    target=target,
+                    generation=read_generation(request),
+                )
                 messages.success(request, f"The subscription is handed over to {owner}.")
             else:
-                _, secret = subscriptions.rotate_secret(row.pk, caller, EventSource.PERSON)
+                _, secret = subscriptions.rotate_secret(
+                    row.pk, caller, EventSource.PERSON, generation=read_generation(request)
+                )
                 messages.warning(
                     request, f"The webhook's new secret is {secret} – store it now: it is not shown again."
                 )

@@ -29,7 +29,7 @@ from accelerators.api.own.fields import (
 from accelerators.api.own.filters import SavedViewFilter, single_choice_filter
 from accelerators.api.own.views import CollectionView
 from accelerators.domain.errors import RefusalReason, RefusedError
-from accelerators.domain.states import DeviceType, EventSource
+from accelerators.domain.states import DeviceType
 from cyborgweb.auth import policy
 from cyborgweb.models.event_types import (
     DeliveryProgress,
@@ -175,7 +175,11 @@ class EmptySerializer(ClosedSerializer):
     """An empty request body."""
 
 
-class HandOverSerializer(ClosedSerializer):
+class RotateSerializer(ChangeSerializer):
+    """The generation on which the new secret of a webhook is based."""
+
+
+class HandOverSerializer(ChangeSerializer):
     """The new owner of a subscription."""
 
     owner = StrictTextField(
@@ -258,7 +262,7 @@ class SubscriptionView(CollectionView):
     filterset_class = SubscriptionFilter
     member_actions = {
         "test": EmptySerializer,
-        "rotate": EmptySerializer,
+        "rotate": RotateSerializer,
         "resend": EmptySerializer,
         "hand_over": HandOverSerializer,
     }
@@ -364,21 +368,27 @@ class SubscriptionView(CollectionView):
         address that the new owner has not proven is confirmed anew.
 
         400: the new owner may not have it, or a personal webhook gets no new target. 409: this person owns
-        it already, or has fifty in the project.
+        it already, or has fifty in the project, or the subscription has another generation.
         """
-        values = self.validate_body()
-        reason, target = values.get("reason", ""), values.get("target", "")
+        subscription: Subscription = self.get_object()
+        values, generation = self.validate_action(subscription)
         row = subscriptions.hand_over(
-            self.get_object().pk, values["owner"], reason, self.caller, EventSource.API, target=target
+            subscription.pk,
+            values["owner"],
+            values.get("reason", ""),
+            self.caller,
+            target=values.get("target", ""),
+            generation=generation,
         )
         return Response(self.get_serializer(row).data)
 
     def rotate(self, request: Request, **kwargs: str) -> Response:
         """Replace the webhook's secret. The new one is used from the next attempt on and is shown only this once. 409:
-        the subscription is not a webhook.
+        the subscription is not a webhook, or has another generation.
         """
-        self.validate_body()
-        row, secret = subscriptions.rotate_secret(self._get_changeable().pk, self.caller)
+        subscription = self._get_changeable()
+        _, generation = self.validate_action(subscription)
+        row, secret = subscriptions.rotate_secret(subscription.pk, self.caller, generation=generation)
         return Response(self._serialize_with_secret(row, secret))
 
     def _serialize_with_secret(self, row: Subscription, secret: str) -> dict[str, Any]:

@@ -208,7 +208,14 @@ def delete(pk: int, caller: Caller, source: EventSource = EventSource.API, *, ge
 
 
 def hand_over(
-    pk: int, new_owner: str, reason: str, caller: Caller, source: EventSource = EventSource.API, target: str = ""
+    pk: int,
+    new_owner: str,
+    reason: str,
+    caller: Caller,
+    source: EventSource = EventSource.API,
+    target: str = "",
+    *,
+    generation: int | None = None,
 ) -> Subscription:
     """Give the subscription another owner, record an event, and return it. One that has ended is active again.
 
@@ -219,7 +226,8 @@ def hand_over(
 
     Raises RefusedError NOT_FOUND if the subscription does not exist, INVALID if the new owner may not have it, or if
     the target is missing or not allowed, UNAVAILABLE if the rights of the new owner cannot be checked, CONFLICT if the
-    person is its owner already, or has `MAX_SUBSCRIPTIONS`, or if too many requests to confirm an address were sent.
+    person is its owner already, or has `MAX_SUBSCRIPTIONS`, or if too many requests to confirm an address were sent;
+    ChangedMeanwhileError if its generation is not `generation`.
     """
     row = Subscription.objects.filter(pk=pk).first()
     if row is None:
@@ -229,6 +237,7 @@ def hand_over(
     with conductor.writing():
         _lock_creation()
         row = _lock_subscription(pk)
+        generations.refuse_if_changed(f"The subscription {row.name}", row.generation, generation)
         has_ended = row.standing == SubscriptionStanding.ENDED
         if row.scope != checked_scope:
             raise RefusedError(RefusalReason.CONFLICT, "The subscription was changed in this moment: try again.")
@@ -295,19 +304,24 @@ def _is_rightful_owner(row: Subscription, caller: Caller) -> bool:
     return caller.user_id == row.owner and owners.may_own(caller, row.project_id, row.scope)
 
 
-def rotate_secret(pk: int, caller: Caller, source: EventSource = EventSource.API) -> tuple[Subscription, str]:
+def rotate_secret(
+    pk: int, caller: Caller, source: EventSource = EventSource.API, *, generation: int | None = None
+) -> tuple[Subscription, str]:
     """Give a webhook a new secret, valid from the next attempt on, and record an event. Return the subscription and the
     secret in plain text, which cannot be read again later.
 
-    Raises RefusedError NOT_FOUND if it does not exist, WRONG_STATE if it is no webhook.
+    Raises RefusedError NOT_FOUND if it does not exist, WRONG_STATE if it is no webhook; ChangedMeanwhileError if its
+    generation is not `generation`.
     """
     with conductor.writing():
         row = _lock_subscription(pk)
+        generations.refuse_if_changed(f"The subscription {row.name}", row.generation, generation)
         if row.way != DeliveryWay.WEBHOOK:
             raise RefusedError(RefusalReason.WRONG_STATE, "Only webhooks have a secret.")
         secret = webhook.generate_secret()
         row.secret, row.updated_at = keyring.encrypt_secret(secret), database_clock.now()
-        row.save(update_fields=["secret", "updated_at"])
+        row.generation += 1
+        row.save(update_fields=["secret", "updated_at", "generation"])
         _record_event("rotated", row, {}, caller, source)
     return row, secret
 

@@ -71,6 +71,10 @@ class GenericDriver(Driver):
             reasons += (f"{name}: {reason}" for reason in missing)
         return tuple(reasons[:64])
 
+    def check_settings(self, settings: Settings) -> None:
+        """Raise Invalid, which describes the first mistake, if the settings are unusable."""
+        generic_settings.parse_backends(settings)
+
     def discover(self, machine: Machine, settings: Settings) -> Findings:
         """Call one backend after the other and return all devices; a backend that takes too long reports an error.
 

@@ -80,6 +80,10 @@ class PciDriver(Driver):
     finds_own_cards: ClassVar[bool] = False
     """Whether the driver offers all cards of its kind if there are no rules. A vendor's driver does."""
 
+    def check_settings(self, settings: dict[str, object]) -> None:
+        """Raise Invalid, which names the rule, if the settings are unusable."""
+        self.read_selection(settings)
+
     def probe(self, machine: Machine, settings: dict[str, object]) -> tuple[str, ...]:
         """Return what is missing: privileges, a writable /sys, an IOMMU, kernel drivers that the rules name.
 

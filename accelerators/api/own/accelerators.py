@@ -20,6 +20,7 @@ from rest_framework.response import Response
 from accelerators.api.own import instances
 from accelerators.api.own.bulk_previews import MAX_PREVIEW_DEVICES, BulkPreviewSerializer, preview_or_start
 from accelerators.api.own.fields import (
+    ChangeSerializer,
     ClosedSerializer,
     DeviceReference,
     GenerationField,
@@ -34,12 +35,18 @@ from accelerators.api.own.fields import (
 )
 from accelerators.api.own.filters import SavedViewFilter, UuidPrefixFilter, choice_filter, host_filter
 from accelerators.api.own.inventory import LayoutSerializer
-from accelerators.api.own.previews import ConfirmationSerializer, PreviewSerializer, respond_with_preview
+from accelerators.api.own.previews import (
+    ConfirmationSerializer,
+    DraftConfirmationSerializer,
+    PreviewSerializer,
+    respond_with_preview,
+)
 from accelerators.api.own.selectors import DEVICES, MAX_NAMED_OBJECTS, SelectorField, check_selector, select_rows
 from accelerators.api.own.views import CollectionView
 from accelerators.devices import partitioning
 from accelerators.devices.partitioning import PartitionChange, PartitionTarget
 from accelerators.domain.errors import RefusalReason, RefusedError
+from accelerators.domain.generations import require_generation
 from accelerators.domain.states import DeviceOutcome, DrainTarget, RequestState
 from accelerators.models import AcceleratorRequest, AttachHandle, Bulk, Device
 from accelerators.models.devices import HANDLE_USES
@@ -115,6 +122,12 @@ class AcceleratorSerializer(RowSerializer):
         required=False,
         help_text="Your own name for it; up to 255 characters.",
     )
+    generation: Any = serializers.IntegerField(
+        source="request.generation",
+        read_only=True,
+        allow_null=True,
+        help_text="It grows by 1 with each change of the label. Send it with a change.",
+    )
     project = serializers.CharField(source="request.project_id", read_only=True, allow_null=True)
     instance = serializers.SerializerMethodField()
     state = serializers.SerializerMethodField()
@@ -133,6 +146,7 @@ class AcceleratorSerializer(RowSerializer):
             "url",
             "request",
             "label",
+            "generation",
             "project",
             "instance",
             "state",
@@ -159,6 +173,10 @@ class AcceleratorSerializer(RowSerializer):
         return {"uuid": request.instance_uuid and str(request.instance_uuid), **instance_state._asdict()}  # type: ignore[return-value]
 
 
+class AcceleratorChangeSerializer(ChangeSerializer, AcceleratorSerializer):
+    """A change of the label of an accelerator."""
+
+
 def get_holding_request(unit: AttachHandle) -> AcceleratorRequest | None:
     """Return the request that holds `unit`, or None if it is free."""
     return getattr(unit, "request", None)
@@ -180,7 +198,7 @@ class TargetSerializer(ClosedSerializer):
         return values
 
 
-class AddUnitsSerializer(LayoutSerializer):
+class AddUnitsSerializer(DraftConfirmationSerializer, LayoutSerializer):
     """An order to add units to each of the named devices. Send `targets` or `selector`."""
 
     targets = serializers.ListField(
@@ -323,11 +341,13 @@ class AcceleratorView(CollectionView):
         "create": AddUnitsSerializer,
         "remove_units": RemoveUnitsSerializer,
         "set_labels": LabelsSerializer,
+        "partial_update": AcceleratorChangeSerializer,
     }
     response_serializers = {
         "create": (202, ResultsSerializer),
         "remove_units": (202, ResultsSerializer),
         "set_labels": (200, LabelResultsSerializer),
+        "partial_update": (200, AcceleratorSerializer),
     }
     preview_serializers = {
         "create": BulkPreviewSerializer,
@@ -377,18 +397,23 @@ class AcceleratorView(CollectionView):
         """Set the label of the request that holds the unit, and answer with the unit.
 
         A label that differs from the stored one is recorded as the event `request.labelled`. 404 if the caller may not
-        see the unit, 403 if the caller may see it and may not change what its project has, 400 for an invalid body.
+        see the unit, 403 if the caller may see it and may not change what its project has, 400 for an invalid body, 409
+        if it has another generation.
         """
         unit = self.get_object()
         self.require_project(unit.request.project_id)
         values = self.validate_body(unit)
         holding_request = unit.request
+        subject, present = f"The accelerator {holding_request.uuid}", holding_request.generation
+        generation = require_generation(subject, present, values.get("generation"))
         label = values.get("request", {}).get("label", holding_request.label)
         same_project = AcceleratorRequest.objects.filter(project_id=holding_request.project_id)
         labels.set_labels(
-            same_project, [holding_request.uuid], label, lambda project: True, self.caller, self.caller.event_source
+            *(same_project, [holding_request.uuid], label, lambda project: True),
+            *(self.caller, self.caller.event_source),
+            generation=generation,
         )
-        holding_request.label = label
+        holding_request.refresh_from_db(fields=["label", "generation"])
         return Response(self.get_serializer(unit).data)
 
     def set_labels(self, request: Request) -> Response:

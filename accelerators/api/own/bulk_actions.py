@@ -35,7 +35,7 @@ from accelerators.api.own.fields import (
     UrlField,
 )
 from accelerators.api.own.filters import SavedViewFilter, choice_filter, host_filter
-from accelerators.api.own.previews import ConfirmationSerializer
+from accelerators.api.own.previews import DraftConfirmationSerializer
 from accelerators.api.own.selectors import (
     DEVICES,
     MAX_NAMED_OBJECTS,
@@ -171,7 +171,7 @@ def _condition_of_field(name: str) -> dict[str, Any]:
     }
 
 
-class StartBulkActionSerializer(ConfirmationSerializer):
+class StartBulkActionSerializer(DraftConfirmationSerializer):
     """The body that starts an action on many objects. Send `devices`, or a `selector`; for detach and label send
     `attachments` or `accelerators` instead of `devices`. Without any of them, admit chooses the inactive devices that
     a rule would move. The set is fixed by the preview."""
@@ -320,7 +320,7 @@ class BulkActionSerializer(RowSerializer):
         return f"{self.context.get('base', '')}/api/bulk_results/?bulk_action={bulk.uuid}"
 
 
-class RetrySerializer(ConfirmationSerializer):
+class RetrySerializer(DraftConfirmationSerializer):
     """The body of a retry: an optional reason, and the confirmation."""
 
     reason = ReasonField("Shown with each object and in its events.")

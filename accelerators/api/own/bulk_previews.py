@@ -8,7 +8,7 @@ from typing import Any
 from rest_framework import serializers
 from rest_framework.response import Response
 
-from accelerators.api.own.previews import PreviewSerializer, respond_with_preview
+from accelerators.api.own.previews import PreviewSerializer, discarding_draft, respond_with_preview
 from accelerators.commands import command_queue
 from accelerators.domain.caller import Caller
 from accelerators.domain.device_actions import Action
@@ -74,15 +74,16 @@ def preview_or_start(
         if draft is None or not bulk_actions.confirm_draft(draft, reason, held_too=True):
             raise confirmations.stale_preview_error()
         return draft
-    draft = make_draft()
-    preview = bulk_actions.preview_bulk(draft)
-    if values.get("dry_run") or preview.needs_confirmation:
-        issued = confirmations.issue_token(draft.uuid, caller, described)
-        shown = _describe_preview(draft, preview)
-        shown["forecast"] += [
-            {"outcome": DeviceOutcome.REFUSED.value, "number": 1, "held": False, "text": text} for text in refusals
-        ]
-        return respond_with_preview(shown, issued, values.get("dry_run", False))
+    with discarding_draft(values):
+        draft = make_draft()
+        preview = bulk_actions.preview_bulk(draft)
+        if values.get("dry_run") or preview.needs_confirmation:
+            issued = confirmations.issue_token(draft.uuid, caller, described)
+            shown = _describe_preview(draft, preview)
+            shown["forecast"] += [
+                {"outcome": DeviceOutcome.REFUSED.value, "number": 1, "held": False, "text": text} for text in refusals
+            ]
+            return respond_with_preview(shown, issued, values.get("dry_run", False))
     bulk_actions.confirm_draft(draft, reason, held_too=False)
     return draft
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
+from django.db import transaction
 from rest_framework import serializers
 from rest_framework.response import Response
 
@@ -33,6 +35,27 @@ class ConfirmationSerializer(ClosedSerializer):
         if values.get("dry_run") and values.get("token"):
             raise serializers.ValidationError({"token": "leave it out to get a preview."})
         return values
+
+
+class DraftConfirmationSerializer(ConfirmationSerializer):
+    """The fields of a request whose preview is a draft that the server stores until it is confirmed or too old."""
+
+    keep = StrictBooleanField(
+        required=False,
+        write_only=True,
+        help_text="Only with `dry_run`: with false, no draft is stored, and the token of the preview confirms nothing.",
+    )
+
+
+@contextmanager
+def discarding_draft(values: Mapping[str, Any]) -> Iterator[None]:
+    """Roll back what is stored in the `with` block if the body, `values`, asks for a preview without a draft."""
+    if not values.get("dry_run") or values.get("keep", True):
+        yield
+        return
+    with transaction.atomic():
+        yield
+        transaction.set_rollback(True)
 
 
 class ForecastSerializer(serializers.Serializer[Any]):

@@ -24,7 +24,12 @@ from accelerators.api.own.fields import (
     UrlField,
 )
 from accelerators.api.own.filters import ListFilter, choice_filter
-from accelerators.api.own.previews import ConfirmationSerializer, PreviewSerializer, respond_with_preview
+from accelerators.api.own.previews import (
+    DraftConfirmationSerializer,
+    PreviewSerializer,
+    discarding_draft,
+    respond_with_preview,
+)
 from accelerators.api.own.views import CollectionView
 from accelerators.domain import setting_edits
 from accelerators.domain.generations import GenerationError
@@ -84,7 +89,7 @@ class SettingEditsSerializer(ClosedSerializer):
     )
 
 
-class RolloutSerializer(ConfirmationSerializer, RowSerializer):
+class RolloutSerializer(DraftConfirmationSerializer, RowSerializer):
     """A change of a driver on a fixed list of hosts. Send `hosts` or `selector`; to change a single host, send a list
     of one. A rollout in the state `draft` is a preview that nobody has confirmed."""
 
@@ -177,6 +182,7 @@ class RolloutSerializer(ConfirmationSerializer, RowSerializer):
             "max_parallel",
             "stop_on_failure",
             "dry_run",
+            "keep",
             "token",
             "by",
             "reason",
@@ -237,7 +243,7 @@ class RolloutPreviewSerializer(PreviewSerializer):
     steps = HostForecastSerializer(many=True, read_only=True)
 
 
-class RetryRolloutSerializer(ConfirmationSerializer):
+class RetryRolloutSerializer(DraftConfirmationSerializer):
     """The body of a retry: an optional reason, and the generation or the confirmation."""
 
     generation = GenerationField(
@@ -300,7 +306,7 @@ class RolloutView(CollectionView):
         described = {"kind": "rollout"} | {
             name: sorted(value) if name == "hosts" else value
             for name, value in values.items()
-            if name not in ("dry_run", "token", "reason", "generation")
+            if name not in ("dry_run", "keep", "token", "reason", "generation")
         }
         if values.get("token"):
             return self._confirm(values, described)
@@ -314,18 +320,19 @@ class RolloutView(CollectionView):
         if not is_draft:
             driver_config.check_driver_change(change)
             driver_rollouts.refuse_without_generation(change.driver, hosts[0], values.get("generation"))
-        rollout = driver_rollouts.start_rollout(
-            change,
-            hosts,
-            self.caller,
-            pace=driver_rollouts.RolloutPace(**pace_options),
-            reason=values.get("reason", ""),
-            source=self.caller.event_source,
-            is_draft=is_draft,
-            generation=values.get("generation"),
-        )
-        if is_draft:
-            return self._respond_with_preview(rollout, values, described)
+        with discarding_draft(values):
+            rollout = driver_rollouts.start_rollout(
+                change,
+                hosts,
+                self.caller,
+                pace=driver_rollouts.RolloutPace(**pace_options),
+                reason=values.get("reason", ""),
+                source=self.caller.event_source,
+                is_draft=is_draft,
+                generation=values.get("generation"),
+            )
+            if is_draft:
+                return self._respond_with_preview(rollout, values, described)
         return self.respond_with_stored_row(rollout.uuid, 202)
 
     def retry(self, request: Request, **kwargs: str) -> Response:
@@ -339,9 +346,10 @@ class RolloutView(CollectionView):
         generation = values.get("generation")
         if not values.get("dry_run") and (host := driver_rollouts.find_only_host_to_retry(rollout)):
             driver_rollouts.refuse_without_generation(rollout.driver, host, generation)
-        draft = driver_rollouts.create_retry_draft(rollout, self.caller, self.caller.event_source, generation)
-        if draft.total > 1 or values.get("dry_run"):
-            return self._respond_with_preview(draft, values, described)
+        with discarding_draft(values):
+            draft = driver_rollouts.create_retry_draft(rollout, self.caller, self.caller.event_source, generation)
+            if draft.total > 1 or values.get("dry_run"):
+                return self._respond_with_preview(draft, values, described)
         driver_rollouts.confirm_rollout(draft, values.get("reason", ""))
         return self.respond_with_stored_row(draft.uuid, 202)
 

@@ -304,6 +304,12 @@ class CollectionView(GenericViewSet[Any]):
         values = self.validate_body(row)
         return values, require_generation(f"{row}", row.generation, values.pop("generation", None))
 
+    def validate_action(self, row: Any) -> tuple[dict[str, Any], int]:
+        """Validate the body of an action that changes settings of `row`, as `validate_change` does. Its required fields
+        may not be left out."""
+        values = self.validate_body()
+        return values, require_generation(f"{row}", row.generation, values.pop("generation", None))
+
     def get_generation_to_delete(self, row: Any) -> int:
         """Return the query parameter `generation` of a DELETE of `row`. Raises ParseError (400) if it is no number,
         NoGenerationError (428) if there is none."""

@@ -111,11 +111,11 @@ def test_a_member_lists_and_labels_only_accelerators_attached_to_its_project(ask
     for path in ("/api/accelerators/?project=p2", "/api/accelerators/?attached=false&state=free"):
         assert json.loads(ask("member", "GET", path).content)["results"] == []
     own, foreign = (f"/api/accelerators/{one.uuid}/" for one in (mine, theirs))
-    labelled = ask("member", "PATCH", own, {"label": "for the press"})
+    labelled = ask("member", "PATCH", own, {"label": "for the press", "generation": 1})
     assert (labelled.status_code, json.loads(labelled.content)["label"]) == (200, "for the press")
     assert [ask("member", method, foreign, {}).status_code for method in ("GET", "PATCH")] == [404, 404]
     assert ask("manager", "PATCH", foreign, {"label": "seen"}).status_code == 403
-    assert ask(OPERATOR, "PATCH", foreign, {"label": "seen"}).status_code == 200
+    assert ask(OPERATOR, "PATCH", foreign, {"label": "seen", "generation": 1}).status_code == 200
     rows = json.loads(ask("manager", "GET", "/api/accelerators/?attached=false").content)["results"]
     assert [row["label"] for row in rows] == ["for the press", "seen", "", ""]
 

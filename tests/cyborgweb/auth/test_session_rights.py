@@ -168,7 +168,7 @@ def test_a_token_of_an_auditor_changes_nothing_and_tokens_of_readers_keep_upstre
 def test_a_manager_labels_only_accelerators_of_its_own_project(profile: DeviceProfile) -> None:
     own, foreign = (f"/api/accelerators/{one.uuid}/" for one in create_holding_requests(profile, "p1", "p2"))
     manager = ask_with_role("manager")
-    assert manager("PATCH", own, {"label": "ours"}).status_code == 200
+    assert manager("PATCH", own, {"label": "ours", "generation": 1}).status_code == 200
     assert manager("GET", foreign).status_code == 200, "a manager sees the accelerators of every project"
     refused = manager("PATCH", foreign, {"label": "taken"})
     assert refused.status_code == 403
@@ -177,8 +177,9 @@ def test_a_manager_labels_only_accelerators_of_its_own_project(profile: DevicePr
     assert text.endswith(f"The role {OPERATOR} would be sufficient.")
     assert sorted(AcceleratorRequest.objects.values_list("project_id", "label")) == [("p1", "ours"), ("p2", "")]
     assert Event.objects.filter(action="request.labelled").count() == 1
-    for role in (OPERATOR, "admin"):
-        assert ask_with_role(role)("PATCH", foreign, {"label": f"by {role}"}).status_code == 200
+    for seen, role in enumerate((OPERATOR, "admin"), start=1):
+        body = {"label": f"by {role}", "generation": seen}
+        assert ask_with_role(role)("PATCH", foreign, body).status_code == 200
     assert ask_with_role("member")("PATCH", foreign, {"label": "taken"}).status_code == 404
 
 
@@ -186,7 +187,7 @@ def test_a_viewers_session_labels_nothing_and_an_operators_session_does(
     enter: EnterConsole, profile: DeviceProfile
 ) -> None:
     (held,) = create_holding_requests(profile, roles.LOCAL_PROJECT)
-    path, body = f"/api/accelerators/{held.uuid}/", json.dumps({"label": "x"})
+    path, body = f"/api/accelerators/{held.uuid}/", json.dumps({"label": "x", "generation": 1})
     statuses = {
         group: enter(group).patch(path, body, "application/json").status_code
         for group in ("role:viewer", "role:auditor", "project:local", "role:operator", "role:administrator")

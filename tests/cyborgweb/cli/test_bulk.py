@@ -110,6 +110,10 @@ def test_a_single_held_device_is_changed_only_after_a_confirmation(cyborg: Cybor
     shown = cyborg(*words, "--dry-run", "-f", "csv")
     assert shown.stdout.splitlines()[1].startswith("1,will be done,yes,")
     assert_refused(cyborg(*words), 2, "give --yes")
+    many = ("device-quarantine", "--filter", "host=cmp1")
+    assert cyborg(*many, "--dry-run", "-f", "csv").exit_code == 0
+    assert_refused(cyborg(*many), 2, "give --yes")
+    assert not Bulk.objects.exists(), "none of these leaves a draft"
     with terminal(*words) as program:
         program.expect("will be done: becomes quarantined (held)")
         program.expect("Requests hold cmp1/0000:00:00.0: apply quarantine to it?")

@@ -43,8 +43,12 @@ def test_an_ended_subscription_is_handed_over(cyborg: Cyborg) -> None:
     (listed,) = json.loads(cyborg("subscription-list", "--json").output)
     assert (listed["standing"], listed["last_error"]) == ("ended", "Its owner olga was deactivated.")
     assert_refused(cyborg("subscription-hand-over", str(row.uuid), "bob"), 1, "There is no active user bob")
+    row.refresh_from_db()
     bob = User.objects.create(username="bob")
     ApiToken.create_with_secret("bob", bob, ["member", "reader"], "p1")
+    outdated = cyborg("subscription-hand-over", str(row.uuid), "bob", "--generation", "7")
+    assert_refused(outdated, 1, f"is at generation {row.generation} now, not 7: somebody changed it", "[conflict]")
+    assert outdated.stderr.count("--- present version") == 2, "before it was sent, and when it was refused"
     done = cyborg("subscription-hand-over", str(row.uuid), "bob", "--reason", "Olga has left.")
     assert done.exit_code == 0, done.output
     row.refresh_from_db()

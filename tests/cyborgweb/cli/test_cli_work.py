@@ -169,7 +169,7 @@ def test_units_of_several_hosts_are_changed_after_a_preview_and_failed_ones_are_
     assert shown.exit_code == 0, shown.output
     assert shown.stdout.splitlines()[1:] == ["3,will be done,is divided again with vfs=2; it has 0 units now"]
     assert_refused(cyborg(*words, "--no-wait"), 2, "give --yes")
-    assert not Command.objects.exists()
+    assert not Command.objects.exists() and not Bulk.objects.exists()
     done = cyborg(*words, "--yes", "--no-wait", "-f", "json")
     assert done.exit_code == 0, done.output
     assert [row["target"] for row in json.loads(done.stdout)] == ["cmp1 nics", "cmp1 nics", "cmp2 nics"]
@@ -360,21 +360,26 @@ def test_a_change_of_a_driver_on_several_hosts_is_confirmed_by_typing_their_numb
         {"outcome": "will be done", "number": 2, "held": False, "text": "it is changed"}
     ]
     assert_refused(cyborg(*disable), 2, "give --yes")
+    assert not Rollout.objects.exists(), "neither leaves a draft"
     monkeypatch.setattr("click.testing._NamedTextIOWrapper.isatty", lambda stream: True)
     for wrong in ("", "y", "1"):
         declined = cyborg(*disable, typed=f"{wrong}\n")
         assert declined.exit_code != 0 and "2 will be done: it is changed" in declined.stderr
         assert "To confirm, type 2, the number of hosts" in declined.stderr
         assert_refused(declined, 1, "You did not confirm: nothing was changed.")
-    assert not Command.objects.exists()
+    assert not Command.objects.exists() and not Rollout.objects.exists()
     done = cyborg(*disable, typed="2\n")
     assert done.exit_code == 0, done.output
-    rollout = Rollout.objects.get(state="running")
+    rollout = Rollout.objects.get()
     assert (rollout.total, rollout.enabled) == (2, False)
     with run_agents("failed", "it hangs"):
         cyborg("rollout-show", str(rollout.uuid), "--wait")
     shown = cyborg("rollout-retry", str(rollout.uuid), "--dry-run", "-f", "json")
     assert sum(row["number"] for row in json.loads(shown.stdout)) == 2
+    monkeypatch.undo()
+    assert_refused(cyborg("rollout-retry", str(rollout.uuid)), 2, "give --yes")
+    assert_refused(cyborg("uninstall-driver", "test_driver", "--host", "cmp1"), 2, "give --yes")
+    assert Rollout.objects.count() == 1
     with run_agents():
         again = cyborg("rollout-retry", str(rollout.uuid), "--yes", "-f", "json")
     assert [row["state"] for row in json.loads(again.stdout)] == ["done", "done"], again.output
@@ -434,6 +439,28 @@ def test_backends_are_added_changed_disabled_and_removed_one_at_a_time(
         assert cyborg("backend-remove", "nics", *place, "--yes", "--reason", "sold").exit_code == 0
     assert DriverWish.objects.get().settings == {"backends": {"gpus": {"kind": "pci", "enabled": True}}}
     assert_refused(cyborg("backend-enable", "nics", *place), 3, "is not in the settings that are set here")
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (("backend-add", "nics", "--kind", "pci"), "missing required field `match`"),
+        (("backend-set", "gpus", "--set", "limits/max_devces=4"), "unknown field `max_devces` - at `$.limits`"),
+        (("update-driver", "generic_driver", "--set", "mtu=9000"), "generic_driver has no setting 'mtu'"),
+        (("install-driver", "generic_driver", "--set", "mtu=9000"), "generic_driver has no setting 'mtu'"),
+    ],
+    ids=lambda words: words[0],
+)
+def test_settings_that_the_driver_cannot_use_are_refused_and_not_stored(
+    cyborg: Cyborg, host: Host, words: Sequence[str], says: str
+) -> None:
+    apply_report(host, DriverReport("generic_driver", ""), seq=2)
+    settings = {"backends": {"gpus": {"kind": "pci", "match": [{"vendor": "10de"}]}}}
+    with conductor.writing():
+        DriverWish.objects.create(host=host, driver="generic_driver", settings=settings, generation=4)
+    assert_refused(cyborg(*words, "--host", "cmp1"), 1, says, "Nothing was changed", "[invalid]")
+    wish = DriverWish.objects.get()
+    assert (wish.settings, wish.generation) == (settings, 4) and not Rollout.objects.exists()
 
 
 @pytest.mark.parametrize(

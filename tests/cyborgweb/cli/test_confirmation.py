@@ -52,6 +52,32 @@ def test_a_preview_that_was_asked_for_is_an_error_with_a_service_of_an_older_rel
     assert service.bodies == []
 
 
+def test_a_preview_that_has_changed_until_it_is_confirmed_is_not_confirmed() -> None:
+    class ChangingService(ApiClient):
+        """A service whose preview names one more host each time."""
+
+        server_name = "a service"
+        bodies: list[dict[str, Any]] = []
+
+        def send_request(self, method: str, path: str, **options: Any) -> dict[str, Any]:
+            """Record the body and return a preview."""
+            self.bodies.append(options["json"])
+            number = len(self.bodies)
+            return {"confirm": True, "total": number, "held": 0, "hosts": number, "forecast": [], "token": f"t{number}"}
+
+    service = ChangingService()
+    with pytest.raises(CliError, match="changed since the preview") as refused:
+        order_after_preview(
+            *(CliContext(client=service), "rollouts/", {"op": "install"}, "Sure?", "hosts"),
+            yes=True,
+            dry_run=False,
+            stores_draft=True,
+        )
+    assert refused.value.reason == "stale_preview"
+    asked = {"op": "install", "dry_run": True}
+    assert service.bodies == [asked | {"keep": False}, asked], "nothing was confirmed"
+
+
 def test_another_refused_field_of_a_preview_is_an_error() -> None:
     service = OldService("reason")
     with pytest.raises(CliError, match="reason: cannot be written"):

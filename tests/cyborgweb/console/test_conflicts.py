@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import json
 import re
 from collections.abc import Callable
 from typing import Any
@@ -21,6 +22,7 @@ from accelerators.models import AdmissionRule, Command, DeviceProfile, DriverWis
 from accelerators.requests import profiles
 from cyborgweb.models.notify import Subscription
 from cyborgweb.notify import subscriptions
+from drivers.generic.driver import GenericDriver
 from drivers.inventory import DriverReport
 from tests.accelerators.workflows.test_rollouts import INSTALL, UPDATE, answer_as_agent, run_rollout, start_rollout
 from tests.support.reports import apply_report, get_or_create_host
@@ -152,10 +154,12 @@ def test_a_changed_driver_shows_both_versions_and_mine_can_be_applied_after_all(
 def test_backends_are_added_changed_disabled_and_removed_on_the_page_of_their_driver(operator: Client) -> None:
     host = get_or_create_host("cmp0")
     apply_report(host, DriverReport("generic_driver", state="absent"))
-    gpus = {"kind": "pci", "limits": {"max_devices": 4}}
+    nics = {"kind": "pci", "match": [{"class": "02*"}]}
+    plain = {"kind": "pci", "match": [{"vendor": "10de"}]}
+    gpus = plain | {"limits": {"max_devices": 4}}
 
     def end_rollout() -> None:
-        answer_as_agent(Command.objects.latest("id"))
+        answer_as_agent(Command.objects.latest("id"), version=GenericDriver.version)
         run_rollout(Rollout.objects.latest("id"))
 
     start_rollout(INSTALL, [host], "generic_driver", settings={"backends": {"gpus": gpus}})
@@ -169,26 +173,33 @@ def test_backends_are_added_changed_disabled_and_removed_on_the_page_of_their_dr
         end_rollout()
         return dict(DriverWish.objects.get().settings["backends"])
 
-    nics = {"kind": "mdev"}
-    assert press("backend-add", "nics", settings='{"kind": "mdev"}') == {"gpus": gpus, "nics": nics}
+    assert press("backend-add", "nics", settings=json.dumps(nics)) == {"gpus": gpus, "nics": nics}
     assert press("backend-disable", "gpus") == {"gpus": gpus | {"enabled": False}, "nics": nics}
     shown = operator.get(address).content.decode()
     assert "Enable gpus" in shown and "Disable nics" in shown
-    assert press("backend-save", "gpus", settings='{"kind": "pci"}') == {"gpus": {"kind": "pci"}, "nics": nics}
+    assert press("backend-save", "gpus", settings=json.dumps(plain)) == {"gpus": plain, "nics": nics}
     differing, _ = read_conflict(operator.post(address, {"do": "backend-remove", "backend": "nics", "generation": "2"}))
-    assert differing == {"Backend nics": ('{\n  "kind": "mdev"\n}', "–")}
-    assert press("backend-remove", "nics") == {"gpus": {"kind": "pci"}}
-    for button, settings, says in (
-        ("backend-add", '{"kind": "pci"}', "exists already"),
-        ("backend-save", "", "Enter the settings"),
-        ("backend-save", '{"labels": {}}', "Say the kind"),
-        ("backend-save", '{"kind": "pci", "a/b": 1}', "must not contain /"),
+    assert differing == {"Backend nics": (json.dumps(nics, indent=2), "–")}
+    assert press("backend-remove", "nics") == {"gpus": plain}
+    for button, field, settings, says in (
+        ("backend-add", "new-settings", '{"kind": "pci"}', "exists already"),
+        ("backend-save", "backend-1", "", "Enter the settings"),
+        ("backend-save", "backend-1", '{"labels": {}}', "Say the kind"),
+        ("backend-save", "backend-1", '{"kind": "pci", "a/b": 1}', "must not contain /"),
+        (
+            "backend-save",
+            "backend-1",
+            '{"kind": "pci", "colour": "red"}',
+            "backend gpus of generic_driver is not usable",
+        ),
+        ("settings", "settings", '{"backends": {"gpus": {"kind": "gpu"}}}', "kind is one of pci, mdev"),
     ):
         (seen, *_) = re.findall(r'name="generation" value="(\d+)"', operator.get(address).content.decode())
         fields = {"do": button, "backend": "gpus", "settings": settings, "generation": seen}
-        refused = operator.post(address, fields)
-        assert says in refused.content.decode()
-    assert DriverWish.objects.get().settings == {"backends": {"gpus": {"kind": "pci"}}}
+        page = operator.post(address, fields).content.decode()
+        texts = dict(re.findall(r'<textarea id="(.*?)" name="settings"[^>]*>(.*?)</textarea>', page, re.S))
+        assert says in page and [name for name in texts if html.unescape(texts[name]) == settings] == [field]
+    assert DriverWish.objects.get().settings == {"backends": {"gpus": plain}}
     with conductor.writing():
         DriverWish.objects.all().delete()
     gone = operator.post(address, {"do": "backend-disable", "backend": "gpus", "generation": "2"})

@@ -44,7 +44,7 @@ def test_the_secret_of_a_webhook_is_shown_only_when_created_or_rotated(ask: Ask)
     assert hook["secret"].startswith("whsec_") and (hook["project"], hook["personal"]) == ("p1", False)
     assert "secret" not in json.loads(ask(get_path(hook), "member").content)
     assert all("secret" not in row for row in get_results(ask("/api/subscriptions/", "member")))
-    again = json.loads(ask(f"{get_path(hook)}rotate/", "member", "p1", "POST").content)
+    again = json.loads(ask(f"{get_path(hook)}rotate/", "member", "p1", "POST", {"generation": 1}).content)
     assert again["secret"].startswith("whsec_") and again["secret"] != hook["secret"]
     told = str(list(Event.objects.values()))
     assert "t0ken" not in told and hook["secret"] not in told
@@ -156,7 +156,9 @@ def test_changing_the_way_or_owner_of_a_subscription_is_answered_409(ask: Ask) -
     assert "create another" in get_error_message(
         ask(get_path(hook), "member", "p1", "PATCH", {"personal": True, "generation": 1}), 409
     )
-    assert "Only webhooks" in get_error_message(ask(f"{get_path(inbox)}rotate/", "member", "p1", "POST"), 409)
+    assert "Only webhooks" in get_error_message(
+        ask(f"{get_path(inbox)}rotate/", "member", "p1", "POST", {"generation": 1}), 409
+    )
     assert (
         ask(get_path(hook), "member", "p1", "PATCH", {"way": "webhook", "personal": False, "generation": 1}).status_code
         == 200

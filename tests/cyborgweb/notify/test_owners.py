@@ -468,9 +468,10 @@ def test_a_manager_sees_ended_subscriptions_of_members_and_hands_them_over(ask: 
     hand_over = f"{path}hand_over/"
     assert ask(hand_over, "member", "p1", "POST", {"owner": "bob"}).status_code == 403
     for wrong in ("nobody", "ann", reader.user_id, "99999999999999999999"):
-        answer = ask(hand_over, "manager", "p1", "POST", {"owner": wrong})
+        answer = ask(hand_over, "manager", "p1", "POST", {"owner": wrong, "generation": row.generation})
         assert "no active user" in get_error_message(answer, 400, "invalid")
-    body = {"owner": "bob", "reason": "Ann left."}
+    row.refresh_from_db()
+    body = {"owner": "bob", "reason": "Ann left.", "generation": row.generation}
     assert "give a new target" in get_error_message(ask(hand_over, "manager", "p1", "POST", body), 400, "invalid")
     refused = ask(hand_over, "manager", "p1", "POST", body | {"target": "ftp://x/"})
     assert get_error_message(refused, 400, "invalid")
@@ -488,7 +489,7 @@ def test_a_manager_sees_ended_subscriptions_of_members_and_hands_them_over(ask: 
     }
     assert row.target == "https://bob.example/his" and row.secret != former_secret
     assert ask(path, "manager").status_code == 404, "it is another member's now"
-    again = ask(hand_over, "admin", "p1", "POST", {"owner": "bob"})
+    again = ask(hand_over, "admin", "p1", "POST", {"owner": "bob", "generation": row.generation})
     assert "is the owner" in get_error_message(again, 409, "conflict")
     owners.run()
     assert get_state(row)[0] == "active"
@@ -626,9 +627,16 @@ def test_an_administrator_hands_over_in_the_console_and_sees_why_it_ended(client
     rotated = client.post(f"/admin/cyborgweb/subscription/{row.pk}/do/rotate/")
     assert rotated.status_code == 403
     url = f"/admin/cyborgweb/subscription/{row.pk}/do/hand_over/"
-    refused = client.post(url, {"owner": "carl"}, follow=True).content.decode()
+    row.refresh_from_db()
+    seen = {"generation": row.generation}
+    for generation, says in (
+        ({}, "does not say which version"),
+        ({"generation": 1000}, "not 1000: somebody changed it"),
+    ):
+        assert says in client.post(url, {"owner": "bob"} | generation, follow=True).content.decode()
+    refused = client.post(url, {"owner": "carl"} | seen, follow=True).content.decode()
     assert "There is no active user carl" in refused
-    values = {"owner": "bob", "reason": "left", "target": "https://bob.example/"}
+    values = {"owner": "bob", "reason": "left", "target": "https://bob.example/"} | seen
     assert "is handed over to bob" in client.post(url, values, follow=True).content.decode()
     assert get_state(row)[0] == SubscriptionStanding.ACTIVE
     assert json.dumps(Event.objects.get(action="subscription.handed_over").reason) == '"left"'

@@ -147,8 +147,8 @@ API_EXEMPTIONS = (
     Exemption(
         "positive_data_acceptance",
         "(POST|PATCH) /api/backends/",
-        "Say the kind of the backend|There is no host",
-        "The settings of a backend are the driver's own; only their kind is checked here.",
+        "Say the kind of the backend|There is no host|is not usable|cannot be called|has no setting",
+        "The settings of a backend are the driver's own, and its code checks them.",
     ),
     Exemption(
         "positive_data_acceptance",

@@ -11,13 +11,15 @@ from django.http import HttpResponse
 
 from accelerators import conductor
 from accelerators.models import Command, DriverWish, Event, Host, Rollout
+from drivers.generic.driver import GenericDriver
 from drivers.inventory import DriverReport
 from tests.accelerators.api.own.conftest import Ask, Fill, get_error_message, get_results
 from tests.accelerators.workflows.test_rollouts import answer_as_agent, run_rollout
 from tests.support.reports import apply_report, get_or_create_host
 
 pytestmark = pytest.mark.django_db
-GPUS, NICS = {"kind": "pci", "limits": {"max_devices": 4}}, {"kind": "mdev"}
+GPUS = {"kind": "pci", "match": [{"vendor": "10de"}], "limits": {"max_devices": 4}}
+NICS = {"kind": "pci", "match": [{"class": "02*"}]}
 
 
 def get_body(response: HttpResponse, status: int = 202) -> dict[str, Any]:
@@ -51,7 +53,7 @@ def finish(response: HttpResponse) -> dict[str, Any]:
     """Let the agent apply the rollout of a successful answer; return the answer."""
     answer = get_body(response)
     assert answer["total"] == 1 and answer["steps"][0]["host"] == "cmp1"
-    answer_as_agent(Command.objects.latest("id"))
+    answer_as_agent(Command.objects.latest("id"), version=GenericDriver.version)
     run_rollout(Rollout.objects.latest("id"))
     return answer
 
@@ -76,10 +78,10 @@ def test_backends_are_added_changed_disabled_and_removed_one_at_a_time(ask: Ask,
     assert get_sections() == {"gpus": GPUS, "nics": NICS}
     assert Event.objects.filter(action="driver.wanted", reason="new cards").exists()
     finish(change(ask, "gpus", set={"limits/max_devices": 8, "labels": {"rack": "r1"}}))
-    changed = {"kind": "pci", "limits": {"max_devices": 8}, "labels": {"rack": "r1"}}
-    assert get_sections() == {"gpus": changed, "nics": NICS}
+    changed = GPUS | {"limits": {"max_devices": 8}}
+    assert get_sections() == {"gpus": changed | {"labels": {"rack": "r1"}}, "nics": NICS}
     finish(change(ask, "gpus", enabled=False, unset=["labels"]))
-    assert get_sections() == {"gpus": {"kind": "pci", "limits": {"max_devices": 8}, "enabled": False}, "nics": NICS}
+    assert get_sections() == {"gpus": changed | {"enabled": False}, "nics": NICS}
     finish(change(ask, "gpus", enabled=True))
     assert get_sections()["gpus"]["enabled"] is True
     finish(remove(ask, "gpus", generation=5, reason="sold"))
@@ -128,6 +130,23 @@ def test_backends_of_held_devices_are_not_removed(ask: Ask, fill: Fill) -> None:
         text = get_error_message(response, 409, "in_use")
         assert " is held by request " in text and " of instance " in text
     assert get_sections() == {"gpus": GPUS, "nics": NICS}
+
+
+def test_settings_that_the_driver_cannot_use_are_refused_and_not_stored(ask: Ask, installed: None) -> None:
+    rollouts, commands = Rollout.objects.count(), Command.objects.count()
+    body = {"driver": "generic_driver", "op": "update", "hosts": ["cmp1"], "settings": {"backends": {"gpus": {}}}}
+    for refused, says in (
+        (add(ask, "nics", {"kind": "pci"}), "backend nics of generic_driver is not usable: Object missing required"),
+        (add(ask, "nics", NICS | {"colour": "red"}), "unknown field `colour`"),
+        (change(ask, "gpus", set={"limits/max_devces": 8}), "unknown field `max_devces` - at `$.limits`"),
+        (change(ask, "gpus", unset=["match"]), "missing required field `match`"),
+        (ask("/api/rollouts/", "operator", method="POST", data=body | get_present()), "missing required field `kind`"),
+        (ask("/api/rollouts/", "operator", method="POST", data=body | get_present() | {"dry_run": True}), "`kind`"),
+    ):
+        text = get_error_message(refused, 400)
+        assert says in text and "Nothing was changed" in text
+    assert (Rollout.objects.count(), Command.objects.count()) == (rollouts, commands)
+    assert get_sections() == {"gpus": GPUS} and DriverWish.objects.get().generation == 1
 
 
 def test_wrong_changes_of_backends_are_refused(ask: Ask, installed: None) -> None:

@@ -8,7 +8,10 @@ from typing import Any
 import pytest
 from django.http import HttpResponse
 
+from accelerators.domain.caller import Caller
 from accelerators.models import Command, Device, DriverWish, Event, Rollout
+from cyborgweb.models.notify import Subscription
+from cyborgweb.notify import owners
 from drivers.inventory import DriverReport
 from tests.accelerators.api.own.conftest import Ask, Fill, get_error_message, get_results
 from tests.accelerators.workflows.test_rollouts import answer_as_agent, run_rollout
@@ -77,6 +80,27 @@ def test_a_change_or_deletion_without_a_generation_is_refused_and_shows_the_pres
         assert text in refused["error"]["message"]
         assert refused["current"] == shown == get_body(ask(path)), "nothing was changed"
     assert ask(path, method="PATCH", data={"name": 3}).status_code == 400, "a wrong body is named first"
+
+
+@pytest.mark.parametrize(("verb", "fields"), [("rotate", {}), ("hand_over", {"owner": "nobody"})])
+def test_a_subscription_is_handed_over_and_gets_a_new_secret_only_with_its_generation(
+    ask: Ask, monkeypatch: pytest.MonkeyPatch, verb: str, fields: dict[str, Any]
+) -> None:
+    monkeypatch.setattr(owners, "find_owner", lambda *about: Caller("bob", "u-bob", frozenset(), "p1"))
+    hook = {"name": "mine", "kinds": ["request.bound"], "way": "webhook", "target": "https://hook.example/"}
+    path = get_body(ask("/api/subscriptions/", method="POST", data=hook), 201)["url"].removeprefix("http://testserver")
+    theirs = get_body(ask(path, method="PATCH", data={"name": "theirs", "generation": 1}))
+    secret = Subscription.objects.get().secret
+    outdated = get_body(ask(f"{path}{verb}/", method="POST", data=fields | {"generation": 1}), 409)
+    assert "is at generation 2 now, not 1: somebody changed it" in outdated["error"]["message"]
+    missing = get_body(ask(f"{path}{verb}/", method="POST", data=fields), 428)
+    assert missing["error"]["reason"] == "no_generation"
+    assert outdated["current"] == missing["current"] == theirs == get_body(ask(path))
+    assert Subscription.objects.get().secret == secret
+    done = get_body(ask(f"{path}{verb}/", method="POST", data=fields | {"generation": 2}))
+    assert done["generation"] == 3
+    page = ask(path, Accept="text/html").content.decode()
+    assert page.count("data-always") == 1 and page.count('name="generation"') == 3, "both actions and the change"
 
 
 def test_the_layout_of_a_device_is_changed_only_with_its_generation(ask: Ask, fill: Fill) -> None:

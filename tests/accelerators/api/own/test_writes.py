@@ -142,11 +142,12 @@ def test_a_member_can_label_accelerators_of_its_own_project_only(ask: Ask, fill:
     fill(4)
     own, foreign = (AcceleratorRequest.objects.filter(project_id=project).first() for project in ("p1", "p2"))
     path = f"/api/accelerators/{own.uuid}/"
-    labelled = json.loads(ask(path, "member", method="PATCH", data={"label": "training"}).content)
-    assert labelled["label"] == "training"
+    labelled = json.loads(ask(path, "member", method="PATCH", data={"label": "training", "generation": 1}).content)
+    assert (labelled["label"], labelled["generation"]) == ("training", 2)
     assert labelled == json.loads(ask(path, "member").content)
     assert json.loads(ask(f"/api/requests/{own.uuid}/", "member").content)["label"] == "training"
-    ask(path, "member", method="PATCH", data={"label": "training"})
+    again = ask(path, "member", method="PATCH", data={"label": "training", "generation": 1})
+    assert again.json() == labelled, "what is so already needs no change"
     event = Event.objects.get(subject=own.uuid)
     assert (event.action, event.actor, event.changes) == ("request.labelled", "member-p1", {"label": ["", "training"]})
     get_error_message(ask(f"/api/accelerators/{foreign.uuid}/", "member", method="PATCH", data={"label": "mine"}), 404)
@@ -156,3 +157,7 @@ def test_a_member_can_label_accelerators_of_its_own_project_only(ask: Ask, fill:
     assert not AcceleratorRequest.objects.get(uuid=foreign.uuid).label
     for bad in ({"label": "a" * 256}, {"label": None}, {"label": "\0"}, {"state": "Unbound"}, {"label": ["x"]}):
         get_error_message(ask(path, "member", method="PATCH", data=bad), 400)
+    for fields, status, says in (({}, 428, "Send the generation"), ({"generation": 1}, 409, "generation 2 now, not 1")):
+        refused = ask(path, "member", method="PATCH", data={"label": "mine"} | fields)
+        assert says in get_error_message(refused, status) and refused.json()["current"] == labelled
+    assert AcceleratorRequest.objects.get(uuid=own.uuid).label == "training"

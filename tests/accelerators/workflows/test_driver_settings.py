@@ -1,0 +1,95 @@
+"""Test that the settings of drivers are checked by the drivers' own code before anything is stored or sent."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from accelerators.domain.errors import RefusalReason, RefusedError
+from accelerators.domain.setting_edits import SettingEdits
+from accelerators.domain.states import DeviceOutcome, EventSource, RolloutOp
+from accelerators.models import Command, DriverWish, Host, Rollout
+from accelerators.workflows import driver_rollouts, driver_settings, rollout_previews
+from accelerators.workflows.driver_config import DriverChange
+from drivers import catalogue
+from drivers.generic.driver import GenericDriver
+from drivers.inventory import DriverReport
+from tests.accelerators.workflows.test_rollouts import INSTALL, OLGA, answer_as_agent, run_rollout, start_rollout
+from tests.support.reports import apply_report, get_or_create_host
+
+pytestmark = pytest.mark.django_db
+GPUS = {"kind": "pci", "match": [{"vendor": "10de"}]}
+
+
+def create_hosts(driver: str, version: str = "", *names: str) -> list[Host]:
+    """Create hosts that report this driver as absent, in this version."""
+    hosts = [get_or_create_host(name) for name in names or ("cmp1",)]
+    for host in hosts:
+        apply_report(host, DriverReport(driver, state="absent", version=version))
+    return [Host.objects.get(pk=host.pk) for host in hosts]
+
+
+def order(change: DriverChange, hosts: list[Host], is_draft: bool = False) -> Rollout:
+    return driver_rollouts.start_rollout(change, hosts, OLGA, source=EventSource.PERSON, is_draft=is_draft)
+
+
+@pytest.mark.parametrize(
+    ("driver", "settings", "says"),
+    [
+        ("generic_driver", {"mtu": 1}, "generic_driver has no setting 'mtu'"),
+        ("generic_driver", {"backends": []}, "must be a table of at most 64 named sections"),
+        ("generic_driver", {"backends": {"a b": GPUS}}, "cannot be called 'a b'"),
+        ("generic_driver", {"backends": {"gpus": {"kind": "gpu"}}}, "kind is one of pci, mdev"),
+        ("generic_driver", {"backends": {"gpus": GPUS | {"enabld": False}}}, "backend gpus of generic_driver"),
+        ("pci_driver", {"rules": [{"vendor": "0x10DE"}]}, "hex digits in lower case without 0x"),
+        ("pci_driver", {"rules": [{}]}, "rule 1 of pci_driver selects every function"),
+        ("nvidia_gpu_driver", {"rules": [{"colour": "red"}]}, "the rules of nvidia_gpu_driver are not usable"),
+        ("fake_driver", {"control_file": 3}, "the settings of fake_driver are not usable"),
+    ],
+)
+def test_settings_that_the_driver_cannot_use_are_refused_before_anything_is_stored(
+    driver: str, settings: dict[str, Any], says: str
+) -> None:
+    hosts = create_hosts(driver, "", "cmp1", "cmp2")
+    for chosen, is_draft in ((hosts[:1], False), (hosts, True)):
+        with pytest.raises(RefusedError) as refused:
+            order(DriverChange(RolloutOp.INSTALL, driver, settings=settings), chosen, is_draft)
+        assert refused.value.reason is RefusalReason.INVALID and says in refused.value.text
+        assert refused.value.text.endswith("Nothing was changed: correct the settings.")
+    assert not (Rollout.objects.exists() or DriverWish.objects.exists() or Command.objects.exists())
+
+
+def test_edits_that_lead_to_unusable_settings_are_refused_on_each_host() -> None:
+    hosts = create_hosts("generic_driver", "", "cmp1", "cmp2")
+    for host in hosts:
+        start_rollout(INSTALL, [host], "generic_driver", settings={"backends": {"gpus": GPUS}})
+        answer_as_agent(Command.objects.latest("id"), version=GenericDriver.version)
+        run_rollout(Rollout.objects.latest("id"))
+    edits = SettingEdits({"backends/gpus/limits": {"max_devces": 4}})
+    change = DriverChange(RolloutOp.UPDATE, "generic_driver", edits=edits)
+    with pytest.raises(RefusedError, match="backend gpus of generic_driver is not usable"):
+        order(change, hosts[:1])
+    assert Rollout.objects.count() == 2 and [wish.generation for wish in DriverWish.objects.all()] == [1, 1]
+    preview = rollout_previews.preview_rollout(order(change, hosts, is_draft=True))
+    assert preview.count_hosts(DeviceOutcome.REFUSED) == 2 and "is not usable" in preview.hosts[0].text
+    usable = DriverChange(RolloutOp.UPDATE, "generic_driver", edits=SettingEdits({"backends/gpus/enabled": False}))
+    order(usable, hosts[:1])
+    assert DriverWish.objects.filter(generation=2).count() == 1
+
+
+@pytest.mark.parametrize(("driver", "version"), [("vendor_driver", ""), ("generic_driver", "99")])
+def test_settings_of_a_driver_or_version_that_is_not_known_here_are_left_to_the_agent(
+    driver: str, version: str
+) -> None:
+    (host,) = create_hosts(driver, version)
+    assert not driver_settings.is_checked_here(driver, host.drivers[driver])
+    order(DriverChange(RolloutOp.INSTALL, driver, settings={"mtu": 1}), [host])
+    assert DriverWish.objects.get().settings == {"mtu": 1}
+
+
+def test_the_drivers_of_this_product_are_checked_here_and_accept_no_settings() -> None:
+    own = [name for name in catalogue.list_driver_names() if driver_settings.is_checked_here(name)]
+    assert {"generic_driver", "pci_driver", "nvidia_gpu_driver", "fake_driver"} <= set(own)
+    for name in own:
+        driver_settings.refuse_unusable_settings(name, {})
