@@ -1,5 +1,6 @@
 """Test what the console shows to each role where the role may not do something: every refused page, missing button and
-missing link has a reason that names a role that would be sufficient, or the state.
+missing link has a reason that names a role that would be sufficient, or the state, and every disabled button has a
+description for screen readers.
 
 The pages are found in the URL configuration and the admin registry, and the buttons in the pages of all roles, so a new
 page or button without a reason fails here.
@@ -62,7 +63,7 @@ ROLES = {
 
 
 class PageReader(HTMLParser):
-    """Reads a page: its text, its buttons that send forms, and its links."""
+    """Reads a page: its text, its buttons that send forms, its links, and its disabled buttons."""
 
     def __init__(self, html: str) -> None:
         super().__init__()
@@ -70,12 +71,21 @@ class PageReader(HTMLParser):
         self.links: set[str] = set()
         self.buttons: set[tuple[str, str]] = set()
         """The buttons of forms that are sent with POST: the path that the form is sent to, and name=value."""
+        self.disabled: list[dict[str, str]] = []
+        """The attributes of each visible button that is disabled."""
+        self.text_by_id: dict[str, str] = {}
+        """The text that follows the start of each element with an id."""
+        self._last_id = ""
         self._action = ""
         self._is_action = False
         self.feed(html)
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         given = {name: value or "" for name, value in attrs}
+        self._last_id = given.get("id", "")
+        is_button = tag in ("button", "input") and "hidden" not in given
+        if is_button and ("disabled" in given or given.get("aria-disabled") == "true"):
+            self.disabled.append(given)
         if tag == "form":
             self._action = urlsplit(given.get("action", "")).path or "." if given.get("method") == "post" else ""
         elif tag == "a":
@@ -96,6 +106,13 @@ class PageReader(HTMLParser):
 
     def handle_data(self, data: str) -> None:
         self.words.append(data)
+        if self._last_id:
+            self.text_by_id.setdefault(self._last_id, data.strip())
+
+    def find_unexplained_buttons(self) -> list[dict[str, str]]:
+        """Return the disabled buttons and inputs that have no description for screen readers: `aria-describedby` with
+        the id of an element with text."""
+        return [one for one in self.disabled if not self.text_by_id.get(one.get("aria-describedby", ""))]
 
     @property
     def text(self) -> str:
@@ -223,6 +240,13 @@ def test_each_page_opens_or_names_the_role_that_may_open_it(people: People) -> N
                 if not is_explained(answers[name].page.text, able):
                     problems.append(f"{path} for {name}: no reason why {missing} is missing")
     assert not problems, "\n".join(problems)
+
+
+def test_each_disabled_button_has_a_reason_for_screen_readers(people: People) -> None:
+    shown = ask_for_pages(people)
+    pages = [(path, name, one.page) for path, answers in shown.items() for name, one in answers.items()]
+    assert {path for path, _, page in pages if page.disabled} >= {reverse("inbox")}
+    assert [(path, name, one) for path, name, page in pages for one in page.find_unexplained_buttons()] == []
 
 
 def test_each_refused_button_names_the_role_that_may_use_it() -> None:
