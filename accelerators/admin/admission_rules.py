@@ -5,6 +5,7 @@ All changes are written by `accelerators.devices.admission_rules`.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from django.contrib import admin, messages
@@ -25,6 +26,7 @@ from accelerators.ui import badges, permissions
 from accelerators.ui.changelist import ConsoleModelAdmin
 from accelerators.ui.conflicts import ConflictPage, read_generation
 from accelerators.ui.explained_admin import Rights
+from accelerators.ui.permissions import Right
 from accelerators.workflows import bulk_actions
 
 
@@ -50,6 +52,7 @@ class AdmissionRuleAdmin(ConflictPage, ConsoleModelAdmin):
         "change": (permissions.UPDATE_RULE,),
         "delete": (permissions.DELETE_RULE,),
     }
+    list_buttons: ClassVar[Mapping[str, tuple[Right, ...]]] = {"Apply the rules to devices": permissions.APPLY_RULES}
 
     def has_view_permission(self, request: HttpRequest, obj: Model | None = None) -> bool:
         """Return whether the user may view the rules: with Django's view permission, or if they may change them."""

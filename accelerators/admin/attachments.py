@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, ClassVar
 from uuid import UUID
 
@@ -26,6 +27,7 @@ from accelerators.ui import badges, permissions
 from accelerators.ui.changelist import ReadOnlyModelAdmin
 from accelerators.ui.empty_lists import Source
 from accelerators.ui.explained_admin import Rights
+from accelerators.ui.permissions import Right
 from accelerators.workflows import attachment_orders, bulk_actions, bulk_detachments
 
 MAX_PROFILES = 200
@@ -75,6 +77,7 @@ class AttachmentAdmin(ReadOnlyModelAdmin):
 
     actions = (detach_attachments,)
     rights: ClassVar[Rights] = {"detach": permissions.DETACH}
+    list_buttons: ClassVar[Mapping[str, tuple[Right, ...]]] = {"Attach to a running instance": permissions.ATTACH}
 
     def has_detach_permission(self, request: HttpRequest) -> bool:
         """Return whether the user may detach attachments; Django asks this for the permission `detach`."""

@@ -178,7 +178,7 @@ class BulkAdmin(ReadOnlyModelAdmin):
         match request.POST.get("do"):
             case "confirm" | "try" as verb:
                 if not bulk_actions.may_confirm(bulk, caller):
-                    raise PermissionDenied
+                    raise PermissionDenied(f"Only {bulk.actor}, who chose these objects, can confirm the bulk action.")
                 has_typed_total = request.POST.get("typed", "").strip() == str(bulk.total)
                 preview = bulk_actions.preview_bulk(bulk)
                 if verb == "confirm" and not has_typed_total and preview.needs_confirmation:

@@ -340,7 +340,7 @@ def _handle_rollout_post(request: HttpRequest, rollout: Rollout) -> HttpResponse
         case "confirm":
             permissions.require_permission(request, permissions.START_ROLLOUT)
             if not driver_rollouts.may_confirm(rollout, caller):
-                raise PermissionDenied
+                raise PermissionDenied(f"Only {rollout.actor}, who chose these hosts, can confirm the rollout.")
             if rollout.total > 1 and request.POST.get("typed", "").strip() != str(rollout.total):
                 text = f"This reaches {rollout.total} hosts. To confirm, type {rollout.total}. Nothing was done."
                 messages.error(request, text)

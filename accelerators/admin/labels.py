@@ -65,7 +65,7 @@ def handle_label_page(admin: Any, request: HttpRequest) -> HttpResponse:
         messages.error(request, "Select requests that hold an accelerator.")
         return HttpResponseRedirect(reverse("admin:accelerators_acceleratorrequest_changelist"))
     if not bulk_actions.may_confirm(draft, device_actions.get_caller(request)):
-        raise PermissionDenied
+        raise PermissionDenied(f"Only {draft.actor}, who selected these accelerators, can set their label.")
     if request.method == "POST":
         label = request.POST.get("label", "").strip()[:MAX_LABEL].replace("\0", "")
         try:

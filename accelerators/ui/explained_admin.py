@@ -24,6 +24,8 @@ class ExplainedModelAdmin(ModelAdmin):
     """Rights that each verb needs: `view`, `add`, `change`, `delete` and the permissions of list actions. None for a
     verb that nobody can use in the console. A verb that no class names needs Django's permission. `get_rights` reads
     them."""
+    list_buttons: ClassVar[Mapping[str, tuple[Right, ...]]] = {}
+    """Labels of further buttons and links of the list, each with the rights that it needs."""
 
     def get_rights(self, verb: str) -> tuple[Right, ...] | None:
         """Return the rights that a verb needs, as the first class names it in `rights`, else Django's permission.
@@ -64,13 +66,17 @@ class ExplainedModelAdmin(ModelAdmin):
         return permissions.is_allowed(request, *rights) if any(one.rule for one in rights) else has_django_permission
 
     def list_refused_actions(self, request: HttpRequest) -> list[tuple[str, str]]:
-        """Return what this user may not do in the list, each with the reason: adding rows, and the list's actions.
+        """Return what this user may not do in the list, each with the reason: adding rows, `list_buttons`, and the
+        list's actions.
 
         Actions with the same reason are one entry. What nobody can do in the console is left out.
         """
         labels_by_reason: dict[str, list[str]] = {}
         if self.get_rights("add") and (reason := self.explain_refusal(request, "add")):
             labels_by_reason[reason] = [f"Add {self.opts.verbose_name_plural}"]
+        for label, needed in self.list_buttons.items():
+            if reason := permissions.explain_denial(request, *needed):
+                labels_by_reason.setdefault(reason, []).append(label)
         offered = self.get_actions(request)
         for function, name, description in self._get_base_actions() if self.actions is not None else ():  # type: ignore[attr-defined]  # the stubs lack it
             verb = next(iter(getattr(function, "allowed_permissions", ())), "")
@@ -79,6 +85,12 @@ class ExplainedModelAdmin(ModelAdmin):
             label = str(description) % model_format_dict(self.opts)
             labels_by_reason.setdefault(self.explain_refusal(request, verb), []).append(label)
         return [(", ".join(labels), reason) for reason, labels in labels_by_reason.items()]
+
+    def list_refused_verbs(self, request: HttpRequest, obj: Any) -> dict[str, str]:
+        """Return those of the verbs change, delete and add that others may use on the page of a row and this user may
+        not, each with the reason."""
+        verbs = [verb for verb in ("change", "delete", "add") if self.get_rights(verb)]
+        return {verb: reason for verb in verbs if (reason := self.explain_refusal(request, verb))}
 
     def render_change_form(
         self,
@@ -89,7 +101,13 @@ class ExplainedModelAdmin(ModelAdmin):
         form_url: str = "",
         obj: Any = None,
     ) -> HttpResponse:
-        """Add to the page of a row why the user may not change it, if others may."""
-        if change and self.get_rights("change") and not self.has_change_permission(request, obj):
-            context["read_only_reason"] = self.explain_refusal(request, "change")
+        """Add to the page of a row why the user may not change it, delete it or add another one, if others may."""
+        if change:
+            refused = self.list_refused_verbs(request, obj)
+            context["read_only_reason"] = refused.pop("change", "")
+            context["refused_actions"] = [
+                (f"{verb.capitalize()} {self.opts.verbose_name_plural}", reason)
+                for verb, reason in refused.items()
+                if reason != context["read_only_reason"]
+            ]
         return super().render_change_form(request, context, add, change, form_url, obj)

@@ -65,6 +65,7 @@ class MaintenanceAdmin(ReadOnlyModelAdmin):
             "now": active,
             "since": badges.render_relative_time(active.since) if active else "",
             "may_change": self.has_change_permission(request),
+            "read_only_reason": self.explain_refusal(request, "change"),
             "max_reason_length": MAX_REASON,
         }
         return TemplateResponse(request, "cyborgweb/admin/read_only.html", context)

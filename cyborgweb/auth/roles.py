@@ -192,7 +192,8 @@ def _explain_missing_permission(user: Any, permission: str) -> str:
         AUDITORS: AUDITOR,
         VIEWERS: " or ".join(sorted(keys.console_viewer_roles)),
     }
-    hint = f" The role {keystone_roles[role]} leads to this group." if keys.auth == "keystone" else ""
+    leading = keystone_roles[role] if keys.auth == "keystone" else ""
+    hint = f" The role {leading} leads to this group." if leading else ""
     own_groups = ", ".join(get_group_names(user)) or "none"
     return (
         f"You need membership in the group {role.group} or the permission {permission}.{hint} Your groups:"
@@ -220,10 +221,14 @@ def explain_refusal(request: HttpRequest, rule: str, permission: str) -> str:
     sufficient_role = policy.find_sufficient_role(caller, rule)
     if not sufficient_role:
         return f"No usual role is sufficient, because the policy file changes the rule {rule}."
-    helpful_group = next((role.group for role in reversed(ROLES) if sufficient_role in role.keystone_roles), "")
+    # With Keystone, groups do not give roles: the session has those of the login.
+    groups = [role.group for role in reversed(ROLES) if sufficient_role in role.keystone_roles]
+    helpful_group = groups[0] if groups and get_keys().auth != "keystone" else ""
     group_hint = f" or membership in the group {helpful_group}" if helpful_group else ""
     own_roles = ", ".join(sorted(caller.roles)) or "none"
-    return (
-        f"You need the role {sufficient_role}{group_hint}. Your roles: {own_roles}."
-        " An administrator of this console can give it to you."
+    giver = (
+        "An administrator of Keystone can give it to you; then log in again."
+        if get_keys().auth == "keystone"
+        else "An administrator of this console can give it to you."
     )
+    return f"You need the role {sufficient_role}{group_hint}. Your roles: {own_roles}. {giver}"

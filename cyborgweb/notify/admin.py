@@ -236,6 +236,11 @@ class SubscriptionAdmin(ConflictPage, ConsoleModelAdmin):
         """Return whether the rule `cyborg:subscription:hand_over` allows this user; `get_queryset` limits the rows."""
         return is_allowed(request, "subscription:hand_over")
 
+    def list_refused_verbs(self, request: HttpRequest, obj: Any) -> dict[str, str]:
+        """Return what the base class returns, and `change` for a subscription of another person."""
+        refused = super().list_refused_verbs(request, obj)
+        return ({"change": subscriptions.OTHER_PERSONS} if is_of_other_person(request, obj) else {}) | refused
+
     def get_readonly_fields(self, request: HttpRequest, obj: Subscription | None = None) -> tuple[str, ...]:
         """Return `way` and `destination` for an existing subscription, and `scope` and `host` unless the rule
         `cyborg:subscription:elevated` allows this user.
@@ -338,9 +343,11 @@ class SubscriptionAdmin(ConflictPage, ConsoleModelAdmin):
             return self._get_obj_does_not_exist_redirect(request, self.opts, str(pk))
         if request.method != "POST":
             return HttpResponseNotAllowed(["POST"])
-        may_act = self.has_hand_over_permission if verb == "hand_over" else self.has_change_permission
-        if caller is None or not may_act(request, row):
-            raise PermissionDenied
+        needed = "hand_over" if verb == "hand_over" else "change"
+        if denial := self.explain_refusal(request, needed):
+            raise PermissionDenied(denial)
+        if caller is None or not getattr(self, f"has_{needed}_permission")(request, row):
+            raise PermissionDenied(subscriptions.OTHER_PERSONS)
         try:
             if verb == "test":
                 subscriptions.queue_test_message(row.pk, caller, EventSource.PERSON)

@@ -308,7 +308,7 @@ class SubscriptionView(CollectionView):
         """Return the subscription of this URL. Raises PermissionDenied if it is another person's."""
         row: Subscription = self.get_object()
         if subscriptions.belongs_to_other_person(row, self.caller):
-            raise PermissionDenied("This subscription belongs to another person. You can delete it or hand it over.")
+            raise PermissionDenied(subscriptions.OTHER_PERSONS)
         return row
 
     def create(self, request: Request) -> Response:

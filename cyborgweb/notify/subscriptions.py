@@ -52,6 +52,7 @@ RECORDED_FIELDS = ("name", "scope", "kinds", "host", "type", "label", "way", "ta
 SETTABLE_STANDINGS = (SubscriptionStanding.ACTIVE, SubscriptionStanding.OFF)
 """The standings that a person may set."""
 HOST_GLOB = re.compile(r"[A-Za-z0-9._*?-]*")
+OTHER_PERSONS = "This subscription belongs to another person. You can delete it or hand it over."
 NO_MAILS = "This subscription sends no mails to this address, so there is nothing to do."
 ENDED = "Its recipient ended it with the link in a mail."
 BY_LINK = "with the link in a mail"

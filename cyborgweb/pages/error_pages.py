@@ -78,12 +78,17 @@ def _explain_refused_page(request: HttpRequest) -> str:
     Returns '' if it is not a page of a list, or if the user has the rights and something else is refused.
     """
     match = request.resolver_match
-    app_model, _, view_name = (match.url_name or "").rpartition("_") if match else ("", "", "")
+    url_name = (match.url_name or "") if match else ""
     for model, listing in admin.site._registry.items():
-        if app_model == f"{model._meta.app_label}_{model._meta.model_name}" and isinstance(
-            listing, ExplainedModelAdmin
+        app_model, view_name = f"{model._meta.app_label}_{model._meta.model_name}", url_name.rpartition("_")[2]
+        if isinstance(listing, ExplainedModelAdmin) and url_name in (
+            f"{app_model}_{view_name}",
+            f"{app_model}_password_change",
         ):
-            is_change = view_name == "change" and request.method == "POST"
+            # Pages whose rows nobody can change by a form of Django have buttons, which explain their own refusals.
+            is_change = view_name == "change" and request.method == "POST" and listing.get_rights("change")
             verb = view_name if view_name in ("add", "delete") or is_change else "view"
+            if url_name == f"{app_model}_password_change":
+                verb = "change"
             return listing.explain_refusal(request, verb)
     return ""

@@ -12,10 +12,10 @@ import pytest
 from django.urls import reverse
 from playwright.sync_api import Page, expect
 
-from tests.browser import addresses
 from tests.browser.conftest import ConsoleDesk
 from tests.browser.pages import LISTS, find_colour_violations, find_violations, first_row, open_page
 from tests.browser.people import PASSWORD
+from tests.support import addresses
 from tests.system.product import ROOT, Product, environment
 
 pytestmark = pytest.mark.browser

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,9 +13,13 @@ from django.test import Client, RequestFactory
 from django.urls import reverse
 
 from accelerators.domain.states import EventSource
-from accelerators.models import Device, Host
+from accelerators.models import AdmissionRule, Attachment, Device, Host
+from accelerators.ui import permissions
 from accelerators.ui.explained_admin import ExplainedModelAdmin
 from cyborgweb.auth import read_only, roles
+from cyborgweb.models import Subscription
+from cyborgweb.notify import subscriptions
+from cyborgweb.settings.keys import get_keys
 from tests.support.reports import create_heard_host
 
 pytestmark = pytest.mark.django_db
@@ -88,6 +93,43 @@ def test_a_list_explains_each_action_and_the_page_that_are_not_offered(requests:
         refused = set(one.get_actions(superuser)) - set(one.get_actions(nobody))
         may_not_add = one.has_add_permission(superuser) and not one.has_add_permission(nobody)
         assert bool(one.list_refused_actions(nobody)) is bool(refused or may_not_add), model
+
+
+@pytest.mark.parametrize(
+    ("model", "label"), [(Attachment, "Attach to a running instance"), (AdmissionRule, "Apply the rules to devices")]
+)
+def test_a_list_explains_its_other_buttons(requests: dict[str, Any], model: Any, label: str) -> None:
+    listing: Any = admin.site.get_model_admin(model)
+    (entry,) = listing.list_refused_actions(requests[roles.VIEWERS.group])
+    assert label in entry[0] and "You need the role" in entry[1]
+    assert listing.list_refused_actions(requests["superuser"]) == []
+
+
+def test_with_keystone_no_group_is_said_to_give_a_role(
+    requests: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    request = requests[roles.VIEWERS.group]
+    request.session[roles.SESSION_KEY] = {"name": "ann", "id": "u1", "roles": ["member"], "project": "p1"}
+    assert "or membership in the group" in permissions.explain_denial(request, permissions.RESCAN)
+    keys = replace(get_keys(), auth="keystone", console_viewer_roles=())
+    monkeypatch.setattr(roles, "get_keys", lambda: keys)
+    assert permissions.explain_denial(request, permissions.RESCAN) == (
+        "You need the role accelerator_operator. Your roles: member. An administrator of Keystone can give it to you;"
+        " then log in again."
+    )
+    sentence = permissions.explain_denial(requests["tenant"], permissions.VIEW_DEVICES)
+    assert "group role:viewer" in sentence and "leads to this group" not in sentence
+
+
+def test_an_administrator_sees_why_the_subscription_of_another_person_cannot_be_changed(client: Client) -> None:
+    owner = User.objects.create(username="olga", is_staff=True)
+    wanted = {"name": "hers", "kinds": ["device.found"], "way": "inbox", "project_id": roles.LOCAL_PROJECT}
+    row = Subscription.objects.create(**wanted, person=str(owner.pk), user=owner)
+    log_in(client, roles.ADMINISTRATORS.group)
+    page = client.get(reverse("admin:cyborgweb_subscription_change", args=[row.pk])).content.decode()
+    assert subscriptions.OTHER_PERSONS in page
+    refused = client.post(reverse("admin:cyborgweb_subscription_do", args=[row.pk, "test"]))
+    assert refused.status_code == 403 and subscriptions.OTHER_PERSONS in refused.content.decode()
 
 
 @pytest.mark.parametrize(

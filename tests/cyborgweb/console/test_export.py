@@ -5,33 +5,23 @@ from __future__ import annotations
 import csv
 import io
 import json
-from datetime import UTC, datetime
 from typing import Any
-from uuid import uuid4
 
 import orjson
 import pytest
 import yaml
 from django.contrib import admin
-from django.contrib.auth.models import Group, Permission, User
+from django.contrib.auth.models import Permission, User
 from django.core.signals import request_finished
 from django.db import close_old_connections
 from django.test import Client, RequestFactory
 from django.urls import reverse
 
-from accelerators import conductor
-from accelerators.commands import command_queue
-from accelerators.devices import admission_rules
-from accelerators.domain.caller import Caller
-from accelerators.domain.states import DrainTarget, EventSource
-from accelerators.models import Attachment, Device, Event, Host
-from accelerators.models.drivers import RolloutOp
+from accelerators.models import Device, Event
 from accelerators.ui import export
 from accelerators.ui.changelist import ConsoleModelAdmin
-from accelerators.workflows import bulk_actions, driver_config, driver_rollouts
-from cyborgweb.models import Delivery, Maintenance, Subscription
-from placement_sync.models import Discrepancy, NovaEndpoint, Tree
-from tests.cyborgweb.console.conftest import Fill
+from cyborgweb.models import Maintenance
+from tests.cyborgweb.console.conftest import Fill, fill_other_lists
 from tests.support.reports import apply_report, get_or_create_host, make_card, make_driver_report
 
 pytestmark = pytest.mark.django_db
@@ -136,40 +126,12 @@ def exported_lists() -> list[ConsoleModelAdmin]:
     return [one for one in admin.site._registry.values() if isinstance(one, ConsoleModelAdmin)]
 
 
-def fill_the_other_lists(hosts: list[Host]) -> None:
-    """Create a row of each list that `fill` leaves empty.
-
-    Two hosts are needed, because a rollout to one host orders its command at once.
-    """
-    caller = Caller("olga", "u1", frozenset({"admin"}), "p1")
-    device = Device.objects.order_by("id")[0]
-    bulk_actions.create_draft("maintenance", DrainTarget.MAINTENANCE, Device.objects.all(), caller, "all of them")
-    change = driver_config.DriverChange(RolloutOp.INSTALL, "pci_driver")
-    driver_rollouts.start_rollout(change, hosts, caller, reason="ticket 4711", source=EventSource.API)
-    admission_rules.create_rule({"name": "all of rack 2", "driver": "pci_driver", "action": "ready"}, caller)
-    with conductor.writing():
-        command_queue.place_commands([command_queue.CommandOrder("health", device.uuid, actor="olga")])
-        conductor.raise_intents("provider", {str(hosts[0].uuid): {}})
-        attached = Attachment.objects.create(instance=uuid4(), project_id="p1", host=hosts[0].name, actor="olga")
-        about: dict[str, Any] = {"subject": (attached.uuid, str(attached)), "changes": {"state": [None, "asked"]}}
-        conductor.record_event("attachment.asked", EventSource.API, "olga", **about)
-    Tree.objects.create(host=hosts[0], root=uuid4(), problems=["its provider has two parents"])
-    contradiction = {"provider": uuid4(), "provider_name": "cmp1_0000:01:00.0", "instance": uuid4()}
-    seen = {"since": datetime.now(UTC), "seen_at": datetime.now(UTC)}
-    Discrepancy.objects.create(kind="unclaimed", host=hosts[0], device=device, said="why", **contradiction, **seen)
-    NovaEndpoint.objects.create(url="http://nova")
-    Group.objects.create(name="operators")
-    Maintenance.objects.create(id=1, by="olga", reason="an upgrade")
-    wanted = {"name": "mine", "kinds": ["device.found"], "scope": "cloud", "way": "inbox"}
-    subscription = Subscription.objects.create(**wanted, project_id="p1", person="u1", user=User.objects.get())
-    Delivery.objects.create(subscription=subscription, event=Event.objects.order_by("id")[0].pk, kind="device.found")
-
-
 @pytest.mark.slow
 def test_every_list_can_be_exported_with_its_stored_rows_and_values(
     operator: Client, fill: Fill, rf: RequestFactory
 ) -> None:
-    fill_the_other_lists(fill(13))
+    fill_other_lists(fill(13))
+    Maintenance.objects.create(id=1, by="olga", reason="an upgrade")
     request = rf.get("/")
     request.user = User.objects.get()
     lists = exported_lists()
