@@ -29,7 +29,7 @@ from accelerators.runtime import database_clock
 from accelerators.runtime.registry import Registry
 from agents import credentials, key_revocation, wire
 from agents.errors import AgentsError
-from agents.models import Agent, JoinToken
+from agents.models import Agent, JoinToken, Lease
 
 CONDUCTOR_ADDRESS: Registry[Callable[[str, bool], tuple[str, str]]] = Registry("address for agents", single=True)
 """Function that returns the address at which agents reach the conductor, and the certificate fingerprint that they
@@ -360,8 +360,8 @@ def _enrol_with_token(credential: credentials.Credential) -> EnrolledAgent:
     """Bind the credential's key to its host by its token, and return the identity.
 
     The token and the host's agent are locked. The host is created if it is new. A host's agent with another key, and
-    another host's agent with this key, are deleted. Raise ConnectionRejectedError (403) if the token is not valid for
-    this host and key, or if a bar forbids it.
+    another host's agent with this key, are deleted. The new agent has a lease from now on, as after a heartbeat. Raise
+    ConnectionRejectedError (403) if the token is not valid for this host and key, or if a bar forbids it.
     """
     with transaction.atomic():
         token = JoinToken.objects.select_for_update().filter(secret_hash=_hash_secret(credential.token)).first()
@@ -381,6 +381,7 @@ def _enrol_with_token(credential: credentials.Credential) -> EnrolledAgent:
                 Agent.objects.filter(host=host).delete()
                 Agent.objects.filter(public_key=credential.public_key).delete()
                 Agent.objects.create(host=host, public_key=credential.public_key)
+                _renew_lease(host)
                 change = {"public_key": [agent.public_key if agent else None, credential.public_key]}
                 conductor.record_event(
                     "agent.enrolled", EventSource.AGENT, host.name, host=host, changes=change, reason="join token"
@@ -390,6 +391,13 @@ def _enrol_with_token(credential: credentials.Credential) -> EnrolledAgent:
     (lookup,) = find_enrolled([(credential.public_key, False, None)])
     assert lookup.agent
     return lookup.agent
+
+
+def _renew_lease(host: Host) -> None:
+    """Store that the agent of the host was heard now; create the lease if there is none."""
+    Lease.objects.bulk_create(
+        [Lease(host=host, seen_at=Now())], update_conflicts=True, unique_fields=["host"], update_fields=["seen_at"]
+    )
 
 
 def _check_bar(agent: Agent | None, token: JoinToken, credential: credentials.Credential) -> None:

@@ -258,5 +258,4 @@ def _build_fitting_context(request: HttpRequest, checked: Sequence[ProfileGroup]
         "count": len(found.hosts),
         "hidden": max(0, len(found.hosts) - MAX_SHOWN_HOSTS),
         "examined": found.examined,
-        "more": found.more,
     }

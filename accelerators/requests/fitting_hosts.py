@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from accelerators.domain import groups
 from accelerators.domain.groups import ProfileGroup
@@ -11,8 +12,6 @@ from accelerators.models import Attribute, Host
 from accelerators.models.devices import build_offered_condition
 from accelerators.requests import candidates
 
-MAX_EXAMINED_HOSTS = 100
-"""Maximum number of hosts whose free units are counted for one profile."""
 MAX_COUNT = 10
 """The number of instances of one host is counted up to this."""
 MAX_OFFERED_NAMES = 200
@@ -23,13 +22,12 @@ MAX_OFFERED_NAMES = 200
 class FittingHosts:
     """The hosts that can serve a profile now, by name: each with the number of instances, at most MAX_COUNT.
 
-    `examined` is the number of hosts whose free units were counted, and `more` says whether there are others that have
-    offered devices of the profile's resource classes.
+    `examined` is the number of hosts whose free units were counted: all that have offered devices of the profile's
+    resource classes.
     """
 
     hosts: list[tuple[str, int]]
     examined: int
-    more: bool
 
 
 @dataclass(frozen=True)
@@ -43,8 +41,9 @@ class OfferedNames:
 def find_fitting_hosts(wanted_groups: Sequence[ProfileGroup]) -> FittingHosts:
     """Return the hosts that could serve these groups now; reserves nothing.
 
-    The groups must have been checked. Costs two statements; at most MAX_EXAMINED_HOSTS hosts are examined, in the order
-    of their names. Placement is not asked: it allocates from the same units after the providers were written.
+    The groups must have been checked. Costs two statements, which read the free handles of every host that offers
+    devices of the groups' resource classes. Placement is not asked: it allocates from the same units after the
+    providers were written.
     """
     classes = {
         key.removeprefix("resources:") for group in wanted_groups for key in group if key.startswith("resources:")
@@ -54,16 +53,20 @@ def find_fitting_hosts(wanted_groups: Sequence[ProfileGroup]) -> FittingHosts:
         devices__deployables__attributes__key="rc",
         devices__deployables__attributes__value__in=classes,
     )
-    rows = list(offering.order_by("name").distinct().values_list("pk", "name")[: MAX_EXAMINED_HOSTS + 1])
-    examined = rows[:MAX_EXAMINED_HOSTS]
+    examined = list(offering.order_by("name").distinct().values_list("pk", "name"))
     if not examined or not groups.list_requested_groups(wanted_groups):
-        return FittingHosts([], len(examined), False)
+        return FittingHosts([], len(examined))
     providers_by_host = candidates.find_candidates_by_host([pk for pk, _ in examined])
-    counts = [
-        (name, candidates.count_possible_choices(wanted_groups, providers_by_host[pk], MAX_COUNT))
-        for pk, name in examined
-    ]
-    return FittingHosts([(name, count) for name, count in counts if count], len(examined), len(rows) > len(examined))
+    counts_by_offer: dict[tuple[Any, ...], int] = {}  # most hosts offer the same as others
+    found = []
+    for pk, name in examined:
+        providers = providers_by_host[pk]
+        offer = tuple((provider.resource_class, provider.traits, provider.free) for provider in providers)
+        if offer not in counts_by_offer:
+            counts_by_offer[offer] = candidates.count_possible_choices(wanted_groups, providers, MAX_COUNT)
+        if count := counts_by_offer[offer]:
+            found.append((name, count))
+    return FittingHosts(found, len(examined))
 
 
 def list_offered_names() -> OfferedNames:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import html
 import json
 import re
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import pytest
@@ -12,10 +13,11 @@ from django.contrib.auth.models import User
 from django.test import Client
 from django.urls import reverse
 
-from accelerators.models import Event
-from agents import authentication
+from accelerators.models import Event, Host
+from agents import authentication, liveness
 from agents.credentials import Credential, parse_join_string
-from agents.models import Agent, JoinToken
+from agents.gateway.leases import mark_stale_hosts
+from agents.models import Agent, JoinToken, Lease
 from cyborgweb.auth import roles
 from cyborgweb.models import ApiToken
 from tests.support.reports import get_or_create_host
@@ -64,6 +66,29 @@ def test_a_token_is_made_in_the_console_shown_once_and_lets_the_host_join(operat
     assert (event.source, event.actor, event.host) == ("person", "olga", "cmp1")
     credential = Credential("cmp1", "cmp1", 1, "n", "k1", "s", content.secret)
     assert authentication.identify_or_enrol(credential, None).host == "cmp1"
+
+
+def test_a_host_that_has_just_joined_is_up_before_its_first_heartbeat_and_becomes_stale_without_one(
+    operator: Client, settings: Any
+) -> None:
+    def join(key: str) -> Agent:
+        """Let the host join with this key, without a connection or a heartbeat afterwards."""
+        token = authentication.create_join_token("cmp1", address="http://127.0.0.1", hours=1, created_by="olga")
+        secret = parse_join_string(token).secret
+        authentication.identify_or_enrol(Credential("cmp1", "cmp1", 1, "n", key, "s", secret), None)
+        return Agent.objects.get(public_key=key)
+
+    assert liveness.get_agent_state(join("k1")) == "up"
+    assert Agent.objects.filter(liveness.build_state_condition("up")).exists()
+    page = operator.get(reverse("admin:agents_agent_changelist"), {"is": "up"}).content.decode()
+    assert ">cmp1</a>" in page and "never heard" not in page
+    silent_since = datetime.now(UTC) - timedelta(seconds=2 * settings.KEYS.beat_s + 3)
+    Lease.objects.update(seen_at=silent_since, epoch=7)
+    assert liveness.get_agent_state(Agent.objects.get()) == "down"
+    mark_stale_hosts()
+    assert Host.objects.get().stale_since, "it has never sent a heartbeat"
+    assert liveness.get_agent_state(join("k2")) == "up"
+    assert Lease.objects.get().epoch == 7, "the highest epoch is kept"
 
 
 @pytest.mark.parametrize(

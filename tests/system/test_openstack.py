@@ -96,10 +96,13 @@ def test_placement_and_nova_follow_the_hardware_through_binds_outages_and_kills(
     until(lambda: not list_intents(cloud), SOON_S)
 
 
-def test_L2_a_decommissioned_host_is_removed_although_the_workers_are_killed_in_the_middle(
+def test_L2_a_decommissioned_host_is_removed_although_the_workers_are_killed_and_its_name_joins_again(
     keystone: Keystone, placement: Placement, nova: FakeNova, folder: Path
 ) -> None:
-    """Refused while a request or an allocation exists. Then the workers are killed while they delete in Placement."""
+    """Refused while a request or an allocation exists. Then the workers are killed while they delete in Placement.
+
+    The agent then joins again with the state directory of its first life.
+    """
     host = f"cmp-{uuid.uuid4().hex[:8]}"
     settings = keystone.environment("service") | {"CYBORG_AUTH": "keystone", "CYBORG_NOVA_ENDPOINT": nova.url}
     settings |= {"CYBORG_HOST_NAME": host, "CYBORG_HOST_NODE": host, "CYBORG_ENABLED_DRIVERS": "fake_driver"}
@@ -130,15 +133,9 @@ def test_L2_a_decommissioned_host_is_removed_although_the_workers_are_killed_in_
         assert_refused(consumer)
         placement.release(consumer)
         cloud.create_profile("fpga")
-        (request,) = cloud.http("member", "POST", "/accelerator_requests", {"device_profile_name": "fpga"}).json()[
-            "arqs"
-        ]
-        instance = str(uuid.uuid4())
-        values = {"hostname": host, "device_rp_uuid": cloud.provider, "instance_uuid": instance}
-        patch = {request["uuid"]: [{"path": f"/{key}", "op": "add", "value": value} for key, value in values.items()]}
-        assert cloud.http("member", "PATCH", "/accelerator_requests", patch, service=True).status_code == 202
-        assert_refused(request["uuid"])
-        cloud.http("member", "DELETE", f"/accelerator_requests?arqs={request['uuid']}", service=True)
+        request = bind_request(cloud)
+        assert_refused(request)
+        cloud.http("member", "DELETE", f"/accelerator_requests?arqs={request}", service=True)
         ((endpoint,),) = product.rows("SELECT uuid FROM placement_sync_novaendpoint")
         product.manage("nova", "confirm", str(endpoint))  # this Nova has never shown the instance
 
@@ -159,6 +156,43 @@ def test_L2_a_decommissioned_host_is_removed_although_the_workers_are_killed_in_
         assert product.rows("SELECT reason FROM accelerators_event WHERE action = 'host.removed'") == [
             ("its lease is over",)
         ]
+        assert_joins_again(cloud, placement, root)
+
+
+def bind_request(cloud: KeystoneCloud) -> str:
+    """Bind a request for the profile `fpga` to a new instance on the fake card, as Nova does; return its uuid."""
+    (request,) = cloud.create_requests("fpga")
+    patch = {request["uuid"]: cloud.bind_operations(str(uuid.uuid4()))}
+    assert cloud.http("member", "PATCH", "/accelerator_requests", patch, service=True).status_code == 202
+    return str(request["uuid"])
+
+
+def assert_joins_again(cloud: KeystoneCloud, placement: Placement, root: str) -> None:
+    """Restart the product, whose agent then joins with a new token, its old key and its old journal.
+
+    Fail unless the card is found as a new device, and is offered and bound as in the first life of the host.
+    """
+    product, provider_before = cloud.product, cloud.provider
+    (removed,) = product.rows("SELECT subject FROM accelerators_event WHERE action = 'device.removed'")
+    product.interrupt()
+    product.start()
+    rows = product.until(lambda: product.rows("SELECT uuid, state FROM accelerators_device"), SOON_S, "the fake card")
+    ((device, state),) = rows
+    assert (state, device == removed[0]) == ("inactive", False)
+    assert placement.tree(root) == {}, "a new device is not published before somebody enables it"
+    cloud.enable_card()
+    assert cloud.provider == provider_before, "the id is computed from the name"
+    until(lambda: reserved_units(placement, root) == 0, SOON_S)
+    provider = fake_provider(placement, root)
+    assert (provider["uuid"], provider["traits"]) == (provider_before, ["CUSTOM_FAKE_DEVICE"])
+    assert provider["inventories"]["FPGA"]["total"] == HANDLES
+    request = bind_request(cloud)
+    shown = cloud.http("member", "GET", f"/accelerator_requests/{request}").json()
+    assert (shown["state"], shown["hostname"]) == ("Bound", cloud.host)
+    until(lambda: not [row for row in list_intents(cloud) if row[0] == "provider"], SOON_S)
+    assert product.manage("placement_sync", "--dry-run") == ["1 host, 0 to be written"]
+    agents = product.rows("SELECT barred FROM agents_agent")
+    assert agents == [("",)], "nothing of the revocation is left"
 
 
 def get_status(cloud: KeystoneCloud, token: str) -> int:

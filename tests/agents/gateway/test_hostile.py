@@ -127,7 +127,7 @@ def test_an_epoch_far_in_the_future_is_refused(agent: WireAgent, gateway: AgentG
     # The host's clock is wrong, but by less than the leap that is allowed.
     agent.epoch = int(time.time()) + authentication.MAX_EPOCH_LEAP // 2
     agent.connect().close()
-    until(lambda: Lease.objects.filter(epoch=agent.epoch).exists())  # The lease row is created by the first flush.
+    until(lambda: Lease.objects.filter(epoch=agent.epoch).exists())  # The first flush stores it.
     assert not Spooled.objects.exists()
 
 

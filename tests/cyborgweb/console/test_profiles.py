@@ -6,11 +6,15 @@ from uuid import uuid4
 
 import pytest
 from django.contrib.auth.models import User
+from django.db import connection
+from django.db.models import Max
 from django.test import Client
+from django.test.utils import CaptureQueriesContext
 from django.urls import reverse
 
 from accelerators import conductor
-from accelerators.models import AcceleratorRequest, Attribute, Deployable, Device, DeviceProfile, Event
+from accelerators.models import AcceleratorRequest, AttachHandle, Attribute, Deployable, Device, DeviceProfile, Event
+from accelerators.requests import fitting_hosts
 from cyborgweb.auth import roles
 from tests.cyborgweb.console.conftest import Fill
 from tests.support.reports import create_heard_host
@@ -92,6 +96,29 @@ def test_groups_are_added_and_removed_and_the_form_shows_what_fits_before_it_cre
     page = operator.post(reverse(ADD), FORM | {"amount-0": "9", "do": "check"}).content.decode()
     assert "No host could serve an instance" in page and "1 host has ready devices of these resource classes" in page
     assert not DeviceProfile.objects.exists()
+
+
+@pytest.mark.slow
+def test_all_hosts_are_examined_with_two_statements_and_the_page_says_how_many_fit(operator: Client) -> None:
+    def find(amount: int) -> fitting_hosts.FittingHosts:
+        with CaptureQueriesContext(connection) as captured:
+            found = fitting_hosts.find_fitting_hosts([{"resources:FPGA": str(amount)}])
+        assert len(captured) == 2
+        return found
+
+    prepare_ready_host("cmp-0000", 1)
+    assert find(1) == fitting_hosts.FittingHosts([("cmp-0000", 2)], 1)
+    for number in range(1, 120):
+        prepare_ready_host(f"cmp-{number:04}", 1)
+    with conductor.writing():  # only the last ten hosts can still give two units of one card
+        full = AttachHandle.objects.filter(deployable__device__host__name__lt="cmp-0110")
+        full.filter(pk__in=full.values("deployable").annotate(last=Max("pk")).values("last").order_by()).delete()
+    assert find(2) == fitting_hosts.FittingHosts([(f"cmp-{number:04}", 1) for number in range(110, 120)], 120)
+    page = operator.post(reverse(ADD), FORM | {"amount-0": "1", "do": "check"}).content.decode()
+    assert "120 hosts can serve an instance with this profile now. The first 50 by name are listed." in page
+    assert page.count(">cmp-00") == 50
+    page = operator.post(reverse(ADD), FORM | {"amount-0": "3", "do": "check"}).content.decode()
+    assert "120 hosts have ready devices of these resource classes" in page
 
 
 def test_a_free_profile_is_deleted_after_a_confirmation_and_a_used_one_is_kept(operator: Client, fill: Fill) -> None:
