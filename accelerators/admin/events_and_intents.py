@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime, timedelta
 from functools import reduce
 from operator import or_
@@ -9,7 +10,8 @@ from typing import Any
 
 from django.contrib import admin, messages
 from django.core.exceptions import PermissionDenied
-from django.db.models import DateTimeField, ExpressionWrapper, F, Max, Q, QuerySet
+from django.db.models import CharField, Max, Q, QuerySet, Value
+from django.db.models.functions import Cast, Now
 from django.http import HttpRequest, HttpResponse
 from django.template.response import TemplateResponse
 from django.utils.html import format_html
@@ -20,8 +22,7 @@ from accelerators.audit import sealing
 from accelerators.domain.uuids import uuid_bounds
 from accelerators.models import Device, Event, Host, Intent
 from accelerators.models.records import event_has_words
-from accelerators.runtime import database_clock
-from accelerators.ui import badges, timeline
+from accelerators.ui import badges, first_events, timeline
 from accelerators.ui.changelist import (
     AFTER_PARAM,
     BEGINNING_MARK,
@@ -54,13 +55,6 @@ EXACT_LOOKUPS = {
 MAX_SEARCH_TERMS, MAX_SUBJECT_EVENTS = 10, 10
 """MAX_SEARCH_TERMS: number of search terms that are used, the rest is ignored. MAX_SUBJECT_EVENTS: number of other
 events of the same subject on the page of an event."""
-MAX_READ_EVENTS = 10_000
-"""Events that are read one by one for a page of a search with more matches than are counted exactly."""
-
-
-UNINDEXED_TIME = ExpressionWrapper(F("at") + timedelta(0), output_field=DateTimeField())
-"""The time of an event as an expression that no index has: PostgreSQL then does not read events in the order of time
-until it has found enough matches."""
 
 
 class EventAgeListFilter(admin.SimpleListFilter):
@@ -76,7 +70,7 @@ class EventAgeListFilter(admin.SimpleListFilter):
     def queryset(self, request: HttpRequest, queryset: QuerySet[Event]) -> QuerySet[Event]:
         """Return the events of the chosen period before now; all if none is chosen."""
         hours = self.HOURS.get(self.value() or "")
-        return queryset.filter(at__gte=database_clock.now() - timedelta(hours=hours)) if hours else queryset
+        return queryset.filter(at__gte=Now() - timedelta(hours=hours)) if hours else queryset
 
 
 class EventChangeList(ConsoleChangeList):
@@ -90,9 +84,9 @@ class EventChangeList(ConsoleChangeList):
         """Load the rows of the page.
 
         The matches of a search with at most `BoundedPaginator.EXACT` of them are sorted by an expression that no index
-        has, so that the database finds all of them first. If there are more, at most MAX_READ_EVENTS events are read
-        from the beginning of the list on, and if these do not fill the page, as many from the newest match on. Only if
-        these do not fill it either, all matches are sorted. Costs at most six statements.
+        has, so that the database finds all of them first. If there are more, at most `first_events.MAX_READ_EVENTS`
+        events are read from the beginning of the list on, and if these do not fill the page, as many from the newest
+        match on. Only if these do not fill it either, all matches are sorted. Costs at most six statements.
         """
         super().get_results(request)
         if not (self.query and self.result_count):
@@ -100,11 +94,11 @@ class EventChangeList(ConsoleChangeList):
         page = slice((self.page_num - 1) * self.list_per_page, self.page_num * self.list_per_page)
         if self.paginator.estimated:
             for find_time in (self._find_beginning, self._find_newest_match):
-                rows = list(self._select_matches_from(find_time())[page])
+                rows = list(first_events.select_matches_near(self.queryset, find_time(), is_descending=True)[page])
                 if len(rows) == self.list_per_page:
                     self.result_list = rows
                     return
-        self.result_list = self.queryset.order_by(UNINDEXED_TIME.desc(), "-id")[page]
+        self.result_list = first_events.sort_all_matches(self.queryset, is_descending=True)[page]
 
     def _find_beginning(self) -> datetime | None:
         """Return the time of the row behind which the list begins; None for a list that begins with the newest event.
@@ -116,19 +110,8 @@ class EventChangeList(ConsoleChangeList):
     def _find_newest_match(self) -> datetime | None:
         """Return the time of the newest match. The database finds all matches for it, but sorts none. Costs one
         statement."""
-        found: datetime | None = self.queryset.order_by().aggregate(at=Max(UNINDEXED_TIME))["at"]
+        found: datetime | None = self.queryset.order_by().aggregate(at=Max(first_events.UNINDEXED_TIME))["at"]
         return found
-
-    def _select_matches_from(self, time: datetime | None) -> QuerySet[Event]:
-        """Return the query for the matches among the MAX_READ_EVENTS events that happened at this time or before it,
-        newest first; None stands for the present. Costs one statement."""
-        events = Event.objects.filter(at__lte=time) if time else Event.objects.all()
-        times = events.order_by("-at", "-id").values_list("at", flat=True)
-        oldest_read = times[MAX_READ_EVENTS - 1 : MAX_READ_EVENTS].first()
-        matches: QuerySet[Event] = self.queryset
-        if time:
-            matches = matches.filter(at__lte=time)
-        return matches.filter(at__gte=oldest_read) if oldest_read else matches
 
 
 class SubjectTypeListFilter(admin.SimpleListFilter):
@@ -178,9 +161,8 @@ class EventAdmin(ReadOnlyModelAdmin):
         """Search events; every kind of search term uses an index, and all terms must match.
 
         A uuid is that of the subject. A term with a prefix of EXACT_LOOKUPS matches the whole value; `since:` and
-        `until:` limit the time. Every other term matches as `_build_word_condition` describes. Terms after the first
-        MAX_SEARCH_TERMS are ignored. Costs one or two statements for each other term. Raises ValueError for an invalid
-        time.
+        `until:` limit the time. Every other term matches as `_build_word_conditions` describes. Terms after the first
+        MAX_SEARCH_TERMS are ignored. Costs one statement. Raises ValueError for an invalid time.
         """
         terms = search_term.split()[:MAX_SEARCH_TERMS]
         for name, _, value in [term.partition(":") for term in terms if _is_exact_term(term)]:
@@ -190,48 +172,49 @@ class EventAdmin(ReadOnlyModelAdmin):
             )
             if name in ("actor", "request", "action"):  # no other index than `event_words` has these fields
                 queryset = queryset.filter(event_has_words(exact_value))
-        for term in [term[:255] for term in terms if not _is_exact_term(term)]:
-            uuid = parse_uuid(term)
-            queryset = (
-                queryset.filter(subject=uuid) if uuid else queryset.filter(self._build_word_condition(request, term))
-            )
+        words = []
+        for term in dict.fromkeys(term[:255] for term in terms if not _is_exact_term(term)):
+            if uuid := parse_uuid(term):
+                queryset = queryset.filter(subject=uuid)
+            else:
+                words.append(term)
+        for condition in self._build_word_conditions(request, words):
+            queryset = queryset.filter(condition)
         return queryset, False
 
-    def _build_word_condition(self, request: HttpRequest, word: str) -> Q:
-        """Build the condition that the word is the beginning of a word of the event, of the uuid of its subject, or of
-        the PCI address, the serial number or the key of the device that it is about.
+    def _build_word_conditions(self, request: HttpRequest, words: list[str]) -> Iterator[Q]:
+        """Yield for each word the condition that it is the beginning of a word of the event, of the uuid of its
+        subject, or of the PCI address, the serial number or the key of the device that it is about.
 
         The name of a host must be a whole word of the event, so that cmp1 does not find cmp10. A word that ends in `*`
         is always a beginning.
 
         If more than MAX_LISTED_KEYS devices have such an address or serial number, they are not searched, and a message
-        says so. Costs one or two statements.
+        says so. Costs one statement for all words.
         """
-        names = list(Host.objects.filter(name__startswith=word).order_by("name").values_list("name", flat=True)[:2])
-        if word in names:  # then it is the first
-            if len(names) > 1:
-                note_exact_word(request, word)
-            return Q(event_has_words(word, exact=True))
-        word = word.removesuffix(BEGINNING_MARK)
-        words = dict.fromkeys([word, *list_search_prefixes("address", word)])
-        condition = reduce(or_, (Q(event_has_words(one)) for one in words))
-        if bounds := uuid_bounds(word):
-            condition |= Q(subject__range=bounds)
-        of_devices = [built for path in ("address", "key") if (built := build_prefix_condition(path, word))]
-        if of_devices:
-            devices = Device.objects.filter(reduce(or_, of_devices)).order_by()
-            subjects = list(devices.values_list("uuid", flat=True)[: MAX_LISTED_KEYS + 1])
+        for word, (host_names, subjects) in _find_hosts_and_devices(words).items():
+            if word in host_names:
+                if len(host_names) > 1:
+                    note_exact_word(request, word)
+                yield Q(event_has_words(word, exact=True))
+                continue
+            text = word.removesuffix(BEGINNING_MARK)
+            condition = reduce(
+                or_, (Q(event_has_words(one)) for one in dict.fromkeys([text, *list_search_prefixes("address", text)]))
+            )
+            if bounds := uuid_bounds(text):
+                condition |= Q(subject__range=bounds)
             if len(subjects) > MAX_LISTED_KEYS:
-                text = (
-                    f"More than {MAX_LISTED_KEYS} devices have an address or a serial number that begins with “{word}”."
-                )
-                text += (
+                messages.info(
+                    request,
+                    f"More than {MAX_LISTED_KEYS} devices have an address or a serial number that begins with “{text}”."
                     " Their events are listed only if they contain this word. To find the others, search for more of"
+                    " it, or for the beginning of the device's uuid.",
+                    fail_silently=True,
                 )
-                messages.info(request, f"{text} it, or for the beginning of the device's uuid.", fail_silently=True)
             elif subjects:
                 condition |= Q(subject__in=subjects)
-        return condition
+            yield condition
 
     def get_changelist(self, request: HttpRequest, **kwargs: Any) -> type[ConsoleChangeList]:
         """Return `EventChangeList`."""
@@ -306,6 +289,33 @@ class EventAdmin(ReadOnlyModelAdmin):
         changes = badges.render_changes(event.changes, max_changes=2) if event.changes else ""
         reason = format_html('<span class="reason">{}</span>', event.reason) if event.reason else ""
         return format_html("{}{}", changes, reason) if changes or reason else badges.DASH
+
+
+def _find_hosts_and_devices(words: Sequence[str]) -> dict[str, tuple[list[str], list[str]]]:
+    """Return for each word two names of hosts that begin with it, the word itself first if it is one, and the uuids of
+    at most MAX_LISTED_KEYS + 1 devices whose address or key begins with it. Costs one statement for all words.
+
+    The mark of a beginning is removed from a word for the search of devices, but not for that of hosts.
+    """
+    found: dict[str, tuple[list[str], list[str]]] = {word: ([], []) for word in words}
+    queries = []
+    for word in words:
+        hosts = Host.objects.filter(name__startswith=word).order_by("name")
+        queries.append(_select_texts(word, False, hosts, "name")[:2])
+        text = word.removesuffix(BEGINNING_MARK)
+        conditions = [built for path in ("address", "key") if (built := build_prefix_condition(path, text))]
+        if conditions:
+            devices = Device.objects.filter(reduce(or_, conditions)).order_by()
+            queries.append(_select_texts(word, True, devices, "uuid")[: MAX_LISTED_KEYS + 1])
+    if queries:
+        for word, is_device, text in queries[0].union(*queries[1:], all=True):
+            found[word][is_device].append(text)
+    return found
+
+
+def _select_texts(word: str, is_device: bool, rows: QuerySet[Any], field: str) -> QuerySet[Any, tuple[Any, ...]]:
+    """Return the query for the word, whether the rows are devices, and this field of the rows as text."""
+    return rows.values_list(Value(word, CharField()), Value(is_device), Cast(field, CharField()))
 
 
 def _is_exact_term(term: str) -> bool:

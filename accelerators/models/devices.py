@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from django.db import models
 from django.db.models import F, Func, Q, Value
 from django.db.models.functions import Coalesce, Now
@@ -333,21 +335,35 @@ def build_name_condition(term: str) -> Q:
 
 
 def find_name_condition(term: str) -> Q | None:
-    """Return the condition for devices whose hardware's names contain all words of `term`; None if there are none.
+    """Return the condition for devices whose hardware's names contain all words of `term`; None if there are none. See
+    `find_name_conditions`."""
+    return find_name_conditions([term]).get(term)
 
-    Hardware that no database knows is found by the model that its driver reports. The condition compares vendor, model
+
+def find_name_conditions(terms: Sequence[str]) -> dict[str, Q]:
+    """Return the condition for devices whose hardware's names contain all words of a term, for each of `terms`; terms
+    that no hardware is called by are left out.
+
+    Hardware that no database knows is found by the model that its driver reports. A condition compares vendor, model
     and subsystem with those values of devices in the database that have such a name. Costs one statement, which reads
-    all devices.
+    all devices, or none without terms.
     """
-    text = term.strip().lower()
-    has_name = len(text) >= MIN_TERM_LENGTH
-    models_by_vendor: dict[str, dict[str, set[str]]] = {}
-    for vendor, model, subsystem in Device.objects.order_by().values_list("vendor", "model", "subsystem").distinct():
-        name = get_hardware_name(vendor, model, subsystem)
-        if text in model.lower() or (has_name and name.has_words(term)):
-            models_by_vendor.setdefault(vendor, {}).setdefault(model, set()).add(subsystem)
-    condition = Q()
-    for vendor, subsystems_by_model in models_by_vendor.items():
-        for model, subsystems in subsystems_by_model.items():
-            condition |= Q(vendor=vendor, model=model, subsystem__in=subsystems)
-    return condition or None
+    if not terms:
+        return {}
+    devices = Device.objects.order_by().values_list("vendor", "model", "subsystem").distinct()
+    hardware = [(*ids, get_hardware_name(*ids)) for ids in devices]
+    conditions: dict[str, Q] = {}
+    for term in terms:
+        text = term.strip().lower()
+        has_name = len(text) >= MIN_TERM_LENGTH
+        models_by_vendor: dict[str, dict[str, set[str]]] = {}
+        for vendor, model, subsystem, name in hardware:
+            if text in model.lower() or (has_name and name.has_words(term)):
+                models_by_vendor.setdefault(vendor, {}).setdefault(model, set()).add(subsystem)
+        condition = Q()
+        for vendor, subsystems_by_model in models_by_vendor.items():
+            for model, subsystems in subsystems_by_model.items():
+                condition |= Q(vendor=vendor, model=model, subsystem__in=subsystems)
+        if condition:
+            conditions[term] = condition
+    return conditions

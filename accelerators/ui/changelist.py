@@ -20,7 +20,7 @@ from django.contrib.admin.views.main import PAGE_VAR, SEARCH_VAR
 from django.core.exceptions import BadRequest, ValidationError
 from django.core.paginator import Paginator
 from django.db import DataError, connection
-from django.db.models import Field, Model, Q, QuerySet
+from django.db.models import CharField, Field, Model, Q, QuerySet, Value
 from django.http import Http404, HttpRequest
 from django.http.response import HttpResponseBase
 from django.urls import path
@@ -44,6 +44,8 @@ COLUMNS_PARAM = "columns"
 CHECKBOX_COLUMN = "action_checkbox"
 EXACT_WORDS = "exact_search_words"
 """Name of the attribute of a request with the words that `note_exact_word` noted."""
+WITHOUT_RESULTS = "list_without_results"
+"""Name of the attribute that requests of `select_listed_rows` have."""
 MAX_SELECTABLE_ROWS = 1_000_000
 """Rows that are counted exactly in a list with actions."""
 MAX_SEARCH_WORDS = 8
@@ -118,8 +120,11 @@ class ConsoleChangeList(ChangeList):
         """Load the rows of the page; skip the query for rows if their count is 0.
 
         Without search and filters the count of the result is also the full count, so that the heading does not offer
-        to show all.
+        to show all. Nothing is loaded for `select_listed_rows`.
         """
+        if getattr(request, WITHOUT_RESULTS, False):
+            self.result_count, self.result_list = 0, self.queryset.none()
+            return
         super().get_results(request)
         if not self.result_count:
             self.result_list = self.queryset.none()
@@ -268,6 +273,18 @@ class ConsoleModelAdmin(ExplainedModelAdmin):
         change_list.request = request
         return change_list
 
+    def select_listed_rows(self, request: HttpRequest) -> QuerySet[Any]:
+        """Return the query for all rows that the list of this request shows. No rows are counted or loaded.
+
+        Costs only the statements of the search. Raises BadRequest as `get_changelist_instance` does, and for a NUL
+        character, which only the database would refuse.
+        """
+        if any("\0" in value for values in request.GET.lists() for value in values[1]):
+            raise BadRequest("The address of this list contains a NUL character.")
+        setattr(request, WITHOUT_RESULTS, True)
+        rows: QuerySet[Any] = self.get_changelist_instance(request).queryset
+        return rows
+
     def get_list_display(self, request: HttpRequest) -> Columns:
         """Return the columns that the URL names, else those that this user chose, else all.
 
@@ -276,7 +293,8 @@ class ConsoleModelAdmin(ExplainedModelAdmin):
         """
         columns_by_url_name = {column_url_name(str(name)): str(name) for name in super().get_list_display(request)}
         if COLUMNS_PARAM not in request.GET:
-            chosen_names = [name for name in self.load_list_memory(request).columns if name in columns_by_url_name]
+            known_columns = [] if getattr(request, WITHOUT_RESULTS, False) else self.load_list_memory(request).columns
+            chosen_names = [name for name in known_columns if name in columns_by_url_name]
             return [columns_by_url_name[name] for name in chosen_names or columns_by_url_name]
         names = request.GET[COLUMNS_PARAM].split(",")
         if unknown := [name for name in names if name not in columns_by_url_name]:
@@ -299,59 +317,64 @@ class ConsoleModelAdmin(ExplainedModelAdmin):
         """Keep the rows that match every word of the term.
 
         A word is first searched by indexes (`search_indexes`). Words that are found in no index are searched by
-        `search_other_words`, which may read the whole table. Costs a statement for each word. The second value,
-        whether rows may occur twice, is False.
+        `search_other_words`, which may read the whole table. Costs one statement, and those of `search_other_words`.
+        The second value, whether rows may occur twice, is False.
         """
         if not self._list_indexed_search_fields(request):
             return super().get_search_results(request, queryset, search_term)
+        words = [
+            unescape_string_literal(word) if word[0] in "\"'" and word[-1:] == word[0] else word
+            for word in list(smart_split(search_term))[:MAX_SEARCH_WORDS]
+        ]
         other_words = []
-        for word in list(smart_split(search_term))[:MAX_SEARCH_WORDS]:
-            literal = unescape_string_literal(word) if word[0] in "\"'" and word[-1:] == word[0] else word
-            condition = self.search_indexes(request, literal)
+        for word, condition in self.search_indexes(request, words).items():
             if condition is None:
                 other_words.append(word.removesuffix(BEGINNING_MARK))
             else:
                 queryset = queryset.filter(condition)
         return (self.search_other_words(request, queryset, " ".join(other_words)) if other_words else queryset), False
 
-    def search_indexes(self, request: HttpRequest, word: str) -> Q | None:
-        """Build the condition that one of `indexed_search_fields`, or of the search fields that are uuids, is exactly
-        the word; if this holds for no row that this user may see, the condition that one of them begins with the word.
+    def search_indexes(self, request: HttpRequest, words: Sequence[str]) -> dict[str, Q | None]:
+        """Build for each word the condition that one of `indexed_search_fields`, or of the search fields that are
+        uuids, is exactly the word; if this holds for no row that this user may see, the condition that one of them
+        begins with the word; None if neither holds for a row that this user may see.
 
-        Return None if neither holds for a row that this user may see. A word that ends in `*` is always a beginning. If
-        rows that begin with an exact word are left out, `note_exact_word` notes the word. Costs two statements.
+        A word that ends in `*` is always a beginning. If rows that begin with an exact word are left out,
+        `note_exact_word` notes the word. If few rows match, the condition lists their keys: PostgreSQL then joins only
+        these rows with other tables. Costs one statement for all words.
         """
-        text = word.removesuffix(BEGINNING_MARK)
         paths = self._list_indexed_search_fields(request)
-        beginnings = [built for path in paths if (built := build_prefix_condition(path, text))]
-        if not beginnings:
-            return None
-        exact_conditions = [built for path in paths if text == word and (built := build_exact_condition(path, text))]
-        exact = self._build_search_condition(request, exact_conditions) if exact_conditions else None
-        if exact is None:
-            return self._build_search_condition(request, beginnings)
-        if self.get_queryset(request).order_by().filter(self._join_conditions(beginnings)).exclude(exact).exists():
-            note_exact_word(request, word)
-        return exact
+        visible = self.get_queryset(request).order_by()
+        matches: dict[tuple[str, bool], Q] = {}
+        queries = []
+        for word in dict.fromkeys(words):
+            text = word.removesuffix(BEGINNING_MARK)
+            exact = [built for path in paths if text == word and (built := build_exact_condition(path, text))]
+            beginnings = [built for path in paths if (built := build_prefix_condition(path, text))]
+            for is_exact, conditions in ((True, exact), (False, beginnings)):
+                if conditions:
+                    matches[word, is_exact] = self._join_conditions(conditions)
+                    rows = visible.filter(matches[word, is_exact])
+                    if not is_exact and exact:
+                        rows = rows.exclude(matches[word, True])
+                    labels = Value(word, CharField()), Value(is_exact)
+                    queries.append(rows.values_list(*labels, "pk")[: MAX_LISTED_KEYS + 1])
+        keys: dict[tuple[str, bool], list[Any]] = {}
+        if queries:
+            for word, is_exact, key in queries[0].union(*queries[1:], all=True):
+                keys.setdefault((word, is_exact), []).append(key)
+        built_conditions: dict[str, Q | None] = dict.fromkeys(words)
+        for (word, is_exact), found in keys.items():
+            if is_exact and (word, False) in keys:
+                note_exact_word(request, word)
+            if is_exact or (word, True) not in keys:
+                built_conditions[word] = Q(pk__in=found) if len(found) <= MAX_LISTED_KEYS else matches[word, is_exact]
+        return built_conditions
 
     def search_other_words(self, request: HttpRequest, queryset: QuerySet[Any], words: str) -> QuerySet[Any]:
         """Keep the rows that contain each of these words, which no index has, in one of `search_fields`."""
         found: QuerySet[Any] = super().get_search_results(request, queryset, words)[0]
         return found
-
-    def _build_search_condition(self, request: HttpRequest, conditions: Sequence[Q]) -> Q | None:
-        """Build the condition that any of `conditions` holds; return None if none holds for a row that this user may
-        see.
-
-        If few rows match, the condition lists their keys: PostgreSQL then joins only these rows with other tables.
-        Costs one statement.
-        """
-        any_holds = self._join_conditions(conditions)
-        visible = self.get_queryset(request).order_by().filter(any_holds)
-        keys = list(visible.values_list("pk", flat=True)[: MAX_LISTED_KEYS + 1])
-        if len(keys) > MAX_LISTED_KEYS:
-            return any_holds
-        return Q(pk__in=keys) if keys else None
 
     def _join_conditions(self, conditions: Sequence[Q]) -> Q:
         """Build the condition that any of `conditions` holds. Each is a subquery of its own, so that each uses its

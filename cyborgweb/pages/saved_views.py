@@ -90,7 +90,7 @@ def select_rows_of_saved_view(caller: Caller, model: str, name: str) -> QuerySet
     listing, request = _find_list(model), HttpRequest()
     request.method, request.GET, request.user = "GET", QueryDict(views[0].query), views[0].user
     try:
-        rows: QuerySet[Any] = listing.get_changelist_instance(request).queryset
+        rows: QuerySet[Any] = listing.select_listed_rows(request)
     except BadRequest as error:
         raise RefusedError(RefusalReason.INVALID, f"saved_view: the list cannot show it any more: {error}") from error
     return rows

@@ -97,7 +97,8 @@ class RowPagination(CursorPagination):
     def paginate_queryset(
         self, queryset: QuerySet[Any] | Sequence[Any], request: Request, view: Any = None
     ) -> list[Any]:
-        """Return the rows of the requested page. Call `parse_request` first. Takes one statement.
+        """Return the rows of the requested page. Call `parse_request` first. Takes the statements of
+        `load_first_rows`.
 
         Raises NotFound (404) if the cursor's value does not fit the sort field.
         """
@@ -108,7 +109,7 @@ class RowPagination(CursorPagination):
         if cursor:
             queryset = self._filter_beyond_cursor(queryset, cursor, descending)
         sign = "-" if descending else ""
-        rows = list(queryset.order_by(f"{sign}{self.sort_field}", f"{sign}id")[: size + 1])
+        rows = self.load_first_rows(queryset.order_by(f"{sign}{self.sort_field}", f"{sign}id"), size + 1)
         has_more, rows = len(rows) > size, rows[:size]
         if backwards:
             rows.reverse()
@@ -118,6 +119,10 @@ class RowPagination(CursorPagination):
             has_more if backwards else cursor is not None,
         )
         return rows
+
+    def load_first_rows(self, queryset: QuerySet[Any], count: int) -> list[Any]:
+        """Return the first `count` rows of the ordered query, which begins at the cursor. Costs one statement."""
+        return list(queryset[:count])
 
     def _filter_beyond_cursor(self, queryset: QuerySet[Any], cursor: PageCursor, descending: bool) -> QuerySet[Any]:
         """Keep the rows with a smaller sort value and id than the cursor's if `descending`, otherwise those with

@@ -133,7 +133,7 @@ def test_a_search_for_the_beginning_of_many_serial_numbers_asks_for_more_of_it(
 def test_pages_of_a_frequent_word_are_the_newest_matches_wherever_they_lie(
     read: int, operator: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("accelerators.admin.events_and_intents.MAX_READ_EVENTS", read)
+    monkeypatch.setattr("accelerators.ui.first_events.MAX_READ_EVENTS", read)
     monkeypatch.setattr(BoundedPaginator, "EXACT", 6)
     monkeypatch.setattr(ReadOnlyModelAdmin, "list_per_page", 3)
     monkeypatch.setattr(ReadOnlyModelAdmin, "list_max_show_all", 3)
@@ -155,7 +155,7 @@ def test_pages_of_a_frequent_word_are_the_newest_matches_wherever_they_lie(
 def test_a_search_for_a_word_of_old_events_only_does_not_read_the_newer_ones(
     operator: Client, events: list[Event], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("accelerators.admin.events_and_intents.MAX_READ_EVENTS", 3)
+    monkeypatch.setattr("accelerators.ui.first_events.MAX_READ_EVENTS", 3)
     monkeypatch.setattr(BoundedPaginator, "EXACT", 1)
     monkeypatch.setattr(ReadOnlyModelAdmin, "list_per_page", 1)
     with CaptureQueriesContext(connection) as captured:

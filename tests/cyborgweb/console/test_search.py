@@ -7,6 +7,7 @@ from html import unescape
 from uuid import uuid4
 
 import pytest
+from django.apps import apps
 from django.contrib.auth.models import Permission, User
 from django.db import connection
 from django.db.models import F
@@ -17,6 +18,7 @@ from django.urls import reverse
 from accelerators import conductor
 from accelerators.domain.uuids import uuid_bounds
 from accelerators.models import AcceleratorRequest, AttachHandle, Device, DeviceProfile, Host
+from accelerators.ui.changelist import BoundedPaginator
 from accelerators.ui.extensions import SEARCH_PROVIDERS, SearchProvider
 from agents.models import Agent
 from tests.cyborgweb.console.conftest import Fill
@@ -155,6 +157,24 @@ def test_an_exact_host_name_lists_this_host_only_and_leads_to_those_that_begin_w
     ):
         answer = operator.get(listed, {"q": query})
         assert list_hosts(answer) == found and "Show also" not in answer.content.decode(), query
+
+
+@pytest.mark.parametrize("model", ["host", "device", "deployable", "attachhandle", "event"])
+def test_a_search_for_many_words_costs_at_most_twelve_statements(
+    model: str, operator: Client, similar: list[Host], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(BoundedPaginator, "EXACT", 1)
+    monkeypatch.setattr("accelerators.ui.first_events.MAX_READ_EVENTS", 3)
+    listed = reverse(f"admin:accelerators_{model}_changelist")
+    uuids = [str(device.uuid)[:4] for device in Device.objects.all()[:3]]
+    words = ["cmp", "cmp1", "cmp1*", "c", "cm"]
+    for terms in (words, [*words, *uuids], ["cmp1*", "0000:", "pci:0", "1ed5", "nowhere", "no", "wh", "xyz"]):
+        for page in ({}, {"after": str(apps.get_model("accelerators", model).objects.order_by("-pk")[0].pk)}):
+            with CaptureQueriesContext(connection) as captured:
+                shown = operator.get(listed, {"q": " ".join(terms)} | page)
+            assert shown.status_code == 200
+            assert len(captured) <= 12, (terms, page, [one["sql"][:150] for one in captured])
+    assert list_hosts(operator.get(listed, {"q": "cmp cmp1 c cm"})) == {"cmp1"}
 
 
 def test_an_exact_serial_number_lists_its_device_only(operator: Client) -> None:

@@ -11,6 +11,7 @@ from django.db import connection
 from django.test.utils import CaptureQueriesContext
 
 from accelerators import conductor
+from accelerators.domain.states import EventSource
 from accelerators.models import Device, Host
 from tests.accelerators.api.own.conftest import INSTANCES, Ask, Fill, get_error_message, get_results
 from tests.support.reports import apply_report, get_or_create_host, make_card, make_driver_report
@@ -153,6 +154,29 @@ def _assert_pages_cover_the_list(ask: Ask, query: str) -> None:
         page = json.loads(ask(page["previous"]).content)
         back.insert(0, [e["url"] for e in page["results"]])
     assert [url for urls in back for url in urls] == whole
+
+
+@pytest.mark.parametrize("read", [3, 1000])
+@pytest.mark.slow
+def test_pages_of_events_with_frequent_words_cover_the_list_and_read_a_limited_number_of_events(
+    read: int, ask: Ask, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("accelerators.ui.first_events.MAX_READ_EVENTS", read)
+    actors = ["old"] * 5 + ["rare", "other"] * 4 + ["other"] * 5 + ["new"] * 4
+    for actor in actors:
+        conductor.record_event("profile.created", EventSource.API, actor, subject=(None, "p"))
+    conductor.record_event("profile.deleted", EventSource.API, "new", subject=(None, "p"))
+    for query, count in (("actor=rare&action=profile.created", 4), ("actor=old", 5), ("action=profile.created", 22)):
+        for ordering in ("at", "-at"):
+            path = f"/api/events/?fields=url&{query}&ordering={ordering}"
+            assert len(get_results(ask(path))) == count
+            _assert_pages_cover_the_list(ask, path)
+    with CaptureQueriesContext(connection) as captured:
+        assert get_results(ask("/api/events/?actor=rare&action=profile.created&limit=3"))
+    in_order = [one["sql"] for one in captured if 'ORDER BY "accelerators_event"."at" DESC' in one["sql"]]
+    assert in_order and all('"at" >= (COALESCE((SELECT' in one for one in in_order), in_order
+    assert all(word in in_order[0] for word in ("@@", f"OFFSET {read - 1}")) and len(captured) <= 5
+    assert ask(f"/api/events/?action={'x' * 4000}&request_id={'y' * 4000}").status_code == 200
 
 
 def test_a_cursor_pages_through_many_rows_with_equal_sort_values(ask: Ask) -> None:
