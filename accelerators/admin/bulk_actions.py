@@ -35,6 +35,7 @@ from accelerators.models.attachments import AttachmentState
 from accelerators.ui import badges, permissions
 from accelerators.ui.changelist import ReadOnlyModelAdmin
 from accelerators.ui.empty_lists import Source
+from accelerators.ui.export import ExportedValue
 from accelerators.workflows import bulk_actions, bulk_commands
 from accelerators.workflows.bulk_detachments import DETACH
 from drivers.plan import DESTRUCTIVE
@@ -206,6 +207,13 @@ class BulkItemAdmin(ReadOnlyModelAdmin):
     ordering = ("id",)
     search_fields = ("target_name__icontains", "host__startswith", "target_uuid__startswith")
     search_help_text = "object, host, uuid"
+    exports = {
+        "shown_outcome": (
+            "outcome",
+            ExportedValue("command_state", ("ordered_command",), lambda command: command and command["state"]),
+            ExportedValue("command_text", ("ordered_command",), lambda command: command and command["text"]),
+        )
+    }
     empty = "No objects here. The page of each bulk action links to the list of its objects."
     sources = (Source("Bulk actions", "accelerators.bulk"),)
 

@@ -139,6 +139,9 @@ def test_the_page_of_a_change_of_units_shows_how_the_command_of_each_device_ende
     items = reverse("admin:accelerators_bulkitem_changelist")
     listed = get_page_text(operator, items)
     assert listed.count("succeeded") == 2 and "no room" in listed
+    exported = operator.get(reverse("admin:accelerators_bulkitem_export", args=["csv"]))
+    text = b"".join(exported.streaming_content).decode()  # type: ignore[attr-defined]
+    assert text.count('"succeeded"') == 4 and '"moved","failed","no room"' in text
 
 
 @pytest.mark.slow
