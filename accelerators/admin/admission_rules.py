@@ -13,13 +13,14 @@ from django.core.exceptions import PermissionDenied
 from django.db.models import Model
 from django.forms import ModelForm
 from django.http import HttpRequest, HttpResponse, HttpResponseNotAllowed, HttpResponseRedirect
+from django.template.response import TemplateResponse
 from django.urls import path, reverse
 from django.utils.safestring import SafeString
 from unfold.decorators import display
 
 from accelerators.admin import device_actions
 from accelerators.devices import admission_rules
-from accelerators.domain.errors import RefusedError
+from accelerators.domain.errors import RefusalReason, RefusedError
 from accelerators.domain.states import EventSource
 from accelerators.models import AdmissionRule
 from accelerators.ui import badges, permissions
@@ -27,7 +28,26 @@ from accelerators.ui.changelist import ConsoleModelAdmin
 from accelerators.ui.conflicts import ConflictPage, read_generation
 from accelerators.ui.explained_admin import Rights
 from accelerators.ui.permissions import Right
-from accelerators.workflows import bulk_actions
+from accelerators.workflows import bulk_actions, rule_previews
+from accelerators.workflows.rule_previews import RulePreview
+
+MAX_PREVIEW_HOSTS = 20
+"""Number of hosts that the preview of a rule lists; its counts include all."""
+
+
+class RuleNotConfirmedError(RefusedError):
+    """A rule was not stored, because nobody has confirmed the preview of the devices that it would move."""
+
+    def __init__(self, preview: RulePreview) -> None:
+        super().__init__(RefusalReason.NOT_CONFIRMED, "The rule was not saved: confirm its preview first.")
+        self.preview = preview
+
+
+def _refuse_unless_confirmed(request: HttpRequest, preview: RulePreview) -> None:
+    """Raise RuleNotConfirmedError if the rule would move devices, and the form has no token of this preview."""
+    caller = device_actions.get_caller(request)
+    if preview.reach.total and not preview.is_confirmed(request.POST.get("token", ""), caller):
+        raise RuleNotConfirmedError(preview)
 
 
 @admin.register(AdmissionRule)
@@ -90,15 +110,42 @@ class AdmissionRuleAdmin(ConflictPage, ConsoleModelAdmin):
         """Create or change the rule, with an event, by `accelerators.devices.admission_rules`.
 
         Raises RefusedError: CONFLICT for a name that is in use or too many rules, NOT_FOUND if the rule was deleted
-        meanwhile; ChangedMeanwhileError if it was changed since the form was shown.
+        meanwhile; ChangedMeanwhileError if it was changed since the form was shown; RuleNotConfirmedError if it would
+        move inactive devices, and the form has no token of the preview that shows them.
         Devices that the rule admitted before keep their state.
         """
         values, caller = {name: form.cleaned_data[name] for name in self.fields}, device_actions.get_caller(request)
         if change:
             generation = read_generation(request)
+            stored = AdmissionRule.objects.filter(pk=obj.pk, generation=generation).first()
+            if stored:  # otherwise the change is refused below
+                _refuse_unless_confirmed(request, rule_previews.preview_rule(values, stored))
             admission_rules.edit_rule(obj.uuid, values, caller, EventSource.PERSON, generation=generation)
         else:
+            _refuse_unless_confirmed(request, rule_previews.preview_rule(values))
             obj.pk = admission_rules.create_rule(values | {"uuid": obj.uuid}, caller, EventSource.PERSON).pk
+
+    def answer_refusal(self, request: HttpRequest, object_id: str | None, refused: RefusedError) -> HttpResponse:
+        """Show the preview of a rule that is not confirmed yet; answer any other refusal as the base class."""
+        if not isinstance(refused, RuleNotConfirmedError):
+            return super().answer_refusal(request, object_id, refused)
+        reach = refused.preview.reach
+        context = self.admin_site.each_context(request) | {
+            "title": f"Save the rule {request.POST.get('name', '')}?",
+            "preview": refused.preview,
+            "action": badges.render_device_state(refused.preview.action),
+            "hosts": reach.by_host.most_common(MAX_PREVIEW_HOSTS),
+            "left": max(0, len(reach.by_host) - MAX_PREVIEW_HOSTS),
+            "was_confirmed": "token" in request.POST,
+            "token": refused.preview.issue_token(device_actions.get_caller(request)).text,
+            "fields": [
+                (name, value)
+                for name in request.POST
+                if name not in ("csrfmiddlewaretoken", "token")
+                for value in request.POST.getlist(name)
+            ],
+        }
+        return TemplateResponse(request, "accelerators/admin/rule_preview.html", context)
 
     def delete_model(self, request: HttpRequest, obj: AdmissionRule) -> None:
         """Delete the rule, with an event; devices that it admitted keep their state.

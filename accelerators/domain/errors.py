@@ -5,6 +5,7 @@ All exceptions of this package, each with the module that defines it:
     AcceleratorsError                   accelerators.domain.errors
       RefusedError                      accelerators.domain.errors
         BindRefusedError                accelerators.domain.bind_failures
+        RuleNotConfirmedError           accelerators.admin.admission_rules
         GenerationError                 accelerators.domain.generations
           ChangedMeanwhileError         accelerators.domain.generations
           NoGenerationError             accelerators.domain.generations

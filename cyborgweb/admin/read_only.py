@@ -17,6 +17,7 @@ from accelerators.domain.errors import RefusedError
 from accelerators.domain.states import EventSource
 from accelerators.ui import badges
 from accelerators.ui.changelist import ReadOnlyModelAdmin
+from accelerators.ui.conflicts import read_generation
 from accelerators.ui.explained_admin import Rights
 from accelerators.ui.permissions import Right
 from cyborgweb.auth import read_only, roles
@@ -43,7 +44,8 @@ class MaintenanceAdmin(ReadOnlyModelAdmin):
     ) -> HttpResponse:
         """GET: show whether everything is read only, since when, by whom and why. POST: switch it on or off.
 
-        After a POST, redirects to the page; a refusal (an unusable reason) becomes a message there. Raises
+        After a POST, redirects to the page; a refusal (an unusable reason, or somebody else has switched since the page
+        was shown) becomes a message there. Raises
         PermissionDenied for a person without the view permission, for a POST without the permission to change, and for
         another id than 1.
         """
@@ -53,8 +55,10 @@ class MaintenanceAdmin(ReadOnlyModelAdmin):
             if not self.has_change_permission(request):
                 raise PermissionDenied
             reason_and_source = request.POST.get("reason", ""), EventSource.PERSON
+            caller = device_actions.get_caller(request)
             try:
-                read_only.switch_read_only("on" in request.POST, device_actions.get_caller(request), *reason_and_source)
+                generation = read_generation(request)
+                read_only.switch_read_only("on" in request.POST, caller, *reason_and_source, generation=generation)
             except RefusedError as refused:
                 messages.error(request, refused.text)
             return HttpResponseRedirect(request.path)
@@ -63,6 +67,7 @@ class MaintenanceAdmin(ReadOnlyModelAdmin):
             "title": "Maintenance",
             "opts": self.opts,
             "now": active,
+            "generation": read_only.compute_generation(active),
             "since": badges.render_relative_time(active.since) if active else "",
             "may_change": self.has_change_permission(request),
             "read_only_reason": self.explain_refusal(request, "change"),

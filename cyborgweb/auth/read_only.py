@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import threading
 import time
+from datetime import UTC, datetime, timedelta
 
 from django.db import OperationalError, connection, transaction
 from psycopg.errors import LockNotAvailable
@@ -20,6 +21,7 @@ from accelerators.api.own.errors import READ_ONLY, ApiError
 from accelerators.commands.command_queue import check_reason
 from accelerators.domain.caller import Caller
 from accelerators.domain.errors import RefusalReason, RefusedError, WritesRefusedError
+from accelerators.domain.generations import refuse_if_changed
 from accelerators.domain.states import EventSource
 from accelerators.runtime import pubsub
 from cyborgweb.errors import CyborgwebError
@@ -31,6 +33,7 @@ TTL_S = 5.0
 RETRY_S = 30
 """The Retry-After of a refusal, in seconds."""
 
+_EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 _SWITCH_LOCK_ID = 0x72656164
 """Key of the advisory lock that serializes switches: without the row, there is nothing else to lock."""
 SWITCH_TIMEOUT_S, WRITE_TIMEOUT_S = 5.0, 7.0
@@ -108,18 +111,30 @@ def refuse_in_transaction() -> None:
         refuse_if_read_only()
 
 
-def switch_read_only(on: bool, actor: Caller, reason: str, source: EventSource) -> Maintenance | None:
+def compute_generation(maintenance: Maintenance | None) -> int:
+    """Return the generation of the switch: 0 while it is off, otherwise the microsecond at which it was switched on.
+
+    There is no row that could count while the switch is off.
+    """
+    return (maintenance.since - _EPOCH) // timedelta(microseconds=1) if maintenance else 0
+
+
+def switch_read_only(
+    on: bool, actor: Caller, reason: str, source: EventSource, *, generation: int | None = None
+) -> Maintenance | None:
     """Make everything read only (`on`), or end that. Return the row that is now in force, None if changes are allowed.
 
     A change records an event in the same transaction and notifies all processes after the commit. If the switch is
     already in that position, nothing changes. Waits while another transaction switches, and until the transactions in
     which people and callers write have ended; later ones are refused. Raises RefusedError: INVALID if the reason is too
-    long or contains NUL, UNAVAILABLE if it had to wait for SWITCH_TIMEOUT_S.
+    long or contains NUL, UNAVAILABLE if it had to wait for SWITCH_TIMEOUT_S; ChangedMeanwhileError if its generation is
+    not `generation`.
     """
     reason = check_reason(reason)
     with conductor.writing():
         _lock_switch()
         previous = Maintenance.objects.first()
+        refuse_if_changed("The read-only switch", compute_generation(previous), generation)
         maintenance = previous
         if on and previous is None:
             maintenance = Maintenance.objects.create(pk=1, by=actor.name[:255], reason=reason)

@@ -131,6 +131,7 @@ def admit_its_devices(page: Page, site: LargeSite, shot: Shot) -> None:
     page.get_by_label("Action").select_option("ready")
     shot(page, "rule")
     page.get_by_role("button", name="Save", exact=True).click()
+    page.get_by_role("button", name="Save the rule").click()
     page.get_by_role("button", name="Apply them to devices that are inactive now").click()
     expect(page.get_by_text("becomes ready by rule hall3").first).to_be_visible()
     shot(page, "apply")

@@ -4,7 +4,6 @@ them."""
 from __future__ import annotations
 
 from typing import Any
-from uuid import UUID
 
 import django_filters as filters
 from rest_framework import serializers
@@ -27,11 +26,9 @@ from accelerators.devices import admission_rules
 from accelerators.domain.states import AdmittedState, DeviceType
 from accelerators.models import AdmissionRule
 from accelerators.models.rules import MAX_RULE_ORDER, RULE_NAME
-from accelerators.workflows import confirmations
+from accelerators.workflows import rule_previews
 
 MAX_PREVIEW_HOSTS = 20
-NEW_RULE = UUID(int=0)
-"""The subject of the token of a rule that does not exist yet."""
 
 
 class RuleFilter(ListFilter):
@@ -163,17 +160,15 @@ class RuleView(CollectionView):
         for a token of another preview, or if other devices would be moved by now.
         """
         is_dry_run, token = values.pop("dry_run", False), values.pop("token", "")
-        reach = admission_rules.forecast_rule(values, rule)
-        subject = rule.uuid if rule else NEW_RULE
-        described = {"kind": "rule", "values": values, "reach": sorted(reach.by_host.items())}
+        forecast_of_rule = rule_previews.preview_rule(values, rule)
+        reach = forecast_of_rule.reach
         if token:
-            if confirmations.read_token(token, self.caller, described) != subject:
-                raise confirmations.stale_preview_error()
+            forecast_of_rule.refuse_unless_confirmed(token, self.caller)
             return None
         if not (is_dry_run or reach.needs_confirmation):
             return None
-        action = values.get("action", rule.action if rule else "")
-        forecast = {"outcome": "moved", "number": reach.total, "held": False, "text": f"becomes {action}"}
+        text = f"becomes {forecast_of_rule.action}"
+        forecast = {"outcome": "moved", "number": reach.total, "held": False, "text": text}
         preview = {
             "total": reach.total,
             "hosts": len(reach.by_host),
@@ -184,8 +179,7 @@ class RuleView(CollectionView):
             ],
             "confirm": reach.needs_confirmation,
         }
-        issued = confirmations.issue_token(subject, self.caller, described)
-        return respond_with_preview(preview, issued, is_dry_run)
+        return respond_with_preview(preview, forecast_of_rule.issue_token(self.caller), is_dry_run)
 
     def destroy(self, request: Request, **kwargs: str) -> Response:
         """Delete a rule; 204. Devices that it has admitted keep their state."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 
 import pytest
@@ -142,7 +143,8 @@ def test_read_only_mode_refuses_changes_in_console_and_apis_with_the_reason(ente
             "t", User.objects.get(), sorted(roles.ADMINISTRATORS.keystone_roles), "p1"
         )
     }
-    ada.post("/admin/cyborgweb/maintenance/1/change/", {"on": "yes", "reason": "the database moves"})
+    switch = "/admin/cyborgweb/maintenance/1/change/"
+    ada.post(switch, {"on": "yes", "reason": "the database moves", "generation": "0"})
     because = "by role:administrator: the database moves. Try again later."
     for path, body in (
         (f"/admin/accelerators/device/{device.pk}/decide/", {"choice": "quarantine"}),
@@ -161,7 +163,14 @@ def test_read_only_mode_refuses_changes_in_console_and_apis_with_the_reason(ente
     assert because in ada.get("/admin/").content.decode()
     assert Client().get("/v2/devices", headers=token).status_code == 200
     assert Client().post("/api/census/", "{}", content_type="application/json", headers=token).status_code == 200
-    ada.post("/admin/cyborgweb/maintenance/1/change/", {"off": "yes"})
+    for outdated, says in (
+        ({}, "does not say which version"),
+        ({"generation": "0"}, "now, not 0: somebody changed it"),
+    ):
+        assert says in ada.post(switch, {"off": "yes"} | outdated, follow=True).content.decode()
+        assert read_only.get_maintenance() is not None
+    seen = re.findall(r'name="generation" value="(\d+)"', ada.get(switch).content.decode())
+    ada.post(switch, {"off": "yes", "generation": seen[0]})
     assert ada.post(f"/admin/accelerators/device/{device.pk}/decide/", {"choice": "quarantine"}).status_code == 302
     maintenance_events = (
         Event.objects.filter(action__startswith="maintenance.").order_by("id").values_list("action", "actor", "reason")

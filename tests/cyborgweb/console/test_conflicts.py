@@ -36,8 +36,8 @@ ROW = re.compile(
 
 
 def get_generation(client: Client, address: str) -> str:
-    """Return the generation with which a form is shown."""
-    (generation,) = re.findall(r'name="generation" value="(\d+)"', client.get(address).content.decode())
+    """Return the generation with which the forms of a page are shown."""
+    (generation,) = {*re.findall(r'name="generation" value="(\d+)"', client.get(address).content.decode())}
     return str(generation)
 
 

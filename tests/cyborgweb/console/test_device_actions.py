@@ -143,10 +143,44 @@ def test_viewers_see_devices_and_rules_but_cannot_change_them(client: Client, op
 RULE = {"name": "fakes", "order": "10", "action": "ready", "driver": "test_*", "enabled": "on"}
 
 
+def save_rule(client: Client, address: str, fields: dict[str, str]) -> None:
+    """Send the form of a rule, and confirm its preview."""
+    page = client.post(address, fields).content.decode()
+    saved = client.post(address, dict(re.findall(r'<input type="hidden" name="([^"]+)" value="([^"]*)">', page)))
+    assert saved.status_code == 302, saved.content
+
+
+def test_a_rule_that_would_move_devices_is_saved_only_after_its_preview_was_confirmed(operator: Client) -> None:
+    for name, number in (("cmp1", 1), ("cmp2", 2)):
+        apply_report(get_or_create_host(name), make_driver_report(*(make_card(n) for n in range(number))))
+    address = reverse("admin:accelerators_admissionrule_add")
+    shown = operator.post(address, RULE)
+    assert shown.status_code == 200 and not AdmissionRule.objects.exists()
+    page = shown.content.decode()
+    assert "Save the rule fakes?" in page and "which are on 2 hosts" in page
+    assert '<span class="big">3</span> <span>devices become</span>' in page
+    assert "<td>cmp1</td><td>1</td>" in page and "<td>cmp2</td><td>2</td>" in page
+    sent = dict(re.findall(r'<input type="hidden" name="([^"]+)" value="([^"]*)">', page))
+    assert operator.post(address, sent | {"name": "others"}).status_code == 200, "the token is for another rule"
+    apply_report(get_or_create_host("cmp3"), make_driver_report(make_card(1)))
+    again = operator.post(address, sent).content.decode()
+    assert "have changed since you have seen this page" in again and not AdmissionRule.objects.exists()
+    save_rule(operator, address, RULE)
+    rule = AdmissionRule.objects.get()
+    assert rule.name == "fakes" and Device.objects.filter(state="inactive").count() == 4
+    change = reverse("admin:accelerators_admissionrule_change", args=[rule.pk])
+    renamed = operator.post(change, RULE | {"name": "cards", "generation": "1"})
+    assert renamed.status_code == 302, "it moves no further device"
+    quarantine = RULE | {"name": "cards", "action": "quarantined", "generation": "2"}
+    assert "Save the rule cards?" in operator.post(change, quarantine).content.decode()
+    save_rule(operator, change, quarantine)
+    assert AdmissionRule.objects.get().action == "quarantined"
+
+
 def test_rules_are_applied_to_several_hosts_only_after_the_number_was_typed(operator: Client) -> None:
     for name in ("cmp1", "cmp2"):
         apply_report(get_or_create_host(name), make_driver_report(make_card(1)))
-    operator.post(reverse("admin:accelerators_admissionrule_add"), RULE)
+    save_rule(operator, reverse("admin:accelerators_admissionrule_add"), RULE)
     applying = reverse("admin:accelerators_admissionrule_apply")
     draft_url = operator.post(applying).headers["Location"]
     assert "becomes ready by rule fakes" in operator.get(draft_url).content.decode()
@@ -163,8 +197,7 @@ def test_admission_rules_are_created_changed_applied_and_deleted_in_the_console(
     apply_report(get_or_create_host(), make_driver_report(*(make_card(n) for n in range(3))))
     rules = reverse("admin:accelerators_admissionrule_changelist")
     assert "new devices are inactive until somebody enables them" in operator.get(rules).content.decode()
-    made = operator.post(reverse("admin:accelerators_admissionrule_add"), RULE)
-    assert made.status_code == 302, made.context["adminform"].errors
+    save_rule(operator, reverse("admin:accelerators_admissionrule_add"), RULE)
     rule = AdmissionRule.objects.get()
     rule_url = reverse("admin:accelerators_admissionrule_change", args=[rule.pk])
     assert "driver test_*" in operator.get(rules).content.decode()
