@@ -33,7 +33,7 @@ def list_action_buttons(client: Client, device: Device) -> list[str]:
 
 def get_message(response: object) -> str:
     """Return the only message on the page."""
-    (said,) = re.findall(r'<p class="message[^"]*" role="status">([^<]+)<', response.content.decode())  # type: ignore[attr-defined]
+    (said,) = re.findall(r'<p class="message[^"]*" role="(?:status|alert)"[^>]*>([^<]+)<', response.content.decode())  # type: ignore[attr-defined]
     return said
 
 
