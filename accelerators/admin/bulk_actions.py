@@ -200,11 +200,7 @@ class BulkAdmin(ReadOnlyModelAdmin):
 class BulkItemAdmin(ReadOnlyModelAdmin):
     """List of the objects of a bulk action with the outcome of each; the page of a bulk action links to it."""
 
-<<<<<<< HEAD
-    list_display = ("shown_object", "shown_host", "shown_outcome", "shown_state", "stood", "shown_text")
-=======
     list_display = ("shown_object", "shown_host", "shown_outcome", "shown_state", "shown_stood", "shown_text")
->>>>>>> access
     list_display_links = None
     list_filter = ("outcome", "why")
     list_select_related = ("bulk",)
@@ -250,12 +246,6 @@ class BulkItemAdmin(ReadOnlyModelAdmin):
         """Render the state of the object after the action; a dash if none was stored."""
         return render_item_state(item, item.bulk) or badges.DASH
 
-<<<<<<< HEAD
-    @display(description="Text", ordering="text")
-    def shown_text(self, item: BulkItem) -> SafeString | str:
-        """Render the reason of the outcome, or a link to the object's command with its result."""
-        return _render_item_reason(item, item.bulk)
-=======
     @display(description="When chosen", ordering="stood")
     def shown_stood(self, item: BulkItem) -> SafeString | str:
         """Return the state, or the label, that the object had when it was chosen; a dash if it had none."""
@@ -263,9 +253,9 @@ class BulkItemAdmin(ReadOnlyModelAdmin):
 
     @display(description="Why", ordering="text")
     def shown_text(self, item: BulkItem) -> SafeString | str:
-        """Return the outcome as a sentence; a dash if there is none."""
-        return item.text or badges.DASH
->>>>>>> access
+        """Render the reason of the outcome, or a link to the object's command with its result; a dash if there is
+        none."""
+        return _render_item_reason(item, item.bulk) or badges.DASH
 
 
 def _may_make_bulk_actions(request: HttpRequest) -> bool:
