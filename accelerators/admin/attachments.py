@@ -21,10 +21,11 @@ from accelerators.devices.lifecycle import MAX_REASON
 from accelerators.domain import libvirt_xml
 from accelerators.domain.errors import RefusalReason, RefusedError
 from accelerators.domain.states import DrainTarget, EventSource
-from accelerators.models import AcceleratorRequest, Attachment, DeviceProfile, Intent
+from accelerators.models import AcceleratorRequest, Attachment, Device, DeviceProfile, Intent
 from accelerators.models.attachments import AttachmentState
 from accelerators.ui import badges, permissions
 from accelerators.ui.changelist import ReadOnlyModelAdmin
+from accelerators.ui.devices import build_name_export_by_uuid
 from accelerators.ui.empty_lists import Source
 from accelerators.ui.explained_admin import Rights
 from accelerators.ui.permissions import Right
@@ -68,7 +69,10 @@ class AttachmentAdmin(ReadOnlyModelAdmin):
     search_fields = ("uuid__startswith", "instance__startswith", "host__icontains", "project_id__startswith")
     search_help_text = "uuid, instance, host, project"
     list_before_template = "accelerators/admin/attachments_header.html"
-    exports = {"shown_instance": ("instance",), "what": ("profile", "device")}
+    exports = {
+        "shown_instance": ("instance",),
+        "what": ("profile", "device", build_name_export_by_uuid("device_name", "device")),
+    }
     empty = "Nothing was attached to a running instance yet. Nova's own requests are listed under Requests."
     sources = (
         Source("Attach to a running instance", "accelerators.attachment", "attach", rights=permissions.ATTACH),
@@ -190,7 +194,12 @@ class AttachmentAdmin(ReadOnlyModelAdmin):
             ],
             "waiting": waiting_intent,
             "hotplug": libvirt_xml.describe_plugging(handles, row.host),
-            "libvirt": libvirt_xml.render_hostdev_elements(handles),
+            "device": Device.objects.filter(uuid=row.device).first() if row.device else None,
+            "libvirt": [
+                (handle.hardware, element)
+                for handle in handles
+                for element in libvirt_xml.render_hostdev_elements([handle])
+            ],
             "open": row.state not in attachment_orders.REVERTING_OR_ENDED,
         }
         context |= permissions.build_permission_context(request, *permissions.DETACH)

@@ -25,6 +25,7 @@ from accelerators.models import Command, Device, Event, Host
 from accelerators.models.commands import COMMAND_IS_OPEN
 from accelerators.ui import badges, permissions, timeline
 from accelerators.ui.changelist import ReadOnlyModelAdmin
+from accelerators.ui.devices import build_name_export
 from accelerators.ui.empty_lists import Source
 
 MAX_LATEST = 8
@@ -84,6 +85,7 @@ class CommandAdmin(ReadOnlyModelAdmin):
     search_help_text = "uuid, device, host, operation, by whom"
     exports = {
         "shown_state": ("state", "outcome", "text"),
+        "shown_device": ("device__uuid", "device_name", build_name_export("hardware", "device__")),
         "by": ("actor", "reason"),
         "since": ("created_at", "ended_at"),
         "result": ("percent", "progress"),

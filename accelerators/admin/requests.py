@@ -18,6 +18,7 @@ from accelerators.domain.states import RequestState
 from accelerators.models import AcceleratorRequest, Command, Event
 from accelerators.ui import badges, permissions
 from accelerators.ui.changelist import ReadOnlyModelAdmin
+from accelerators.ui.devices import build_name_export
 from accelerators.ui.empty_lists import Source
 from accelerators.ui.explained_admin import Rights
 from accelerators.ui.extensions import build_sections
@@ -54,7 +55,11 @@ class AcceleratorRequestAdmin(ReadOnlyModelAdmin):
     search_help_text = "uuid, instance uuid, project, host, profile"
     exports = {
         "shown_state": ("state", "fault"),
-        "handle": ("attach_handle__attach_info", "attach_handle__deployable__device__uuid"),
+        "handle": (
+            "attach_handle__attach_info",
+            "attach_handle__deployable__device__uuid",
+            build_name_export("device_name", "attach_handle__deployable__device__"),
+        ),
     }
     empty = "No requests yet. Nova makes one for each accelerator of an instance when a flavor names a device profile."
     sources = (Source("Device profiles", "accelerators.deviceprofile"),)

@@ -34,6 +34,8 @@ class HeldHandle:
     uuid: str
     attach_type: str
     info: str
+    hardware: str = ""
+    """What people call the hardware of its device."""
 
 
 def describe_plugging(handles: Sequence[HeldHandle], host: str) -> str:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 
-from django.db.models import Q
+from django.db.models import OuterRef, Q, Subquery
+from django.db.models.functions import JSONObject
 
 from accelerators.domain.uuids import uuid_bounds
+from accelerators.models import Device
 from accelerators.models.devices import MIN_TERM_LENGTH, find_name_condition
 from accelerators.runtime.hardware_names import get_hardware_name
 from accelerators.ui.export import ExportedValue
@@ -22,6 +24,14 @@ def build_name_export(name: str, path: str = "") -> ExportedValue:
     return ExportedValue(
         name, fields, lambda vendor, model, subsystem: vendor and get_hardware_name(vendor, model, subsystem).full
     )
+
+
+def build_name_export_by_uuid(name: str, field: str) -> ExportedValue:
+    """Return the exported column `name` with what people call the hardware of the device whose uuid is in `field`; it
+    is empty if there is no such device."""
+    ids = JSONObject(vendor="vendor", model="model", subsystem="subsystem")
+    device_ids = Subquery(Device.objects.filter(uuid=OuterRef(field)).values_list(ids))
+    return ExportedValue(name, (device_ids,), lambda ids: ids and get_hardware_name(**ids).full)
 
 
 def describe_hit(identity: str) -> str:

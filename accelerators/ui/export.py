@@ -21,7 +21,7 @@ import orjson
 import yaml
 from django.core.exceptions import FieldDoesNotExist, PermissionDenied
 from django.db import connection, transaction
-from django.db.models import QuerySet
+from django.db.models import QuerySet, Subquery
 from django.http import Http404, HttpRequest, HttpResponse, StreamingHttpResponse
 from django.utils.text import slugify
 
@@ -45,10 +45,11 @@ _export_slots = BoundedSemaphore(MAX_CONCURRENT_EXPORTS)
 
 @dataclass(frozen=True)
 class ExportedValue:
-    """A column of an export whose values are computed: `compute` is called with the row's values of `fields`."""
+    """A column of an export whose values are computed: `compute` is called with the row's values of `fields`, which are
+    lookup paths and expressions."""
 
     name: str
-    fields: tuple[str, ...]
+    fields: tuple[str | Subquery, ...]
     compute: Callable[..., Any]
 
 
@@ -113,7 +114,7 @@ def _list_fields_of_column(admin: Any, column: str) -> Iterable[str | ExportedVa
 
 
 def _compute_values(
-    columns: Sequence[str | ExportedValue], field_paths: Sequence[str], rows: RowIterator
+    columns: Sequence[str | ExportedValue], field_paths: Sequence[str | Subquery], rows: RowIterator
 ) -> RowIterator:
     """Yield the values of `columns` for each row, which has the values of `field_paths`."""
     places = {path: place for place, path in enumerate(field_paths)}

@@ -259,12 +259,15 @@ def load_handles(rows: Sequence[Attachment]) -> None:
     held = AcceleratorRequest.objects.filter(uuid__in=request_uuids, attach_handle__isnull=False)
     handle_by_request = {
         request.uuid: request.attach_handle
-        for request in (held.select_related("attach_handle") if request_uuids else ())
+        for request in (held.select_related("attach_handle__deployable__device") if request_uuids else ())
         if request.attach_handle is not None
     }
     for row in rows:
         row_handles = [handle_by_request[uuid] for uuid in row.requests if uuid in handle_by_request]
-        row.held = [HeldHandle(str(one.uuid), one.attach_type, one.attach_info) for one in row_handles]
+        row.held = [
+            HeldHandle(str(one.uuid), one.attach_type, one.attach_info, one.deployable.device.hardware_name.full)
+            for one in row_handles
+        ]
 
 
 def get_handles(row: Attachment) -> list[HeldHandle]:

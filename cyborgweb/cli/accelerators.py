@@ -12,7 +12,7 @@ from cyborgweb.cli import bulk, completion, names, options
 from cyborgweb.cli.backends import describe_ended_command
 from cyborgweb.cli.confirmation import order_after_preview
 from cyborgweb.cli.connection import ApiClient
-from cyborgweb.cli.exit_codes import CliError, ExitCode
+from cyborgweb.cli.exit_codes import ExitCode
 from cyborgweb.cli.following import WorkProgress, follow_until_ended, wait_for_commands
 from cyborgweb.cli.many_targets import show_and_exit
 from cyborgweb.cli.options import CliContext, pass_cli_context, verb_command

@@ -12,7 +12,11 @@ import pytest
 from django.contrib.auth.models import User
 from django.core.management import CommandError
 from django.test import Client
+from django.urls import reverse
 
+from accelerators import conductor
+from accelerators.commands import command_queue
+from accelerators.commands.command_queue import CommandOrder
 from accelerators.domain import libvirt_xml
 from accelerators.domain.libvirt_xml import HeldHandle
 from accelerators.models import AcceleratorRequest, Attachment, Device, Event
@@ -52,6 +56,27 @@ def get_json(ask: Ask, url: str, by: str = "admin") -> dict[str, Any]:
     response = ask(url.removeprefix("http://testserver"), by)
     assert response.status_code == 200, response.content
     return json.loads(response.content)
+
+
+def test_the_page_of_an_attachment_and_the_exports_name_the_hardware(
+    ask: Ask, settings: Any, client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device = Device.objects.order_by("id")[0]
+    monkeypatch.setattr(settings.KEYS, "hardware_names", (f"{device.vendor}:{device.model}=Big card",))
+    order = {"instance": INSTANCE, "device": str(device.uuid)}
+    assert ask("/api/attachments/", method="POST", data=order).status_code == 202
+    run_steps()
+    with conductor.writing():
+        command_queue.place_commands([CommandOrder(op="health", device=device.uuid)])
+    client.force_login(User.objects.create(username="olga", is_staff=True, is_superuser=True))
+    address = reverse("admin:accelerators_attachment_change", args=[Attachment.objects.get().pk])
+    page = client.get(address).content.decode()
+    assert "one unit of Big card" in page
+    assert f'<p class="after">Big card</p><pre class="mono wrapped">{html.escape(LIBVIRT_ELEMENT)}' in page
+    columns = {"attachment": "device_name", "acceleratorrequest": "device_name", "command": "hardware"}
+    for listed, column in columns.items():
+        answer: Any = client.get(reverse(f"admin:accelerators_{listed}_export", args=["json"]))
+        assert [one[column] for one in json.loads(b"".join(answer.streaming_content))] == ["Big card"], listed
 
 
 @pytest.mark.slow
