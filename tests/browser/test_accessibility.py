@@ -88,7 +88,7 @@ def test_login_search_and_help_work_by_keyboard_alone(desk: ConsoleDesk) -> None
     expect(page.get_by_role("link", name="Skip to content")).to_be_focused()
     page.keyboard.press("Enter")
     page.keyboard.press("Tab")
-    assert page.evaluate("document.querySelector('main').contains(document.activeElement)"), "the skip link skips"
+    expect(page.locator("main :focus")).to_have_count(1)  # the link leads over the navigation
 
     # The palette opens the devices; then a closed dialog must give the focus back.
     page.keyboard.press("Control+k")
