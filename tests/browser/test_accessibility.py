@@ -88,7 +88,7 @@ def test_login_search_and_help_work_by_keyboard_alone(desk: ConsoleDesk) -> None
     expect(page.get_by_role("link", name="Skip to content")).to_be_focused()
     page.keyboard.press("Enter")
     page.keyboard.press("Tab")
-    assert page.evaluate("document.querySelector('main').contains(document.activeElement)"), "the skip link skips"
+    expect(page.locator("main :focus")).to_have_count(1)  # the link leads over the navigation
 
     # The palette opens the devices; then a closed dialog must give the focus back.
     page.keyboard.press("Control+k")
@@ -141,6 +141,9 @@ def test_bulk_actions_and_decisions_work_by_keyboard_alone(desk: ConsoleDesk) ->
 
 def test_a_rollout_is_previewed_confirmed_and_retried_by_keyboard_alone(desk: ConsoleDesk) -> None:
     page = desk.open_as_administrator()
+    # No agent runs on these hosts, so the earlier tests may have lasted longer than a host may be silent.
+    desk.product.rows("UPDATE agents_lease SET seen_at = now() RETURNING 1")
+    desk.product.rows("UPDATE accelerators_host SET stale_since = NULL RETURNING 1")
     page.goto(f"{LISTS}hostdriver/?q=pci_driver")
     keyboard = Keyboard(page)
     keyboard.press("j", "Enter")
