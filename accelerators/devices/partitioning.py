@@ -248,9 +248,11 @@ def _find_devices_of_backends(targets: Sequence[PartitionTarget]) -> dict[tuple[
     uuids: dict[tuple[str, str], list[UUID]] = {}
     number = 0
     for uuid, host, backend in present.values_list("uuid", "host__name", "backend").iterator() if named else ():
-        if (host, backend) in named and number <= MAX_DEVICES:
+        if (host, backend) in named:
             uuids.setdefault((host, backend), []).append(uuid)
             number += 1
+        if number > MAX_DEVICES:
+            break
     return uuids
 
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import threading
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 from django.db import connection
+from django.db.models import QuerySet
 from django.test.utils import CaptureQueriesContext
 from msgspec.structs import replace
 
@@ -296,6 +298,24 @@ def test_a_selector_of_units_leaves_out_devices_that_cannot_be_divided(ask: Ask)
     assert [one["device"] for one in shown["devices"]] == [str(get_device(1).uuid)]
     order["selector"] = {"host": "cmp9"}
     get_error_message(ask("/api/accelerators/", method="POST", data=order), 404, "not_found")
+
+
+def test_the_devices_of_backends_are_read_only_as_far_as_a_change_may_reach(
+    ask: Ask, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    report_cards(*(build_divisible_card(n, 2) for n in range(1, 6)))
+    read_rows: list[Any] = []
+    iterator = QuerySet.iterator
+
+    def iterate(rows: QuerySet[Any], *args: Any, **options: Any) -> Iterator[Any]:
+        for row in iterator(rows, *args, **options):
+            read_rows.append(row)
+            yield row
+
+    monkeypatch.setattr(QuerySet, "iterator", iterate)
+    monkeypatch.setattr(partitioning, "MAX_DEVICES", 2)
+    refused = post_units(ask, targets=[{"host": "cmp1", "backend": "a"}], count=1, status=400)
+    assert "Name 1 to 2 devices" in refused and len(read_rows) == 3
 
 
 @pytest.mark.slow
