@@ -222,13 +222,10 @@ class EventAdmin(ReadOnlyModelAdmin):
             devices = Device.objects.filter(reduce(or_, of_devices)).order_by()
             subjects = list(devices.values_list("uuid", flat=True)[: MAX_LISTED_KEYS + 1])
             if len(subjects) > MAX_LISTED_KEYS:
-                text = (
-                    f"More than {MAX_LISTED_KEYS} devices have an address or a serial number that begins with “{word}”."
-                )
-                text += (
-                    " Their events are listed only if they contain this word. To find the others, search for more of"
-                )
-                messages.info(request, f"{text} it, or for the beginning of the device's uuid.", fail_silently=True)
+                text = f"More than {MAX_LISTED_KEYS} devices have an address or a serial number that begins with"
+                text += f" “{word}”. Their events are listed only if they contain this word. To find the others,"
+                text += " search for more of it, or for the beginning of the device's uuid."
+                messages.info(request, text, fail_silently=True)
             elif subjects:
                 condition |= Q(subject__in=subjects)
         return condition

@@ -97,6 +97,12 @@ generation_option = click.option(
 )
 
 
+def choose_generation(present: Mapping[str, Any], generation: int | None) -> int:
+    """Return the generation on which a change is based: `generation`, which the user has named, or that of the row
+    `present`, which was read for the change."""
+    return int(present["generation"]) if generation is None else generation
+
+
 def verb_command(
     name: str, example: str, help_text: str | None = None
 ) -> Callable[[Callable[..., Any]], click.Command]:

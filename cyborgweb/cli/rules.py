@@ -92,7 +92,7 @@ def rule_set(
     if not changes:
         raise click.UsageError("Select what to change.")
     present = find_rule(cli_context.api, rule)
-    body = changes | _choose_generation(present, generation)
+    body = changes | {"generation": options.choose_generation(present, generation)}
     show_changes(present, present | changes)
     question = f"Change the rule {rule}? It matches further devices that are inactive now."
     with show_conflict(lambda current: (current, present | changes)):
@@ -125,7 +125,7 @@ def rule_delete(cli_context: CliContext, rule: str, generation: int | None, yes:
     show_changes(present, {})
     options.confirm(f"Delete the admission rule {rule}?", yes)
     with show_conflict(lambda current: (current, {})):
-        query = _choose_generation(present, generation)
+        query = {"generation": options.choose_generation(present, generation)}
         cli_context.api.send_change("DELETE", f"rules/{present['uuid']}/", params=query)
 
 
@@ -135,11 +135,6 @@ def find_rule(api: ApiClient, name: str) -> dict[str, Any]:
         return row
     text = f"There is no admission rule {name!r}: `{api.spell_verb('rule-list')}` lists all rules."
     raise CliError(ExitCode.NOT_FOUND, text)
-
-
-def _choose_generation(present: dict[str, Any], generation: int | None) -> dict[str, int]:
-    """Return the field `generation` of a change: the one that the user names, else that of the rule that was read."""
-    return {"generation": present["generation"] if generation is None else generation}
 
 
 def _drop_missing(values: dict[str, Any]) -> dict[str, Any]:
