@@ -73,7 +73,7 @@ REVIEWED_STEPS: dict[str, str] = {
     "accelerators 0013_bulk_targets: RunSQL": "it sets a time limit for the migration's locks",
     "accelerators 0013_bulk_targets: AlterField accelerators.bulkitem.stood": "the column becomes wider; it writes and "
     "reads the states of devices as before",
-    "accelerators 0018_generation_of_labels: RunSQL": "it sets a time limit for the migration's locks",
+    "accelerators 0017_generation_of_labels: RunSQL": "it sets a time limit for the migration's locks",
     "accelerators 0016_host_removal_progress: RunSQL": "it sets a time limit for the migration's locks",
     "accelerators 0016_host_removal_progress: AddIndex accelerators.acceleratorrequest": "no request can be written "
     "while the index is built, which takes less than a second for 100 000 requests",

@@ -205,13 +205,10 @@ class EventAdmin(ReadOnlyModelAdmin):
             if bounds := uuid_bounds(text):
                 condition |= Q(subject__range=bounds)
             if len(subjects) > MAX_LISTED_KEYS:
-                messages.info(
-                    request,
-                    f"More than {MAX_LISTED_KEYS} devices have an address or a serial number that begins with “{text}”."
-                    " Their events are listed only if they contain this word. To find the others, search for more of"
-                    " it, or for the beginning of the device's uuid.",
-                    fail_silently=True,
-                )
+                note = f"More than {MAX_LISTED_KEYS} devices have an address or a serial number that begins with"
+                note += f" “{text}”. Their events are listed only if they contain this word. To find the others,"
+                note += " search for more of it, or for the beginning of the device's uuid."
+                messages.info(request, note, fail_silently=True)
             elif subjects:
                 condition |= Q(subject__in=subjects)
             yield condition

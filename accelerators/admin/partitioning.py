@@ -27,6 +27,7 @@ from accelerators.domain.errors import RefusalReason, RefusedError
 from accelerators.domain.states import BulkState, DrainTarget
 from accelerators.models import Bulk, Device
 from accelerators.ui import badges, permissions
+from accelerators.ui.conflicts import find_generation
 from accelerators.workflows import bulk_actions, bulk_commands
 
 CHANGE_SIGNS = {"more": 1, "fewer": -1, "none": 0}
@@ -155,9 +156,10 @@ def _parse_change(request: HttpRequest, devices: QuerySet[Device]) -> PartitionC
         raise RefusedError(
             RefusalReason.INVALID, f"Enter how many units to add or to remove: 1 to {partitioning.MAX_UNITS}."
         )
-    layout_words, seen_generation = request.POST.get("layout", "").split(), request.POST.get("generation", "")
-    is_usable = seen_generation.isascii() and seen_generation.isdecimal() and len(seen_generation) < 19
-    generation = int(seen_generation) if is_usable and devices.count() == 1 else None
+    layout_words = request.POST.get("layout", "").split()
+    generation = find_generation(request)
+    if generation is not None and devices.count() != 1:
+        generation = None
     return PartitionChange(
         sign * int(count) if sign else None, catalogue.parse_layout(layout_words) if layout_words else {}, generation
     )

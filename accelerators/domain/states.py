@@ -179,9 +179,9 @@ class BackendState(Choice):
     ANSWERING = "answering", "good"
     FAILING = "failing", "bad"
     WAITING = "waiting", "warn"
-    """It is configured, but the host's agent has not reported it."""
+    """The backend is configured, but the host's agent has not reported it."""
     DISABLED = "disabled"
-    """It is configured and switched off, or its driver is; no agent reports it."""
+    """The backend is configured, and it or its driver is disabled; no agent reports it."""
 
 
 class RolloutOp(Choice):

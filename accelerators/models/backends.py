@@ -11,7 +11,7 @@ from accelerators.domain.states import BackendState
 class Backend(models.Model):
     """A part of a driver on a host that answers, or fails, independently of the driver's other parts.
 
-    It is reported by the host's agent, or configured in the wanted settings of the driver, or both.
+    The host's agent reports it, or the wanted settings of the driver configure it, or both.
     """
 
     id = models.BigIntegerField(primary_key=True)

@@ -51,10 +51,17 @@ def read_generation(request: HttpRequest) -> int:
 
     Raises NoGenerationError if the request has neither.
     """
-    text = request.POST.get("generation") or request.GET.get("generation", "")
-    if not (text.isascii() and text.isdecimal() and len(text) <= MAX_GENERATION_DIGITS):
+    generation = find_generation(request)
+    if generation is None:
         raise NoGenerationError("The form does not say which version it shows. Nothing was changed: load it again.")
-    return int(text)
+    return generation
+
+
+def find_generation(request: HttpRequest) -> int | None:
+    """Return the generation of a form as `read_generation` does, or None if the request has neither."""
+    text = request.POST.get("generation") or request.GET.get("generation", "")
+    is_number = text.isascii() and text.isdecimal() and len(text) <= MAX_GENERATION_DIGITS
+    return int(text) if is_number else None
 
 
 def render_conflict_page(

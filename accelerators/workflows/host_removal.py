@@ -56,7 +56,7 @@ AgentRevoker = Callable[[Host, str, str, EventSource], None]
 AGENT_REVOKERS: Registry[AgentRevoker] = Registry("revoker of agents", single=True)
 """Function that revokes the agent of a host and its join tokens, given the actor, the reason and the source.
 
-It is called in a transaction in which the host is not locked, and may be called again."""
+The caller runs it in a transaction in which the host is not locked, and may run it again."""
 HOST_CLEANUPS: Registry[Callable[[Host], str]] = Registry("cleanup of hosts")
 """Functions that delete what other services have of a host that is being removed. Each returns '' when nothing is left,
 otherwise why it could not be deleted yet. They are called outside transactions, and may be called again."""

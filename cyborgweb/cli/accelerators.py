@@ -202,7 +202,7 @@ def accelerator_update(
     """
     uuid = names.resolve_device(cli_context.api, device)
     present = cli_context.api.get(f"devices/{uuid}/", fields="generation")
-    body = {"layout": layout, "generation": present["generation"] if generation is None else generation}
+    body = {"layout": layout, "generation": options.choose_generation(present, generation)}
     command = order_after_preview(
         cli_context,
         f"devices/{uuid}/",

@@ -176,15 +176,15 @@ def _change_backend(
 ) -> None:
     """Send a change of one backend, and show the result on its host; with `wait`, first follow it to its end.
 
-    What will change is printed first, and then the `question` is asked, if there is one, unless `yes` is set. The
-    change is based on the generation of the driver that was read for that, or on `generation`. Raises CliError if the
-    host does not exist or the change is refused; if somebody else has changed the driver, both versions are shown.
-    Exits with REFUSED if the change has failed.
+    It first prints what will change, then asks the `question`, if there is one and `yes` is not set. The change is
+    based on the generation of the driver that was read for that, or on `generation`. Raises CliError if the host does
+    not exist or the change is refused; if somebody else has changed the driver, both versions are shown. Exits with
+    REFUSED if the change has failed.
     """
     host_uuid = names.resolve_host(cli_context.api, host)
     present = read_driver(cli_context.api, host, driver)
     about = options.drop_empty({"reason": reason})
-    about["generation"] = present["generation"] if generation is None else generation
+    about["generation"] = options.choose_generation(present, generation)
     present_section = _get_section(present, backend)
     show_changes(present_section, _preview_section(present_section, method, changes))
     if question:

@@ -12,7 +12,7 @@ from uuid import UUID
 import click
 
 from cyborgweb.cli import completion, names, options
-from cyborgweb.cli.confirmation import FORECAST_COLUMNS, build_forecast_rows, fetch_confirmed_preview
+from cyborgweb.cli.confirmation import FORECAST_COLUMNS, build_forecast_rows
 from cyborgweb.cli.connection import ApiClient
 from cyborgweb.cli.exit_codes import ExitCode
 from cyborgweb.cli.following import WorkProgress, follow_until_ended
@@ -156,17 +156,18 @@ def apply_action_to_many(
 ) -> list[dict[str, Any]]:
     """Apply an action to many objects as one job, and return an output row for each object.
 
-    The service freezes the set of objects in a preview, which it stores only after the user has confirmed it. If the
-    preview says so, because the set is on several hosts or held objects would be changed, the user is asked to type the
-    number of objects. With `dry_run` the preview is printed and there are no rows. Without `wait`, there are no rows
-    either unless the job has ended already; then the command with which it can be followed is printed. Raises CliError
-    if a name is wrong, the request is refused or the user declines, and nothing was changed then; UsageError for
-    unusable filters.
+    The service freezes the set of objects in a preview, and stores none that nobody can confirm. If the preview says
+    so, because the set is on several hosts or held objects would be changed, the user is asked to type the number of
+    objects. With `dry_run` the preview is printed and there are no rows. Without `wait`, there are no rows either
+    unless the job has ended already; then the command with which it can be followed is printed. Raises CliError if a
+    name is wrong, the request is refused or the user declines, and nothing was changed then; UsageError for unusable
+    filters.
     """
     kind = selection.kind
     path, request = _build_request(cli_context.api, action, selection, body)
     columns = (f"{kind.plural}=number", *FORECAST_COLUMNS[1:])
-    preview = cli_context.api.preview(path, request, is_kept=how.yes and not how.dry_run)
+    is_kept = not how.dry_run and options.can_be_confirmed(how.yes)
+    preview = cli_context.api.preview(path, request, is_kept=is_kept)
     if how.dry_run:
         print_rows(build_forecast_rows(preview), columns, cli_context.output, f"No {kind.plural}.")
         click.echo(_describe_preview(kind, preview), err=True)
@@ -176,9 +177,7 @@ def apply_action_to_many(
             click.echo(line, err=True)
         question = f"{_describe_preview(kind, preview)} {how.advice}".rstrip()
         options.confirm_number(question, preview["total"], is_confirmed=False)
-    if not how.yes:
-        preview = fetch_confirmed_preview(cli_context.api, path, request, preview)
-    bulk = cli_context.api.post(path, {**request, "token": preview["token"]})
+    bulk = cli_context.api.post(path, request | ({"token": preview["token"]} if is_kept else {}))
     if how.wait:
         bulk = follow_bulk_action(cli_context.api, bulk)
     elif bulk["state"] == "running":

@@ -7,14 +7,11 @@ from typing import Any
 
 import click
 
-from cyborgweb.cli.connection import ApiClient
 from cyborgweb.cli.exit_codes import CliError, ExitCode, to_printable_line
-from cyborgweb.cli.options import CliContext, confirm, confirm_number
+from cyborgweb.cli.options import CliContext, can_be_confirmed, confirm, confirm_number
 from cyborgweb.cli.output import print_rows
 
 FORECAST_COLUMNS = ("number", "outcome", "held", "text")
-OF_THE_DRAFT = ("token", "expires_at")
-"""Fields of a preview that differ each time."""
 OUTCOME_WORDS = {"moved": "will be done", "unchanged": "already so", "refused": "refused"}
 """Words for the predicted outcomes of a preview."""
 
@@ -37,11 +34,12 @@ def order_after_preview(
     If the service asks for a confirmation, or with `always_ask`, its preview is printed on standard error, and the user
     must type the number of objects, which `noun` names in the plural; with `yes` nobody is asked. A service of an older
     release that has no preview of this request is sent the request at once, or after a question with `always_ask`.
-    If the service `stores_draft` for a preview of this request, it stores one only after the user has confirmed.
+    If the service `stores_draft` for a preview of this request, it stores none that nobody can confirm.
 
     Raises UsageError if standard input is not a terminal, and CliError, also if the user types anything else.
     """
-    preview = fetch_preview(cli_context, path, body, is_required=dry_run, method=method, is_kept=not stores_draft)
+    is_kept = not stores_draft or (not dry_run and can_be_confirmed(yes))
+    preview = fetch_preview(cli_context, path, body, is_required=dry_run, method=method, is_kept=is_kept)
     if preview is None:
         if always_ask:
             confirm(question, yes)
@@ -52,24 +50,7 @@ def order_after_preview(
     if not yes and (preview["confirm"] or always_ask):
         print_forecast(preview)
         confirm_number(question, preview["total"], is_confirmed=False, noun=noun)
-    if stores_draft and preview["confirm"]:
-        preview = fetch_confirmed_preview(cli_context.api, path, body, preview)
     return cli_context.api.send_change(method, path, json={**get_generation(preview), **body, **get_token(preview)})
-
-
-def fetch_confirmed_preview(
-    api: ApiClient, path: str, body: Mapping[str, Any], confirmed: Mapping[str, Any]
-) -> dict[str, Any]:
-    """Fetch the preview of a request again after it was confirmed, now with a draft on the service, and return it.
-
-    Raises CliError CONFLICT if it differs from the `confirmed` one.
-    """
-    preview = api.preview(path, body)
-    told, now = ({key: one[key] for key in one if key not in OF_THE_DRAFT} for one in (confirmed, preview))
-    if told != now:
-        text = "What this would do has changed since the preview. Nothing was done: look at the preview again."
-        raise CliError(ExitCode.REFUSED, text, "stale_preview")
-    return preview
 
 
 def fetch_preview(

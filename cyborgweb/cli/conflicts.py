@@ -13,6 +13,7 @@ import click
 
 from cyborgweb.cli.connection import ApiClient
 from cyborgweb.cli.exit_codes import CliError, to_printable_line
+from cyborgweb.cli.options import choose_generation
 
 
 @contextmanager
@@ -42,12 +43,7 @@ def change_based_on(
     wanted = {**present, **changes}
     show_changes(present, wanted)
     with show_conflict(lambda current: (current, wanted)):
-        yield choose_generation(present, generation)
-
-
-def choose_generation(present: Mapping[str, Any], generation: int | None) -> dict[str, int]:
-    """Return the field `generation` of a change: the one that the user names, else that of the row that was read."""
-    return {"generation": present["generation"] if generation is None else generation}
+        yield {"generation": choose_generation(present, generation)}
 
 
 def show_changes(present: Any, wanted: Any) -> None:

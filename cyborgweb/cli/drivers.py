@@ -364,7 +364,7 @@ def _start_rollout(
     if len(hosts) == 1:
         present = read_driver(cli_context.api, hosts[0], driver)
         show_changes(present["wanted"], _preview_wanted(present, op, changes))
-        body["generation"] = present["generation"] if generation is None else generation
+        body["generation"] = options.choose_generation(present, generation)
     elif generation is not None:
         body["generation"] = generation
     with show_conflict(lambda current: (current.get("wanted"), _preview_wanted(current, op, changes))):

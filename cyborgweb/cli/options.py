@@ -97,6 +97,12 @@ generation_option = click.option(
 )
 
 
+def choose_generation(present: Mapping[str, Any], generation: int | None) -> int:
+    """Return the generation on which a change is based: `generation`, which the user has named, or that of the row
+    `present`, which was read for the change."""
+    return int(present["generation"]) if generation is None else generation
+
+
 def verb_command(
     name: str, example: str, help_text: str | None = None
 ) -> Callable[[Callable[..., Any]], click.Command]:
@@ -322,9 +328,14 @@ def _is_dry_run() -> bool:
     return bool(cli_context and cli_context.api.is_dry_run)
 
 
+def can_be_confirmed(is_confirmed: bool) -> bool:
+    """Return whether a question can be answered: by the option --yes, which sets `is_confirmed`, or on a terminal."""
+    return is_confirmed or sys.stdin.isatty()
+
+
 def _require_terminal() -> None:
     """Raise UsageError if there is no terminal on which a question could be answered."""
-    if not sys.stdin.isatty():
+    if not can_be_confirmed(is_confirmed=False):
         raise click.UsageError("There is no terminal on which to confirm this: give --yes.")
 
 

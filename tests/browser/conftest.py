@@ -123,6 +123,15 @@ class ConsoleDesk:
         """Return the address of the product's web process."""
         return f"http://127.0.0.1:{self.product.port}"
 
+    def renew_leases(self) -> None:
+        """Make hosts live that were live when the product was filled. No agent runs on them, so the earlier tests may
+        have lasted longer than a host may be silent."""
+        self.product.rows(
+            "WITH live AS (UPDATE agents_lease SET seen_at = now() WHERE seen_at > now() - interval '30 min'"
+            " RETURNING host_id) UPDATE accelerators_host SET stale_since = NULL"
+            " WHERE id IN (SELECT host_id FROM live) RETURNING 1"
+        )
+
     def open_logged_out(self, **how: Any) -> Page:
         """Open a window without a login; `how` are options of Playwright's context (color_scheme, …)."""
         context = self._open(**how)

@@ -116,6 +116,11 @@ class Keyboard:
                 return
         raise AssertionError(f"no way to {wanted!r} with {key}: {passed}")
 
+    def press_button(self, wanted: str) -> None:
+        """Go to the button whose name matches the regular expression `wanted`, and press Enter there."""
+        self.go_to(wanted, "button")
+        self.press("Enter")
+
     def follow(self, wanted: str, address: str | re.Pattern[str], key: str = "Enter") -> None:
         """Go to the control `wanted`, press it, and wait for the page with an address that matches `address`."""
         self.go_to(wanted)

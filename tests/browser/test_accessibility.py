@@ -141,9 +141,7 @@ def test_bulk_actions_and_decisions_work_by_keyboard_alone(desk: ConsoleDesk) ->
 
 def test_a_rollout_is_previewed_confirmed_and_retried_by_keyboard_alone(desk: ConsoleDesk) -> None:
     page = desk.open_as_administrator()
-    # No agent runs on these hosts, so the earlier tests may have lasted longer than a host may be silent.
-    desk.product.rows("UPDATE agents_lease SET seen_at = now() RETURNING 1")
-    desk.product.rows("UPDATE accelerators_host SET stale_since = NULL RETURNING 1")
+    desk.renew_leases()
     page.goto(f"{LISTS}hostdriver/?q=pci_driver")
     keyboard = Keyboard(page)
     keyboard.press("j", "Enter")
@@ -155,21 +153,18 @@ def test_a_rollout_is_previewed_confirmed_and_retried_by_keyboard_alone(desk: Co
     keyboard.press("Enter")  # Enter in a field decides nothing
     keyboard.go_to("Reason")
     keyboard.type("new cards")
-    keyboard.go_to("Install|Disable", "button")
-    keyboard.press("Enter")
+    keyboard.press_button("Install|Disable")
     expect(page.get_by_role("heading", name="What this rollout would do now")).to_be_visible()
     keyboard.check_start()
     assert find_violations(page) == []
     keyboard.go_to("This reaches 6 hosts.*")
     keyboard.type("6")
-    keyboard.go_to(r"\w+ on \d of 6", "button")
-    keyboard.press("Enter")
+    keyboard.press_button(r"\w+ on \d of 6")
     now = page.get_by_role("region", name="Now")
     expect(now).to_contain_text("is held by request")  # the first host refuses the change, so the others are not begun
     keyboard.check_start()
     assert find_violations(page) == []
-    keyboard.go_to("Retry on the 6 hosts .*", "button")
-    keyboard.press("Enter")
+    keyboard.press_button("Retry on the 6 hosts .*")
     expect(page.get_by_role("heading", name="What this rollout would do now")).to_be_visible()
     keyboard.follow("Leave them as they are", "**/hostdriver/**")
 

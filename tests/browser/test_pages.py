@@ -15,6 +15,7 @@ from tests.browser.pages import MAIN, find_colour_violations, find_violations, f
 
 pytestmark = pytest.mark.browser
 INSTALLATION = "cloud"
+TOP_SCRIPT = "it => it.getBoundingClientRect().y"
 
 AXE_PAGES = (
     "login",
@@ -68,7 +69,7 @@ def visit_every_page(page: Page) -> Iterator[str]:
 
 @pytest.mark.parametrize("name", MAIN)
 def test_main_pages_meet_wcag_level_aa_in_light_and_dark(name: str, desk: ConsoleDesk, screens: Path) -> None:
-    desk.product.rows("UPDATE agents_lease SET seen_at = now() WHERE seen_at > now() - interval '30 min' RETURNING 1")
+    desk.renew_leases()
     page = desk.open_logged_out() if name == "login" else desk.open_as_administrator()
     open_page(page, MAIN[name])
     picture(page, screens / f"{name}-light.png")

@@ -36,6 +36,7 @@ from accelerators.api.own.fields import (
 from accelerators.api.own.filters import SavedViewFilter, UuidPrefixFilter, choice_filter, host_filter
 from accelerators.api.own.inventory import LayoutSerializer
 from accelerators.api.own.previews import (
+    TOKEN_EXCLUDES_DRY_RUN,
     ConfirmationSerializer,
     DraftConfirmationSerializer,
     PreviewSerializer,
@@ -229,7 +230,7 @@ class AddUnitsSerializer(DraftConfirmationSerializer, LayoutSerializer):
             {"required": ["targets"], "properties": {"targets": {"minItems": 1}}, "not": {"required": ["selector"]}},
             {"required": ["selector"], "not": {"required": ["targets"]}},
         ],
-        "not": {"properties": {"dry_run": {"enum": [True]}}, "required": ["dry_run", "token"]},
+        **TOKEN_EXCLUDES_DRY_RUN,
     }
 
     def validate(self, values: dict[str, Any]) -> dict[str, Any]:
@@ -297,7 +298,7 @@ class LabelsSerializer(ConfirmationSerializer):
     # Any, because `Field.label` is a text: the metaclass takes declared fields off the class, so nothing is hidden.
     label: Any = StrictTextField(max_length=255, allow_blank=True, help_text="The label; up to 255 characters.")
 
-    field_conditions = {"not": {"properties": {"dry_run": {"enum": [True]}}, "required": ["dry_run", "token"]}}
+    field_conditions = TOKEN_EXCLUDES_DRY_RUN
 
 
 class LabelResultSerializer(serializers.Serializer[Any]):

@@ -20,7 +20,12 @@ from accelerators.api.own.fields import (
     UrlField,
 )
 from accelerators.api.own.filters import ListFilter, single_choice_filter
-from accelerators.api.own.previews import ConfirmationSerializer, PreviewSerializer, respond_with_preview
+from accelerators.api.own.previews import (
+    TOKEN_EXCLUDES_DRY_RUN,
+    ConfirmationSerializer,
+    PreviewSerializer,
+    respond_with_preview,
+)
 from accelerators.api.own.views import CollectionView
 from accelerators.devices import admission_rules
 from accelerators.domain.states import AdmittedState, DeviceType
@@ -80,13 +85,10 @@ class RuleSerializer(RowSerializer):
         )
 
 
-CONFIRMATION = {"not": {"properties": {"dry_run": {"enum": [True]}}, "required": ["dry_run", "token"]}}
-
-
 class NewRuleSerializer(ConfirmationSerializer, RuleSerializer):
     """A new admission rule, and the confirmation."""
 
-    field_conditions = CONFIRMATION
+    field_conditions = TOKEN_EXCLUDES_DRY_RUN
 
     class Meta(RuleSerializer.Meta):
         fields = (*RuleSerializer.Meta.fields, "dry_run", "token")
@@ -95,7 +97,7 @@ class NewRuleSerializer(ConfirmationSerializer, RuleSerializer):
 class RuleChangeSerializer(ChangeSerializer, ConfirmationSerializer, RuleSerializer):
     """A change of an admission rule, and the confirmation."""
 
-    field_conditions = {**CONFIRMATION, **NEEDS_GENERATION}
+    field_conditions = {**TOKEN_EXCLUDES_DRY_RUN, **NEEDS_GENERATION}
 
     class Meta(RuleSerializer.Meta):
         fields = (*RuleSerializer.Meta.fields, "dry_run", "token")

@@ -22,7 +22,12 @@ from accelerators.api.own.fields import (
     UrlField,
 )
 from accelerators.api.own.filters import ListFilter, choice_filter, host_filter
-from accelerators.api.own.previews import ConfirmationSerializer, PreviewSerializer, respond_with_preview
+from accelerators.api.own.previews import (
+    TOKEN_EXCLUDES_DRY_RUN,
+    ConfirmationSerializer,
+    PreviewSerializer,
+    respond_with_preview,
+)
 from accelerators.api.own.requests import ProjectOwnedView
 from accelerators.domain import libvirt_xml
 from accelerators.domain.errors import RefusalReason, RefusedError
@@ -127,7 +132,7 @@ class AttachmentSerializer(RowSerializer):
 class DetachSerializer(ConfirmationSerializer, ReasonSerializer):
     """The body of a detachment: an optional reason, and the confirmation."""
 
-    field_conditions = {"not": {"properties": {"dry_run": {"enum": [True]}}, "required": ["dry_run", "token"]}}
+    field_conditions = TOKEN_EXCLUDES_DRY_RUN
 
 
 class DetachPreviewSerializer(PreviewSerializer):

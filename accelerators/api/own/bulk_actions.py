@@ -35,7 +35,7 @@ from accelerators.api.own.fields import (
     UrlField,
 )
 from accelerators.api.own.filters import SavedViewFilter, choice_filter, host_filter
-from accelerators.api.own.previews import DraftConfirmationSerializer
+from accelerators.api.own.previews import TOKEN_EXCLUDES_DRY_RUN, DraftConfirmationSerializer
 from accelerators.api.own.selectors import (
     DEVICES,
     MAX_NAMED_OBJECTS,
@@ -202,7 +202,7 @@ class StartBulkActionSerializer(DraftConfirmationSerializer):
     reason = ReasonField("Shown with each object and in its events.")
 
     field_conditions = {
-        "not": {"properties": {"dry_run": {"enum": [True]}}, "required": ["dry_run", "token"]},
+        **TOKEN_EXCLUDES_DRY_RUN,
         "allOf": [
             {"anyOf": [{"properties": {"action": {"enum": ["drain"]}}}, {"not": {"required": ["then"]}}]},
             {

@@ -8,7 +8,7 @@ from typing import Any
 from rest_framework import serializers
 from rest_framework.response import Response
 
-from accelerators.api.own.previews import PreviewSerializer, discarding_draft, respond_with_preview
+from accelerators.api.own.previews import PreviewSerializer, describe_forecast, discarding_draft, respond_with_preview
 from accelerators.commands import command_queue
 from accelerators.domain.caller import Caller
 from accelerators.domain.device_actions import Action
@@ -98,10 +98,7 @@ def _describe_preview(draft: Bulk, preview: bulk_actions.BulkPreview) -> dict[st
         "hosts": preview.host_count,
         "held": preview.held_count,
         "counts": {outcome.value: preview.count_objects(outcome) for outcome in DeviceOutcome},
-        "forecast": [
-            {"outcome": one.outcome.value, "number": one.number, "held": one.held, "text": one.text}
-            for one in preview.forecasts
-        ],
+        "forecast": [describe_forecast(one) for one in preview.forecasts],
         "instances": preview.reach and preview.reach.instances,
         "units": preview.reach and preview.reach.units,
         "devices": [

@@ -148,7 +148,7 @@ class ClosedSerializer(serializers.Serializer[Any]):
 class GenerationField(StrictIntegerField):
     """The generation on which a change is based. If the row has another one, the change is refused.
 
-    It is no required field, because its absence has an answer of its own (428), which the view gives.
+    The serializer accepts a body without it, because the view answers such a body with 428, not with 400.
     """
 
     HELP = "Needed: the generation as you read it. If it has changed since, the answer is 409; without it, 428."

@@ -33,7 +33,13 @@ from accelerators.api.own.fields import (
     parse_attach_info,
 )
 from accelerators.api.own.filters import ListFilter, choice_filter, host_filter, presence_filter
-from accelerators.api.own.previews import ConfirmationSerializer, PreviewSerializer, respond_with_preview
+from accelerators.api.own.previews import (
+    TOKEN_EXCLUDES_DRY_RUN,
+    ConfirmationSerializer,
+    PreviewSerializer,
+    describe_forecast,
+    respond_with_preview,
+)
 from accelerators.api.own.views import CollectionView
 from accelerators.devices import lifecycle, partitioning
 from accelerators.devices.lifecycle import MAX_REASON, SeenStates
@@ -335,7 +341,7 @@ class DeviceSerializer(RowSerializer):
 class DeviceActionSerializer(ConfirmationSerializer, ReasonSerializer):
     """The body of an action on a device: an optional reason, and the confirmation."""
 
-    field_conditions = {"not": {"properties": {"dry_run": {"enum": [True]}}, "required": ["dry_run", "token"]}}
+    field_conditions = TOKEN_EXCLUDES_DRY_RUN
 
 
 class DeviceActionPreviewSerializer(PreviewSerializer):
@@ -391,7 +397,6 @@ class _ForecastAction:
 
     def respond_with_preview(self, caller: Caller, is_dry_run: bool) -> Response:
         """Return the answer with the preview. Raises NotConfirmedError (409) unless it is a dry run."""
-        one = self.forecast
         preview = {
             "action": self.action.value,
             "then": self.final_state.value,
@@ -401,7 +406,7 @@ class _ForecastAction:
             "total": 1,
             "hosts": 1,
             "held": int(self.needs_token),
-            "forecast": [{"outcome": one.outcome.value, "number": 1, "held": one.held, "text": one.text}],
+            "forecast": [describe_forecast(self.forecast)],
             "confirm": self.needs_token,
         }
         issued = confirmations.issue_token(self.device.uuid, caller, self.described)
@@ -468,7 +473,7 @@ class LayoutSerializer(ConfirmationSerializer):
     # The OpenAPI generator treats every PATCH body as partial; this one requires `layout`.
     field_conditions = {
         "required": ["layout", *NEEDS_GENERATION["required"]],
-        "not": {"properties": {"dry_run": {"enum": [True]}}, "required": ["dry_run", "token"]},
+        **TOKEN_EXCLUDES_DRY_RUN,
     }
 
 
@@ -544,9 +549,7 @@ def _describe_layout_change(device: Device, forecast: BulkForecast, seen: str) -
         "total": 1,
         "hosts": 1,
         "held": 0,
-        "forecast": [
-            {"outcome": forecast.outcome.value, "number": 1, "held": forecast.held, "text": forecast.text},
-        ],
+        "forecast": [describe_forecast(forecast)],
         "confirm": False,
     }
 

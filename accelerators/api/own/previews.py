@@ -13,7 +13,13 @@ from rest_framework.response import Response
 from accelerators.api.own.errors import ApiError
 from accelerators.api.own.fields import ClosedSerializer, StrictBooleanField, StrictTextField
 from accelerators.domain.errors import RefusalReason
+from accelerators.workflows.bulk_targets import BulkForecast
 from accelerators.workflows.confirmations import MAX_TOKEN_LENGTH, PreviewToken
+
+TOKEN_EXCLUDES_DRY_RUN: Mapping[str, Any] = {
+    "not": {"properties": {"dry_run": {"enum": [True]}}, "required": ["dry_run", "token"]}
+}
+"""The condition of bodies with a confirmation, for the OpenAPI document; `ConfirmationSerializer` checks it."""
 
 
 class ConfirmationSerializer(ClosedSerializer):
@@ -77,6 +83,16 @@ class PreviewSerializer(serializers.Serializer[Any]):
     confirm = serializers.BooleanField(read_only=True, help_text="Whether the request is refused without the token.")
     token = serializers.CharField(read_only=True)
     expires_at = serializers.DateTimeField(read_only=True)
+
+
+def describe_forecast(forecast: BulkForecast) -> dict[str, Any]:
+    """Return a forecast as `ForecastSerializer` shows it."""
+    return {
+        "outcome": forecast.outcome.value,
+        "number": forecast.number,
+        "held": forecast.held,
+        "text": forecast.text,
+    }
 
 
 class NotConfirmedError(ApiError):

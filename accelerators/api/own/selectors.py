@@ -22,8 +22,9 @@ class Selectable:
     """The objects of one kind, and how a body selects them.
 
     `field` is the field of the body that names them, and `selector_filters` are the filters that a selector may have.
-    Whoever has `read_rule` sees bulk actions on those of the own project, and with `read_all_rule` on all.
-    `change_all_rule` lets a caller change those of all projects. The rules are '' for devices, which have no project.
+    A caller with `read_rule` sees the bulk actions on objects of the own project, one with `read_all_rule` those on all
+    objects. A caller with `change_all_rule` may change the objects of all projects. The rules are '' for devices, which
+    have no project.
     """
 
     field: str

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
+import click
 import pytest
 
 from cyborgweb.cli.confirmation import order_after_preview
@@ -52,30 +54,39 @@ def test_a_preview_that_was_asked_for_is_an_error_with_a_service_of_an_older_rel
     assert service.bodies == []
 
 
-def test_a_preview_that_has_changed_until_it_is_confirmed_is_not_confirmed() -> None:
-    class ChangingService(ApiClient):
-        """A service whose preview names one more host each time."""
+@pytest.mark.parametrize(
+    ("yes", "is_terminal", "is_kept"), [(True, False, True), (False, True, True), (False, False, False)]
+)
+def test_a_draft_is_stored_only_if_somebody_can_confirm_it(
+    monkeypatch: pytest.MonkeyPatch, yes: bool, is_terminal: bool, is_kept: bool
+) -> None:
+    class PreviewingService(ApiClient):
+        """A service that previews one host, and records the bodies."""
 
         server_name = "a service"
-        bodies: list[dict[str, Any]] = []
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.bodies: list[dict[str, Any]] = []
 
         def send_request(self, method: str, path: str, **options: Any) -> dict[str, Any]:
             """Record the body and return a preview."""
             self.bodies.append(options["json"])
-            number = len(self.bodies)
-            return {"confirm": True, "total": number, "held": 0, "hosts": number, "forecast": [], "token": f"t{number}"}
+            return {"confirm": True, "total": 2, "held": 0, "hosts": 2, "forecast": [], "token": "the token"}
 
-    service = ChangingService()
-    with pytest.raises(CliError, match="changed since the preview") as refused:
+    monkeypatch.setattr("sys.stdin.isatty", lambda: is_terminal, raising=False)
+    monkeypatch.setattr("click.prompt", lambda *words, **options: "2")
+    service = PreviewingService()
+    with nullcontext() if is_kept else pytest.raises(click.UsageError, match="give --yes"):
         order_after_preview(
             *(CliContext(client=service), "rollouts/", {"op": "install"}, "Sure?", "hosts"),
-            yes=True,
+            yes=yes,
             dry_run=False,
             stores_draft=True,
         )
-    assert refused.value.reason == "stale_preview"
     asked = {"op": "install", "dry_run": True}
-    assert service.bodies == [asked | {"keep": False}, asked], "nothing was confirmed"
+    confirmed = {"op": "install", "token": "the token"}
+    assert service.bodies == ([asked, confirmed] if is_kept else [asked | {"keep": False}])
 
 
 def test_another_refused_field_of_a_preview_is_an_error() -> None:
