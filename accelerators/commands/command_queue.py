@@ -8,7 +8,7 @@ has been fetched.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 from uuid import UUID
@@ -69,9 +69,10 @@ _ORDER_COLUMNS = ("op", "device", "handle", "part", "host", "arguments", "exclus
 _json = msgspec.json.Encoder()
 CommandId = tuple[int, int]
 """How an agent identifies a command: the host's id and the command's number (its primary key)."""
-REACH_CHECKS: Registry[Callable[[Host], str]] = Registry("reach check")
-"""Functions that return why a host's agent takes no commands, or '' if they know no reason. `refuse_if_unreachable`
-calls them."""
+REACH_CHECKS: Registry[Callable[[Collection[Host], bool], dict[int, str]]] = Registry("reach check")
+"""Functions that return, by host id, why the agents of these hosts take no commands; hosts without a reason are left
+out. If the second argument is true, the command may wait for an agent that is away. `explain_unreachable` calls
+them."""
 
 
 @dataclass(frozen=True)
@@ -597,12 +598,21 @@ def refuse_if_busy(device: Device, op: str) -> None:
         raise RefusedError(RefusalReason.CONFLICT, text)
 
 
-def refuse_if_unreachable(host: Host) -> None:
-    """Raise RefusedError CONFLICT, with the reason, if a check in REACH_CHECKS says that the host's agent takes no
-    commands."""
+def explain_unreachable(hosts: Collection[Host], *, may_wait: bool) -> dict[int, str]:
+    """Return, by host id, why the agents of these hosts take no commands; hosts without a reason are left out.
+
+    If `may_wait` is False, that an agent is away, or that none has joined, is a reason. Costs one statement per check.
+    """
+    reasons: dict[int, str] = {}
     for check in REACH_CHECKS.values():
-        if text := check(host):
-            raise RefusedError(RefusalReason.CONFLICT, f"{text[0].upper()}{text[1:]}.")
+        reasons = check(hosts, may_wait) | reasons
+    return reasons
+
+
+def refuse_if_unreachable(host: Host, *, may_wait: bool = True) -> None:
+    """Raise RefusedError CONFLICT if the host's agent takes no commands, with the reason of `explain_unreachable`."""
+    if text := explain_unreachable([host], may_wait=may_wait).get(host.pk):
+        raise RefusedError(RefusalReason.CONFLICT, f"{text[0].upper()}{text[1:]}.")
 
 
 def check_reason(text: str) -> str:

@@ -38,6 +38,8 @@ from tests.support.clocks import replace_sleep
 from tests.support.manage import run_verb
 from tests.support.reports import apply_report, get_or_create_host, make_card, make_driver_report
 
+pytestmark = pytest.mark.usefixtures("agents_need_not_be_up")
+
 __all__ = ["fill"]
 UNKNOWN_UUID = "00000000-0000-4000-8000-000000000000"
 IMAGE = "11111111-2222-4333-8444-555555555555"
