@@ -8,9 +8,8 @@ has been fetched.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache
 from typing import Any, NamedTuple
 from uuid import UUID
 
@@ -70,9 +69,10 @@ _ORDER_COLUMNS = ("op", "device", "handle", "part", "host", "arguments", "exclus
 _json = msgspec.json.Encoder()
 CommandId = tuple[int, int]
 """How an agent identifies a command: the host's id and the command's number (its primary key)."""
-REACH_CHECKS: Registry[Callable[[Host], str]] = Registry("reach check")
-"""Functions that return why a host's agent takes no commands, or '' if they know no reason. `find_unreachable_reason`
-calls them."""
+REACH_CHECKS: Registry[Callable[[Collection[Host], bool], dict[int, str]]] = Registry("reach check")
+"""Functions that return, by host id, why the agents of these hosts take no commands; hosts without a reason are left
+out. If the second argument is true, the command may wait for an agent that is away. `explain_unreachable` calls
+them."""
 
 
 @dataclass(frozen=True)
@@ -234,12 +234,12 @@ def order_command_for_each(
     orders: dict[Device, CommandOrder] = {}
     with conductor.writing():
         holders = safety.find_holders(separate, answers) if op in DESTRUCTIVE else None
-        find_unreachable = cache(find_unreachable_reason)
+        unreachable = explain_unreachable({one.host for one in separate})
         for device in separate:
             try:
                 arguments = check_arguments(op, layouts[device], None)
                 refuse_unknown_words(device, layouts[device] or {})
-                _refuse_if_impossible(op, device, find_unreachable)
+                _refuse_if_impossible(op, device, unreachable)
                 if holders:
                     _refuse_if_held_or_affecting(op, device, (), holders)
             except RefusedError as refused:
@@ -295,12 +295,12 @@ def ask_holders_for_command(
     devices = list(selected.select_related("host"))
     loaded = {one.pk: one for one in [*devices, *safety.find_affected_outside(selected, op)]}
     known, to_ask = safety.find_known_holders(loaded.values()), dict[int, Device]()
-    find_unreachable = cache(find_unreachable_reason)
+    unreachable = explain_unreachable({one.host for one in devices})
     for device in devices:
         affected = [loaded[one.pk] for one in safety.find_affected_siblings(device, op) if one.pk in loaded]
         try:
             refuse(device)
-            _refuse_if_impossible(op, device, find_unreachable)
+            _refuse_if_impossible(op, device, unreachable)
             _refuse_if_held_or_affecting(op, device, affected, known)
         except RefusedError:
             continue
@@ -592,9 +592,9 @@ def _choose_deployable(device: Device, deployable_uuid: UUID | None) -> int:
     return ids_by_uuid[deployable_uuid]
 
 
-def _refuse_if_impossible(op: str, device: Device, find_unreachable: Callable[[Host], str] | None = None) -> None:
+def _refuse_if_impossible(op: str, device: Device, unreachable: Mapping[int, str] | None = None) -> None:
     """Raise RefusedError CONFLICT if the state of the device, its driver, another command or its agent does not allow
-    the command `op` now. `find_unreachable` is that of `refuse_if_unreachable`.
+    the command `op` now. `unreachable` are the reasons of `explain_unreachable`; without them, it is called.
     """
     if DeviceState(device.state) not in ALLOWED_STATES[op]:
         possible = ", ".join(sorted(ALLOWED_STATES[op]))
@@ -604,7 +604,7 @@ def _refuse_if_impossible(op: str, device: Device, find_unreachable: Callable[[H
     if op not in device.acts.split():
         raise RefusedError(RefusalReason.CONFLICT, f"Device {device.uuid}: {device.driver} cannot {op} it.")
     refuse_if_busy(device, op)
-    refuse_if_unreachable(device.host, find_unreachable or find_unreachable_reason)
+    _refuse_if_explained(device.host, explain_unreachable([device.host]) if unreachable is None else unreachable)
 
 
 def _lock_affected_siblings(op: str, device: Device) -> list[Device]:
@@ -644,15 +644,25 @@ def refuse_if_busy(device: Device, op: str) -> None:
         raise RefusedError(RefusalReason.CONFLICT, text)
 
 
-def find_unreachable_reason(host: Host) -> str:
-    """Return why the host's agent takes no commands, by the checks in REACH_CHECKS; '' if none knows a reason."""
-    return next(filter(None, (check(host) for check in REACH_CHECKS.values())), "")
+def explain_unreachable(hosts: Collection[Host], *, may_wait: bool = True) -> dict[int, str]:
+    """Return, by host id, why the agents of these hosts take no commands; hosts without a reason are left out.
+
+    If `may_wait` is False, that an agent is away, or that none has joined, is a reason. Costs one statement per check.
+    """
+    reasons: dict[int, str] = {}
+    for check in REACH_CHECKS.values():
+        reasons = check(hosts, may_wait) | reasons
+    return reasons
 
 
-def refuse_if_unreachable(host: Host, find_reason: Callable[[Host], str] = find_unreachable_reason) -> None:
-    """Raise RefusedError CONFLICT, with the reason, if the host's agent takes no commands. A caller that asks about
-    many devices of a host gives a cached `find_reason`."""
-    if text := find_reason(host):
+def refuse_if_unreachable(host: Host, *, may_wait: bool = True) -> None:
+    """Raise RefusedError CONFLICT if the host's agent takes no commands, with the reason of `explain_unreachable`."""
+    _refuse_if_explained(host, explain_unreachable([host], may_wait=may_wait))
+
+
+def _refuse_if_explained(host: Host, reasons: Mapping[int, str]) -> None:
+    """Raise RefusedError CONFLICT if `reasons`, those of `explain_unreachable`, has one for this host."""
+    if text := reasons.get(host.pk):
         raise RefusedError(RefusalReason.CONFLICT, f"{text[0].upper()}{text[1:]}.")
 
 

@@ -552,9 +552,19 @@ def predict_outcome(
         return BulkForecast(DeviceOutcome.REFUSED, blocked_text, held)
     return BulkForecast(
         DeviceOutcome.MOVED,
-        f"becomes {(after if held or not after.drain_to else state_after_last_request(after)).as_text}",
+        _describe_change(after if held or not after.drain_to else state_after_last_request(after)),
         held,
     )
+
+
+def _describe_change(after: LifecycleState) -> str:
+    """Return what a device becomes, and what happens when its last request ends, as text for people."""
+    text = f"becomes {replace(after, drain_to=None).as_text}"
+    if after.drain_to is None:
+        return text
+    if after.drain_to.value == after.state.value:
+        return f"{text}, and drains until its last request ends"
+    return f"{text}, drains, and becomes {after.drain_to} when its last request ends"
 
 
 def forecast_device(action: Action, drain_to: DrainTarget, device: Device) -> BulkForecast:

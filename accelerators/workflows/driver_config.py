@@ -171,7 +171,7 @@ def ask_holders_for_change(host: Host, change: DriverChange) -> safety.HolderAns
         if wanted is None or _is_in_effect(wish, wanted, entry) or not _is_running(entry):
             return safety.NO_ANSWERS
         _refuse_if_being_changed(wish, host)
-        command_queue.refuse_if_unreachable(host)
+        command_queue.refuse_if_unreachable(host, may_wait=False)
         _refuse_if_devices_busy(devices)
         _refuse_if_devices_held(devices, change, host, safety.find_known_holders(devices))
     except RefusedError:
@@ -195,10 +195,11 @@ def order_driver_change(
 
     The change must have passed `check_driver_change`. Returns None if nothing has to be changed. Locks the host and the
     driver's devices; the devices are busy until the command has ended. Raises RefusedError: CONFLICT if the driver to
-    be updated is not installed, another change of it or an exclusive command on one of its devices is under way, or the
-    agent takes no commands; IN_USE, naming the holder, if a device of a running driver is held; UNAVAILABLE if the
-    `answers` of `ask_holders_for_change` do not tell whether a device is held. Raises ChangedMeanwhileError if the
-    wanted configuration has another generation than `generation`, unless it is as wanted already.
+    be updated is not installed, another change of it or an exclusive command on one of its devices is under way, the
+    agent takes no commands or is down, or the host has no agent; IN_USE, naming the holder, if a device of a running
+    driver is held; UNAVAILABLE if the `answers` of `ask_holders_for_change` do not tell whether a device is held.
+    Raises ChangedMeanwhileError if the wanted configuration has another generation than `generation`, unless it is as
+    wanted already.
     """
     with conductor.writing():
         host = Host.objects.select_for_update(no_key=True).get(pk=host.pk)
@@ -210,7 +211,7 @@ def order_driver_change(
         present = wish.generation if wish else 0
         generations.refuse_if_changed(f"{change.driver} on {host.name}", present, generation, [host.name])
         _refuse_if_being_changed(wish, host)
-        command_queue.refuse_if_unreachable(host)
+        command_queue.refuse_if_unreachable(host, may_wait=False)
         devices = conductor.lock_devices(Device.objects.filter(host=host, driver=change.driver))
         _refuse_if_devices_busy(devices)
         if _is_running(entry):
@@ -221,12 +222,13 @@ def order_driver_change(
 
 
 def forecast_change(
-    host: Host, change: DriverChange, wish: DriverWish | None, is_busy: bool, is_held: bool
+    host: Host, change: DriverChange, wish: DriverWish | None, unreachable: str, is_busy: bool, is_held: bool
 ) -> tuple[DeviceOutcome, str]:
     """Predict what `order_driver_change` would do on this host, with a text that does not name the host.
 
-    `wish` has its command loaded; `is_busy` and `is_held` say whether a device of the driver is. The holder checks and
-    the agent are not asked. This function sends no statement.
+    `wish` has its command loaded; `unreachable` is the host's reason of `command_queue.explain_unreachable`, '' for
+    none; `is_busy` and `is_held` say whether a device of the driver is. The holder checks and the agent are not asked.
+    This function sends no statement.
     """
     entry = host.drivers.get(change.driver)
     try:
@@ -239,7 +241,7 @@ def forecast_change(
         return DeviceOutcome.UNCHANGED, "it is configured like this already"
     refusals = {
         "it is being changed": bool(wish and wish.command and wish.command.ended_at is None),
-        "the agent of the host is not heard from": host.stale_since is not None,
+        unreachable.replace(f" {host.name}", " the host", 1): bool(unreachable),
         "one of its devices is busy with a command": is_busy,
         "one of its devices is held": is_held and _is_running(entry),
     }

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from accelerators import safety
+from accelerators.commands import command_queue
 from accelerators.domain.states import DeviceOutcome
 from accelerators.models import Device, DriverWish, Rollout
 from accelerators.workflows import driver_config, driver_rollouts
@@ -70,13 +71,15 @@ def preview_rollout(rollout: Rollout) -> RolloutPreview:
     busy_hosts = {host for _, host, busy_with in devices if busy_with}
     held_devices = {pk for pk, _ in safety.query_requests_of_devices(list(host_by_device), "id")}
     held_counts, device_counts = Counter(host_by_device[pk] for pk in held_devices), Counter(host_by_device.values())
+    hosts = [step.host for step in steps if step.host is not None]
+    unreachable = command_queue.explain_unreachable(hosts, may_wait=False)
     forecasts = []
     for step in steps:
         outcome, text = DeviceOutcome.REFUSED, "the host does not exist any more"
         if step.host is not None:
             wish, pk = wish_by_host.get(step.host.pk), step.host.pk
             outcome, text = driver_config.forecast_change(
-                step.host, change, wish, pk in busy_hosts, held_counts[pk] > 0
+                step.host, change, wish, unreachable.get(pk, ""), pk in busy_hosts, held_counts[pk] > 0
             )
             if outcome == DeviceOutcome.MOVED and step.generation not in (None, wish.generation if wish else 0):
                 outcome, text = DeviceOutcome.REFUSED, "somebody has changed it since the hosts were chosen"

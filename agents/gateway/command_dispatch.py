@@ -12,7 +12,7 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections.abc import Callable, Collection, Coroutine, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -23,9 +23,10 @@ from django.db import DatabaseError, InterfaceError, close_old_connections, conn
 
 from accelerators.commands import command_queue, placement_delegation
 from accelerators.commands.command_queue import CommandAnswer, CommandId, CommandProgress
+from accelerators.domain.states import AgentState
 from accelerators.models import Host
 from accelerators.runtime import database_outage, pubsub
-from agents import wire
+from agents import liveness, wire
 from agents.gateway.row_locks import limiting_lock_waits, suppressing_lock_timeouts
 from agents.gateway.sessions import AgentSession
 from agents.models import Agent
@@ -94,10 +95,31 @@ def store_messages(messages: Sequence[CommandMessage]) -> set[CommandId]:
     return command_queue.store_answers(answers) if answers else set()
 
 
-def explain_unreachable(host: Host) -> str:
-    """Return why the agent of a host accepts no commands, '' if it does or if nothing is known. Costs one query."""
-    agent = Agent.objects.filter(host=host).values_list("ops", "version").first()
-    return _describe_no_commands(host.name, agent[1]) if agent and agent[0] == "" else ""
+def explain_unreachable(hosts: Collection[Host], may_wait: bool) -> dict[int, str]:
+    """Return, by host id, why the agents of these hosts accept no commands; hosts without a reason are left out.
+
+    That an agent is down or barred, or that none has joined, is a reason unless the command may wait for it. Costs one
+    query.
+    """
+    agents = Agent.objects.filter(host__in=hosts).order_by().select_related("host__lease")
+    agent_by_host = {agent.host_id: agent for agent in agents}
+    reasons = {host.pk: _describe_obstacle(host.name, agent_by_host.get(host.pk), may_wait) for host in hosts}
+    return {pk: reason for pk, reason in reasons.items() if reason}
+
+
+def _describe_obstacle(host: str, agent: Agent | None, may_wait: bool) -> str:
+    """Return why the agent of `host` accepts no commands, '' if it does; None stands for a host without an agent."""
+    if agent is not None and agent.ops == "":
+        return _describe_no_commands(host, agent.version)
+    if may_wait:
+        return ""
+    if agent is None:
+        return f"no agent has joined for {host}: let it join with a join token, then try again"
+    if agent.barred:
+        return f"the agent of {host} may not connect ({agent.barred}): admit it, or let it join again"
+    if liveness.get_agent_state(agent) == AgentState.DOWN:
+        return f"the agent of {host} is down: start it, then try again"
+    return ""
 
 
 def _describe_no_commands(host: str, release: str) -> str:

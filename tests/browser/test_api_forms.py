@@ -25,7 +25,7 @@ def test_an_action_on_a_held_device_is_confirmed_on_the_page_that_refused_it(des
     form = page.locator(f'form[data-url="/api/devices/{uuid}/disable/"]')
     form.get_by_role("button", name="Disable").click()
     expect(form.locator("output")).to_contain_text("1 held device")
-    expect(form.locator("output li")).to_have_text("1 × moved: becomes maintenance (held)")
+    expect(form.locator("output li")).to_have_text("1 × will be done: becomes maintenance (held)")
     assert desk.product.rows(state) == [("ready",)]
     form.get_by_role("button", name="Confirm: do this").click()
     enable = page.locator(f'form[data-url="/api/devices/{uuid}/enable/"]')

@@ -1,4 +1,7 @@
 // The forms of the API pages. Each sends JSON, as other clients do, and shows the answer.
+// The words for the outcomes of a preview; the console and the command line use the same.
+const OUTCOME_WORDS = { moved: "will be done", unchanged: "already so" };
+
 function body(form) {
   const whole = form.querySelector("[data-body]");
   if (whole) { return JSON.parse(whole.value); }
@@ -30,7 +33,8 @@ function showPreview(form, text, preview, sent) {
   const list = document.createElement("ul");
   preview.forecast.forEach(function (one) {
     const item = document.createElement("li");
-    item.textContent = one.number + " × " + one.outcome + ": " + one.text + (one.held ? " (held)" : "");
+    const word = OUTCOME_WORDS[one.outcome] || one.outcome;
+    item.textContent = one.number + " × " + word + ": " + one.text + (one.held ? " (held)" : "");
     list.append(item);
   });
   const button = document.createElement("button");

@@ -31,7 +31,7 @@ from accelerators.workflows.driver_config import DriverChange
 from tests.support.holders import answer_each
 from tests.support.reports import apply_report, get_or_create_host, make_card, make_driver_report
 
-pytestmark = pytest.mark.django_db
+pytestmark = [pytest.mark.django_db, pytest.mark.usefixtures("agents_need_not_be_up")]
 OLGA = Caller("olga", "u", frozenset({"admin"}), "p1")
 LATER = datetime.now(UTC) + timedelta(days=2)
 FREE = HolderCheckResult()

@@ -25,7 +25,7 @@ from tests.accelerators.api.own.conftest import Fill, fill
 from tests.support.holders import answer_each
 from tests.support.reports import apply_report, get_or_create_host, make_card, make_driver_report
 
-pytestmark = pytest.mark.django_db
+pytestmark = [pytest.mark.django_db, pytest.mark.usefixtures("agents_need_not_be_up")]
 OLGA = Caller("olga", "u", frozenset({"admin"}), "p1")
 INSTALL, UPDATE, UNINSTALL = RolloutOp
 DRIVER = "test_driver"

@@ -23,7 +23,7 @@ from tests.support.reports import apply_report, get_or_create_host, make_card
 from tests.support.webserver import until
 from tests.support.wireagent import OPS, WireAgent, ask, receive_result_ack, send_result, take_command
 
-pytestmark = pytest.mark.django_db(transaction=True)
+pytestmark = [pytest.mark.django_db(transaction=True), pytest.mark.usefixtures("agents_need_not_be_up")]
 
 
 @pytest.fixture(autouse=True)

@@ -51,7 +51,7 @@ from placement_sync.models import Writer
 from tests.accelerators.api.own.test_units import create_bound_request
 from tests.support.reports import create_heard_host
 
-pytestmark = pytest.mark.django_db
+pytestmark = [pytest.mark.django_db, pytest.mark.usefixtures("agents_need_not_be_up")]
 
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "rights.md"
 UUID = "604c1d0e-3f10-4d5c-9c6b-6e0f9a3c1b2d"

@@ -45,7 +45,7 @@ from tests.support.background import running_beside
 from tests.support.clocks import replace_sleep
 from tests.support.reports import apply_report, get_or_create_host, make_card, make_driver_report
 
-pytestmark = pytest.mark.django_db(transaction=True)
+pytestmark = [pytest.mark.django_db(transaction=True), pytest.mark.usefixtures("agents_need_not_be_up")]
 AgentsAtWork = Callable[..., AbstractContextManager[None]]
 ACTS = "install partition health"
 CARD_VALUES = {"acts": ACTS, "changeable": "vfs mtu", "sized_by": "vfs", "backend": "nics"}

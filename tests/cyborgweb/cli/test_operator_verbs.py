@@ -17,12 +17,13 @@ import pytest
 from django.conf import settings
 from django.core.management import CommandError
 
+from accelerators import conductor
 from accelerators.commands import command_queue
 from accelerators.commands.catalogue import ORDERABLE_COMMANDS
 from accelerators.devices import admission_rules, lifecycle
 from accelerators.domain.caller import Caller, request_id
 from accelerators.domain.states import EventSource
-from accelerators.models import AttachHandle, Attachment, Command, Device, Event, Rollout
+from accelerators.models import AttachHandle, Attachment, Bulk, Command, Device, Event, Rollout
 from accelerators.models.commands import COMMAND_IS_OPEN
 from accelerators.workflows import command_endings, driver_rollouts
 from cyborgweb.auth import authentication, policy, read_only
@@ -37,6 +38,8 @@ from tests.cyborgweb.cli.conftest import Cyborg
 from tests.support.clocks import replace_sleep
 from tests.support.manage import run_verb
 from tests.support.reports import apply_report, get_or_create_host, make_card, make_driver_report
+
+pytestmark = pytest.mark.usefixtures("agents_need_not_be_up")
 
 __all__ = ["fill"]
 UNKNOWN_UUID = "00000000-0000-4000-8000-000000000000"
@@ -256,6 +259,12 @@ def test_an_action_moves_every_named_device_and_a_refusal_exits_with_1(
     assert [*Device.objects.order_by("id").values_list("state", flat=True)] == ["retired", "ready", "retired"]
     assert run_verb("device", "reinstate", third)[0] == 0
     assert Device.objects.get(uuid=third).state == "inactive"
+    with conductor.writing():
+        Device.objects.update(state="ready", drain_to=None)
+    bulks = Bulk.objects.count()
+    assert run_verb("device", "drain", first, second, "--yes")[0] == 0
+    assert Bulk.objects.count() == bulks + 1, "several devices are one bulk action"
+    assert [*Device.objects.order_by("id").values_list("state", flat=True)] == ["maintenance", "maintenance", "ready"]
 
 
 @pytest.mark.parametrize("wrong", ["nonsense", "cmp1/0000:77:00.0"])

@@ -59,6 +59,24 @@ def run_job(max_steps: int = 1000) -> None:
 
 
 @pytest.mark.django_db
+def test_the_forecast_of_a_drain_says_what_happens_when_the_last_request_ends(operator: Client, fill: Fill) -> None:
+    fill(60)
+    ready = Device.objects.filter(state="ready", drain_to=None)
+    held = ready.filter(deployables__attach_handles__request__isnull=False).first()
+    free = ready.exclude(deployables__attach_handles__request__isnull=False).first()
+    assert held and free
+
+    def forecast(device: Device, then: DrainTarget) -> str:
+        return bulk_actions.forecast_device(Action.DRAIN, then, device).text
+
+    assert forecast(held, DrainTarget.MAINTENANCE) == "becomes maintenance, and drains until its last request ends"
+    retired = "becomes maintenance, drains, and becomes retired when its last request ends"
+    assert forecast(held, DrainTarget.RETIRED) == retired
+    assert forecast(free, DrainTarget.MAINTENANCE) == "becomes maintenance"
+    assert forecast(free, DrainTarget.RETIRED) == "becomes retired"
+
+
+@pytest.mark.django_db
 def test_the_question_shows_the_number_the_first_twenty_devices_and_their_holders(operator: Client, fill: Fill) -> None:
     fill(60)
     with conductor.writing():

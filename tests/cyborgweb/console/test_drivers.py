@@ -17,7 +17,7 @@ from tests.accelerators.workflows.test_rollouts import answer_as_agent, run_roll
 from tests.support.reports import apply_report, get_or_create_host, make_card, make_driver_report
 from tests.support.statements import count_statements
 
-pytestmark = pytest.mark.django_db
+pytestmark = [pytest.mark.django_db, pytest.mark.usefixtures("agents_need_not_be_up")]
 LIST = "/admin/accelerators/hostdriver/"
 
 

@@ -17,7 +17,7 @@ from tests.accelerators.api.own.conftest import Ask, Fill, get_error_message, ge
 from tests.accelerators.workflows.test_rollouts import answer_as_agent, run_rollout
 from tests.support.reports import apply_report, get_or_create_host, make_card, make_driver_report
 
-pytestmark = pytest.mark.django_db
+pytestmark = [pytest.mark.django_db, pytest.mark.usefixtures("agents_need_not_be_up")]
 
 CASES = {
     "rules": ({"name": "gpus", "action": "ready"}, {"name": "cards"}, {"name": "slow"}),
