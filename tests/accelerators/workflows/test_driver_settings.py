@@ -18,7 +18,7 @@ from drivers.inventory import DriverReport
 from tests.accelerators.workflows.test_rollouts import INSTALL, OLGA, answer_as_agent, run_rollout, start_rollout
 from tests.support.reports import apply_report, get_or_create_host
 
-pytestmark = pytest.mark.django_db
+pytestmark = [pytest.mark.django_db, pytest.mark.usefixtures("agents_need_not_be_up")]
 GPUS = {"kind": "pci", "match": [{"vendor": "10de"}]}
 
 
