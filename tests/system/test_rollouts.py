@@ -54,12 +54,16 @@ def change_driver_while_killing(product: Product, token: str, folder: Path, coun
     body: dict[str, object] = {"op": "update", "driver": "fake_driver", "hosts": ["here.example"]}
     body["settings"] = {"control_file": str(script)}
 
+    def is_agent_up() -> bool:
+        return [one["state"] for one in product.json("/api/agents/", token)["results"]] == ["up"]
+
     def ended() -> str:
         shown = product.json(address.removeprefix(f"http://127.0.0.1:{product.port}"), token)
         return str(shown["steps"][0]["state"]) if shown.get("ended_at") else ""
 
     for attempt in range(5):
         product.until(lambda: product.get("/healthz")[0] == 200, SOON_S, "the web is there")
+        product.until(is_agent_up, 2 * SOON_S, "the agent is up; a change for an agent that is down is refused")
         (present,) = read_driver_row(product, token)
         body["generation"] = present["generation"]
         answer = requests.post(
