@@ -37,7 +37,7 @@ def test_L2_driver_changes_take_effect_and_last_while_processes_are_killed(folde
         product.start()
         (row,) = product.until(lambda: read_driver_row(product, token), SOON_S, "it answers again")
         assert (row["seen"]["state"], row["drifts"]) == ("disabled", False)
-        product.until(lambda: product.child("agent"), SOON_S, "the agent is there")
+        product.until(lambda: is_agent_up(product, token), 2 * SOON_S, "the agent is up")
         product.manage("driver", "update", "fake_driver", "--host", "here.example", "--enable", "--wait")
         assert product.rows(COUNT_DEVICES) == [(4,)], "with the settings it had"
         (folder / "six.json").write_text('{"count": 6}')
@@ -54,16 +54,13 @@ def change_driver_while_killing(product: Product, token: str, folder: Path, coun
     body: dict[str, object] = {"op": "update", "driver": "fake_driver", "hosts": ["here.example"]}
     body["settings"] = {"control_file": str(script)}
 
-    def is_agent_up() -> bool:
-        return [one["state"] for one in product.json("/api/agents/", token)["results"]] == ["up"]
-
     def ended() -> str:
         shown = product.json(address.removeprefix(f"http://127.0.0.1:{product.port}"), token)
         return str(shown["steps"][0]["state"]) if shown.get("ended_at") else ""
 
     for attempt in range(5):
         product.until(lambda: product.get("/healthz")[0] == 200, SOON_S, "the web is there")
-        product.until(is_agent_up, 2 * SOON_S, "the agent is up; a change for an agent that is down is refused")
+        product.until(lambda: is_agent_up(product, token), 2 * SOON_S, "the agent is up")
         (present,) = read_driver_row(product, token)
         body["generation"] = present["generation"]
         answer = requests.post(
@@ -78,6 +75,11 @@ def change_driver_while_killing(product: Product, token: str, folder: Path, coun
             break
     assert product.rows(COUNT_DEVICES) == [(count,)], victim
     assert product.rows(DRIVER_STATE) == [("ok", False)]
+
+
+def is_agent_up(product: Product, token: str) -> bool:
+    """Return whether the agent is up: while it is down, changes of its drivers are refused."""
+    return [one["state"] for one in product.json("/api/agents/", token).get("results", ())] == ["up"]
 
 
 def read_driver_row(product: Product, token: str) -> list[dict[str, object]]:
