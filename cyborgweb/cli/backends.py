@@ -9,7 +9,7 @@ from urllib.parse import quote
 import click
 
 from cyborgweb.cli import completion, names, options
-from cyborgweb.cli.conflicts import edit_settings, show_changes, show_conflict
+from cyborgweb.cli.conflicts import edit_settings, show_conflict
 from cyborgweb.cli.drivers import finish_rollout, parse_set_options, read_driver
 from cyborgweb.cli.exit_codes import CliError, ExitCode
 from cyborgweb.cli.following import wait_for_commands
@@ -185,12 +185,10 @@ def _change_backend(
     present = read_driver(cli_context.api, host, driver)
     about = options.drop_empty({"reason": reason})
     about["generation"] = options.choose_generation(present, generation)
-    present_section = _get_section(present, backend)
-    show_changes(present_section, _preview_section(present_section, method, changes))
-    if question:
-        options.confirm(question, yes)
     path = f"backends/{host_uuid}:{quote(driver)}:{quote(backend)}/"
-    with show_conflict(lambda current: _compare_sections(current, backend, method, changes)):
+    with show_conflict(lambda current: _compare_sections(current, backend, method, changes), present):
+        if question:
+            options.confirm(question, yes)
         if method == "POST":
             body = {"host": host, "driver": driver, "name": backend}
             rollout = cli_context.api.post("backends/", body | changes | about)

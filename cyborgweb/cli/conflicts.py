@@ -17,16 +17,20 @@ from cyborgweb.cli.options import choose_generation
 
 
 @contextmanager
-def show_conflict(compare: Callable[[dict[str, Any]], tuple[Any, Any]]) -> Iterator[None]:
-    """Print the difference between the present version and the wanted one if the change is refused because somebody
-    else made one; the CliError is raised again.
+def show_conflict(
+    compare: Callable[[dict[str, Any]], tuple[Any, Any]], present: dict[str, Any] | None
+) -> Iterator[None]:
+    """Print what the change in the `with` block will do to the row `present`, and, if the change is refused because
+    somebody else made one, what it would do now; the CliError is raised again.
 
-    `compare` returns both versions, given the present row as the API shows it.
+    `compare` returns the present version and the wanted one, given a row as the API shows it. A difference that is
+    printed already is not repeated. For a change of several rows, `present` is None.
     """
+    shown = None if present is None else show_changes(*compare(present))
     try:
         yield
     except CliError as refused:
-        if refused.current:
+        if refused.current and (present is None or list_differences(*compare(refused.current)) != shown):
             show_changes(*compare(refused.current))
         raise
 
@@ -41,15 +45,16 @@ def change_based_on(
     """
     present = api.get(path)
     wanted = {**present, **changes}
-    show_changes(present, wanted)
-    with show_conflict(lambda current: (current, wanted)):
+    with show_conflict(lambda current: (current, wanted), present):
         yield {"generation": choose_generation(present, generation)}
 
 
-def show_changes(present: Any, wanted: Any) -> None:
-    """Print on standard error what a change will do; nothing if it changes nothing."""
-    for line in list_differences(present, wanted):
+def show_changes(present: Any, wanted: Any) -> list[str]:
+    """Print on standard error what a change will do, nothing if it changes nothing, and return the lines."""
+    lines = list_differences(present, wanted)
+    for line in lines:
         click.echo(to_printable_line(line), err=True)
+    return lines
 
 
 def list_differences(present: Any, wanted: Any) -> list[str]:

@@ -13,7 +13,7 @@ import click
 
 from cyborgweb.cli import completion, names, options
 from cyborgweb.cli.confirmation import order_after_preview
-from cyborgweb.cli.conflicts import edit_settings, show_changes, show_conflict
+from cyborgweb.cli.conflicts import edit_settings, show_conflict
 from cyborgweb.cli.connection import ApiClient
 from cyborgweb.cli.exit_codes import ExitCode, to_printable_line
 from cyborgweb.cli.following import WorkProgress, follow_until_ended
@@ -361,13 +361,12 @@ def _start_rollout(
     target: dict[str, Any] = {"hosts": [*hosts]} if hosts else {"selector": selector}
     body |= changes | target | ({"reason": reason} if reason else {})
     rollout: dict[str, Any] | None
-    if len(hosts) == 1:
-        present = read_driver(cli_context.api, hosts[0], driver)
-        show_changes(present["wanted"], _preview_wanted(present, op, changes))
+    present = read_driver(cli_context.api, hosts[0], driver) if len(hosts) == 1 else None
+    if present:
         body["generation"] = options.choose_generation(present, generation)
     elif generation is not None:
         body["generation"] = generation
-    with show_conflict(lambda current: (current.get("wanted"), _preview_wanted(current, op, changes))):
+    with show_conflict(lambda current: (current.get("wanted"), _preview_wanted(current, op, changes)), present):
         if len(hosts) == 1 and not dry_run and (op != "uninstall" or yes):
             rollout = cli_context.api.post("rollouts/", body)
         else:

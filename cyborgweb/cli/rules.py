@@ -9,7 +9,7 @@ import click
 
 from cyborgweb.cli import options
 from cyborgweb.cli.confirmation import order_after_preview
-from cyborgweb.cli.conflicts import show_changes, show_conflict
+from cyborgweb.cli.conflicts import show_conflict
 from cyborgweb.cli.connection import ApiClient
 from cyborgweb.cli.exit_codes import CliError, ExitCode
 from cyborgweb.cli.options import CliContext, pass_cli_context, verb_command
@@ -93,9 +93,8 @@ def rule_set(
         raise click.UsageError("Select what to change.")
     present = find_rule(cli_context.api, rule)
     body = changes | {"generation": options.choose_generation(present, generation)}
-    show_changes(present, present | changes)
     question = f"Change the rule {rule}? It matches further devices that are inactive now."
-    with show_conflict(lambda current: (current, present | changes)):
+    with show_conflict(lambda current: (current, present | changes), present):
         changed = order_after_preview(
             cli_context,
             f"rules/{present['uuid']}/",
@@ -122,9 +121,8 @@ def rule_delete(cli_context: CliContext, rule: str, generation: int | None, yes:
     The rule is shown. If somebody changes it meanwhile, it is not deleted.
     """
     present = find_rule(cli_context.api, rule)
-    show_changes(present, {})
-    options.confirm(f"Delete the admission rule {rule}?", yes)
-    with show_conflict(lambda current: (current, {})):
+    with show_conflict(lambda current: (current, {}), present):
+        options.confirm(f"Delete the admission rule {rule}?", yes)
         query = {"generation": options.choose_generation(present, generation)}
         cli_context.api.send_change("DELETE", f"rules/{present['uuid']}/", params=query)
 

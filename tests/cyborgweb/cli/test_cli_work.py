@@ -35,7 +35,7 @@ from accelerators.models import Event as AuditEvent
 from accelerators.models.attachments import AttachmentState
 from accelerators.workflows import attachment_orders, command_endings, driver_rollouts
 from agents.models import Agent
-from cyborgweb.cli import accelerators, backends, conflicts, drivers, following
+from cyborgweb.cli import accelerators, conflicts, following
 from cyborgweb.cli.connection import HttpApiClient
 from cyborgweb.settings.keys import Keys
 from drivers.inventory import Backend, DriverReport, Service
@@ -482,19 +482,22 @@ def test_a_driver_that_somebody_changes_after_it_was_read_is_left_as_it_is(
     with conductor.writing():
         wish = DriverWish.objects.create(host=host, driver="nic_driver", settings=settings, generation=4)
 
-    def change_meanwhile(present: object, wanted: object) -> None:
-        """Show the changes, then change the driver, as somebody else does before the request is sent."""
-        conflicts.show_changes(present, wanted)
-        with conductor.writing():
-            DriverWish.objects.filter(pk=wish.pk).update(generation=5)
+    changed = {"mtu": 1600, "backends": {"gpus": {"kind": "pci", "labels": {"rack": "r1"}}}}
+    show_changes = conflicts.show_changes
 
-    for module in (drivers, backends):
-        monkeypatch.setattr(module, "show_changes", change_meanwhile)
+    def change_meanwhile(present: object, wanted: object) -> list[str]:
+        """Show the changes, then change the driver, as somebody else does before the request is sent."""
+        with conductor.writing():
+            DriverWish.objects.filter(pk=wish.pk).update(generation=5, settings=changed)
+        return show_changes(present, wanted)
+
+    monkeypatch.setattr(conflicts, "show_changes", change_meanwhile)
     refused = cyborg(*words)
     assert_refused(refused, 1, "nic_driver on cmp1 is at generation 5 now, not 4: somebody changed it", "[conflict]")
-    assert refused.stderr.count("--- present version") == 2, "before it was sent, and when it was refused"
+    shown_count = 1 if words[0] == "backend-add" else 2  # the new backend is compared with nothing, both times
+    assert refused.stderr.count("--- present version") == shown_count, "before it was sent, and when it was refused"
     wish.refresh_from_db()
-    assert wish.installed and wish.settings == settings
+    assert wish.installed and wish.settings == changed
 
 
 INVALID_DRIVER_COMMANDS = (
