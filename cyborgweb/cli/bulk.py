@@ -12,7 +12,7 @@ from uuid import UUID
 import click
 
 from cyborgweb.cli import completion, names, options
-from cyborgweb.cli.confirmation import FORECAST_COLUMNS, build_forecast_rows
+from cyborgweb.cli.confirmation import FORECAST_COLUMNS, build_forecast_rows, choose_draft_storage
 from cyborgweb.cli.connection import ApiClient
 from cyborgweb.cli.exit_codes import ExitCode
 from cyborgweb.cli.following import WorkProgress, follow_until_ended
@@ -156,7 +156,7 @@ def apply_action_to_many(
 ) -> list[dict[str, Any]]:
     """Apply an action to many objects as one job, and return an output row for each object.
 
-    The service freezes the set of objects in a preview, and stores none that nobody can confirm. If the preview says
+    The service freezes the set of objects in a preview, and stores it only if it will be confirmed. If the preview says
     so, because the set is on several hosts or held objects would be changed, the user is asked to type the number of
     objects. With `dry_run` the preview is printed and there are no rows. Without `wait`, there are no rows either
     unless the job has ended already; then the command with which it can be followed is printed. Raises CliError if a
@@ -166,8 +166,9 @@ def apply_action_to_many(
     kind = selection.kind
     path, request = _build_request(cli_context.api, action, selection, body)
     columns = (f"{kind.plural}=number", *FORECAST_COLUMNS[1:])
-    is_kept = not how.dry_run and options.can_be_confirmed(how.yes)
-    preview = cli_context.api.preview(path, request, is_kept=is_kept)
+    preview = cli_context.api.preview(
+        path, request, store_draft=choose_draft_storage(how.yes, how.dry_run, how.always_ask)
+    )
     if how.dry_run:
         print_rows(build_forecast_rows(preview), columns, cli_context.output, f"No {kind.plural}.")
         click.echo(_describe_preview(kind, preview), err=True)
@@ -177,7 +178,7 @@ def apply_action_to_many(
             click.echo(line, err=True)
         question = f"{_describe_preview(kind, preview)} {how.advice}".rstrip()
         options.confirm_number(question, preview["total"], is_confirmed=False)
-    bulk = cli_context.api.post(path, request | ({"token": preview["token"]} if is_kept else {}))
+    bulk = cli_context.api.post(path, request | ({"token": preview["token"]} if preview["token"] else {}))
     if how.wait:
         bulk = follow_bulk_action(cli_context.api, bulk)
     elif bulk["state"] == "running":

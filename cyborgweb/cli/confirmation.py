@@ -34,12 +34,12 @@ def order_after_preview(
     If the service asks for a confirmation, or with `always_ask`, its preview is printed on standard error, and the user
     must type the number of objects, which `noun` names in the plural; with `yes` nobody is asked. A service of an older
     release that has no preview of this request is sent the request at once, or after a question with `always_ask`.
-    If the service `stores_draft` for a preview of this request, it stores none that nobody can confirm.
+    If the service `stores_draft` for a preview of this request, it stores none that will not be confirmed.
 
     Raises UsageError if standard input is not a terminal, and CliError, also if the user types anything else.
     """
-    is_kept = not stores_draft or (not dry_run and can_be_confirmed(yes))
-    preview = fetch_preview(cli_context, path, body, is_required=dry_run, method=method, is_kept=is_kept)
+    store_draft = choose_draft_storage(yes, dry_run, always_ask) if stores_draft else ""
+    preview = fetch_preview(cli_context, path, body, is_required=dry_run, method=method, store_draft=store_draft)
     if preview is None:
         if always_ask:
             confirm(question, yes)
@@ -47,10 +47,21 @@ def order_after_preview(
     if dry_run:
         print_rows(build_forecast_rows(preview), FORECAST_COLUMNS, cli_context.output)
         return None
-    if not yes and (preview["confirm"] or always_ask):
+    is_asked = not yes and (preview["confirm"] or always_ask)
+    if is_asked:
         print_forecast(preview)
         confirm_number(question, preview["total"], is_confirmed=False, noun=noun)
-    return cli_context.api.send_change(method, path, json={**get_generation(preview), **body, **get_token(preview)})
+    # Without the token, a refusal is answered at once; with it, exactly what was shown is done.
+    is_token_sent = preview["token"] and (preview["confirm"] or (is_asked and stores_draft))
+    confirmation = {"token": preview["token"]} if is_token_sent else get_generation(preview)
+    return cli_context.api.send_change(method, path, json={**confirmation, **body})
+
+
+def choose_draft_storage(yes: bool, dry_run: bool, always_ask: bool) -> str:
+    """Return when the service is to store a draft for a preview: only if its token will be used."""
+    if dry_run or not can_be_confirmed(yes):
+        return "never"
+    return "always" if always_ask and not yes else "when_needed"
 
 
 def fetch_preview(
@@ -59,13 +70,13 @@ def fetch_preview(
     body: Mapping[str, Any],
     is_required: bool,
     method: str = "POST",
-    is_kept: bool = True,
+    store_draft: str = "",
 ) -> dict[str, Any] | None:
     """Return the preview of a change; None if the service is of an older release, which has no preview of it.
 
     Raises CliError, also instead of None if the preview `is_required`.
     """
-    preview = cli_context.api.preview_if_known(path, body, method, is_kept)
+    preview = cli_context.api.preview_if_known(path, body, method, store_draft)
     if preview is None and is_required:
         text = "The service is of an older release: it has no preview of this. Nothing was changed."
         raise CliError(ExitCode.REFUSED, text)
@@ -79,16 +90,10 @@ def print_forecast(preview: Mapping[str, Any]) -> None:
         click.echo(to_printable_line(f"{row['number']} {row['outcome']}: {row['text']}{held_text}"), err=True)
 
 
-def get_token(preview: Mapping[str, Any] | None) -> dict[str, str]:
-    """Return the field `token` for a request that needs one by its preview. Without a token, a refusal is answered at
-    once."""
-    return {"token": preview["token"]} if preview and preview["confirm"] else {}
-
-
 def get_generation(preview: Mapping[str, Any]) -> dict[str, int]:
     """Return the field `generation` for a change of a driver on a single host, from its preview; {} for others."""
     steps = list(preview.get("steps", []))
-    return {"generation": steps[0]["generation"]} if steps and not preview["confirm"] else {}
+    return {"generation": steps[0]["generation"]} if steps else {}
 
 
 def build_forecast_rows(preview: Mapping[str, Any]) -> list[dict[str, Any]]:

@@ -80,26 +80,28 @@ class ApiClient(ABC):
         """Send `body` as JSON with POST and return the decoded answer."""
         return self.send_change("POST", path, json=body)
 
-    def preview(self, path: str, body: Mapping[str, Any], method: str = "POST", is_kept: bool = True) -> dict[str, Any]:
+    def preview(
+        self, path: str, body: Mapping[str, Any], method: str = "POST", store_draft: str = ""
+    ) -> dict[str, Any]:
         """Return the preview of a change: the service answers what it would do, and changes nothing.
 
-        Unless it `is_kept`, the service stores no draft for it, and its token confirms nothing. A service of an older
-        release stores one.
+        `store_draft` says when the service stores a draft for it: `when_needed` or `never`; '' if it never stores one
+        for this request. A service of an older release always does.
         """
-        if not is_kept:
+        if store_draft:
             try:
-                return self.send_request(method, path, json={**body, "dry_run": True, "keep": False})
+                return self.send_request(method, path, json={**body, "dry_run": True, "store_draft": store_draft})
             except CliError as problem:
                 if problem.reason != "invalid" or "cannot be written" not in problem.message:
                     raise
         return self.send_request(method, path, json={**body, "dry_run": True})
 
     def preview_if_known(
-        self, path: str, body: Mapping[str, Any], method: str = "POST", is_kept: bool = True
+        self, path: str, body: Mapping[str, Any], method: str = "POST", store_draft: str = ""
     ) -> dict[str, Any] | None:
         """Return the preview of a change; None if the service is of an older release, which has no preview of it."""
         try:
-            return self.preview(path, body, method, is_kept)
+            return self.preview(path, body, method, store_draft)
         except CliError as problem:
             if problem.reason == "invalid" and problem.message.startswith("dry_run: cannot be written"):
                 return None

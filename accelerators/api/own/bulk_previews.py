@@ -8,7 +8,7 @@ from typing import Any
 from rest_framework import serializers
 from rest_framework.response import Response
 
-from accelerators.api.own.previews import PreviewSerializer, describe_forecast, discarding_draft, respond_with_preview
+from accelerators.api.own.previews import PreviewSerializer, describe_forecast, respond_with_preview, storing_draft
 from accelerators.commands import command_queue
 from accelerators.domain.caller import Caller
 from accelerators.domain.device_actions import Action
@@ -74,11 +74,12 @@ def preview_or_start(
         if draft is None or not bulk_actions.confirm_draft(draft, reason, held_too=True):
             raise confirmations.stale_preview_error()
         return draft
-    with discarding_draft(values):
+    with storing_draft(values) as storage:
         draft = make_draft()
         preview = bulk_actions.preview_bulk(draft)
         if values.get("dry_run") or preview.needs_confirmation:
-            issued = confirmations.issue_token(draft.uuid, caller, described)
+            is_stored = storage.decide(preview.needs_confirmation)
+            issued = confirmations.issue_token(draft.uuid, caller, described) if is_stored else None
             shown = _describe_preview(draft, preview)
             shown["forecast"] += [
                 {"outcome": DeviceOutcome.REFUSED.value, "number": 1, "held": False, "text": text} for text in refusals

@@ -21,6 +21,9 @@ TOKEN_EXCLUDES_DRY_RUN: Mapping[str, Any] = {
 }
 """The condition of bodies with a confirmation, for the OpenAPI document; `ConfirmationSerializer` checks it."""
 
+ALWAYS, WHEN_NEEDED, NEVER = DRAFT_STORAGES = ("always", "when_needed", "never")
+"""When the draft of a preview is stored."""
+
 
 class ConfirmationSerializer(ClosedSerializer):
     """The fields with which a request asks for its preview, and is confirmed."""
@@ -46,22 +49,46 @@ class ConfirmationSerializer(ClosedSerializer):
 class DraftConfirmationSerializer(ConfirmationSerializer):
     """The fields of a request whose preview is a draft that the server stores until it is confirmed or too old."""
 
-    keep = StrictBooleanField(
+    store_draft = serializers.ChoiceField(
+        DRAFT_STORAGES,
         required=False,
         write_only=True,
-        help_text="Only with `dry_run`: with false, no draft is stored, and the token of the preview confirms nothing.",
+        help_text="Only with `dry_run`: whether the server stores the draft that the token confirms; by default "
+        "`always`. With `when_needed` it is stored only if the request is refused without a token. If no draft is "
+        "stored, the preview has no token.",
     )
+
+    def validate(self, values: dict[str, Any]) -> dict[str, Any]:
+        """Return the values. Raises ValidationError (400) also if `store_draft` is given without `dry_run`."""
+        values = super().validate(values)
+        if "store_draft" in values and not values.get("dry_run"):
+            raise serializers.ValidationError({"store_draft": "give it only with dry_run."})
+        return values
+
+
+class DraftStorage:
+    """Whether the draft of a preview is stored, as the body asks for it."""
+
+    def __init__(self, values: Mapping[str, Any]) -> None:
+        self.wanted: str = values.get("store_draft", ALWAYS)
+        self.is_stored = True
+
+    def decide(self, needs_confirmation: bool) -> bool:
+        """Return whether the draft is stored, now that it is known whether the request needs a confirmation."""
+        self.is_stored = self.wanted == ALWAYS or (self.wanted == WHEN_NEEDED and needs_confirmation)
+        return self.is_stored
 
 
 @contextmanager
-def discarding_draft(values: Mapping[str, Any]) -> Iterator[None]:
-    """Roll back what is stored in the `with` block if the body, `values`, asks for a preview without a draft."""
-    if not values.get("dry_run") or values.get("keep", True):
-        yield
+def storing_draft(values: Mapping[str, Any]) -> Iterator[DraftStorage]:
+    """Roll back the draft that is stored in the `with` block if the block decides that it is not to be stored."""
+    storage = DraftStorage(values)
+    if storage.wanted == ALWAYS:
+        yield storage
         return
     with transaction.atomic():
-        yield
-        transaction.set_rollback(True)
+        yield storage
+        transaction.set_rollback(not storage.is_stored)
 
 
 class ForecastSerializer(serializers.Serializer[Any]):
@@ -81,8 +108,8 @@ class PreviewSerializer(serializers.Serializer[Any]):
     held = serializers.IntegerField(read_only=True, help_text="How many held devices it would change.")
     forecast = ForecastSerializer(many=True, read_only=True)
     confirm = serializers.BooleanField(read_only=True, help_text="Whether the request is refused without the token.")
-    token = serializers.CharField(read_only=True)
-    expires_at = serializers.DateTimeField(read_only=True)
+    token = serializers.CharField(read_only=True, allow_null=True, help_text="null if no draft was stored.")
+    expires_at = serializers.DateTimeField(read_only=True, allow_null=True)
 
 
 def describe_forecast(forecast: BulkForecast) -> dict[str, Any]:
@@ -106,9 +133,12 @@ class NotConfirmedError(ApiError):
         self.preview = preview
 
 
-def respond_with_preview(preview: dict[str, Any], token: PreviewToken, is_dry_run: bool) -> Response:
-    """Return the answer with a preview, if the request asked for it. Raises NotConfirmedError (409) otherwise."""
-    preview |= {"token": token.text, "expires_at": token.expires_at}
+def respond_with_preview(preview: dict[str, Any], token: PreviewToken | None, is_dry_run: bool) -> Response:
+    """Return the answer with a preview, if the request asked for it. Raises NotConfirmedError (409) otherwise.
+
+    Without a `token` nothing can be confirmed.
+    """
+    preview |= {"token": token.text if token else None, "expires_at": token.expires_at if token else None}
     if not is_dry_run:
         raise NotConfirmedError(preview)
     return Response(preview)

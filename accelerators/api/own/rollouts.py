@@ -26,9 +26,10 @@ from accelerators.api.own.fields import (
 from accelerators.api.own.filters import ListFilter, choice_filter
 from accelerators.api.own.previews import (
     DraftConfirmationSerializer,
+    DraftStorage,
     PreviewSerializer,
-    discarding_draft,
     respond_with_preview,
+    storing_draft,
 )
 from accelerators.api.own.views import CollectionView
 from accelerators.domain import setting_edits
@@ -182,7 +183,7 @@ class RolloutSerializer(DraftConfirmationSerializer, RowSerializer):
             "max_parallel",
             "stop_on_failure",
             "dry_run",
-            "keep",
+            "store_draft",
             "token",
             "by",
             "reason",
@@ -306,7 +307,7 @@ class RolloutView(CollectionView):
         described = {"kind": "rollout"} | {
             name: sorted(value) if name == "hosts" else value
             for name, value in values.items()
-            if name not in ("dry_run", "keep", "token", "reason", "generation")
+            if name not in ("dry_run", "store_draft", "token", "reason", "generation")
         }
         if values.get("token"):
             return self._confirm(values, described)
@@ -320,7 +321,7 @@ class RolloutView(CollectionView):
         if not is_draft:
             driver_config.check_driver_change(change)
             driver_rollouts.refuse_without_generation(change.driver, hosts[0], values.get("generation"))
-        with discarding_draft(values):
+        with storing_draft(values) as storage:
             rollout = driver_rollouts.start_rollout(
                 change,
                 hosts,
@@ -332,7 +333,7 @@ class RolloutView(CollectionView):
                 generation=values.get("generation"),
             )
             if is_draft:
-                return self._respond_with_preview(rollout, values, described)
+                return self._respond_with_preview(rollout, values, described, storage)
         return self.respond_with_stored_row(rollout.uuid, 202)
 
     def retry(self, request: Request, **kwargs: str) -> Response:
@@ -346,10 +347,10 @@ class RolloutView(CollectionView):
         generation = values.get("generation")
         if not values.get("dry_run") and (host := driver_rollouts.find_only_host_to_retry(rollout)):
             driver_rollouts.refuse_without_generation(rollout.driver, host, generation)
-        with discarding_draft(values):
+        with storing_draft(values) as storage:
             draft = driver_rollouts.create_retry_draft(rollout, self.caller, self.caller.event_source, generation)
             if draft.total > 1 or values.get("dry_run"):
-                return self._respond_with_preview(draft, values, described)
+                return self._respond_with_preview(draft, values, described, storage)
         driver_rollouts.confirm_rollout(draft, values.get("reason", ""))
         return self.respond_with_stored_row(draft.uuid, 202)
 
@@ -362,7 +363,7 @@ class RolloutView(CollectionView):
         return self.respond_with_stored_row(uuid, 202)
 
     def _respond_with_preview(
-        self, draft: Rollout, values: Mapping[str, Any], described: Mapping[str, Any]
+        self, draft: Rollout, values: Mapping[str, Any], described: Mapping[str, Any], storage: DraftStorage
     ) -> Response:
         """Answer with the preview of a draft. Raises NotConfirmedError unless the request asked for it."""
         preview = rollout_previews.preview_rollout(draft)
@@ -388,7 +389,8 @@ class RolloutView(CollectionView):
             ],
             "confirm": preview.needs_confirmation,
         }
-        token = confirmations.issue_token(draft.uuid, self.caller, described)
+        is_stored = storage.decide(preview.needs_confirmation)
+        token = confirmations.issue_token(draft.uuid, self.caller, described) if is_stored else None
         return respond_with_preview(body, token, values.get("dry_run", False))
 
     def build_current(self, error: GenerationError) -> Any:

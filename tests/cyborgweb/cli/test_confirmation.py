@@ -54,39 +54,65 @@ def test_a_preview_that_was_asked_for_is_an_error_with_a_service_of_an_older_rel
     assert service.bodies == []
 
 
-@pytest.mark.parametrize(
-    ("yes", "is_terminal", "is_kept"), [(True, False, True), (False, True, True), (False, False, False)]
+class PreviewingService(ApiClient):
+    """A service that previews a change of two hosts, stores drafts as it is told, and records the bodies."""
+
+    server_name = "a service"
+
+    def __init__(self, needs_confirmation: bool) -> None:
+        super().__init__()
+        self.needs_confirmation = needs_confirmation
+        self.bodies: list[dict[str, Any]] = []
+
+    def send_request(self, method: str, path: str, **options: Any) -> dict[str, Any]:
+        """Record the body and return a preview."""
+        body = options["json"]
+        self.bodies.append(body)
+        is_stored = (
+            body.get("store_draft") == "always" or (body.get("store_draft") == "when_needed") & self.needs_confirmation
+        )
+        token = "the token" if is_stored else None
+        return {"confirm": self.needs_confirmation, "total": 2, "held": 0, "hosts": 2, "forecast": [], "token": token}
+
+
+NOBODY, SOMEBODY = False, True
+DRAFT_CASES = (
+    # whether a confirmation is needed, whether the verb always asks, --yes, a terminal; the storage, and what is sent
+    (True, False, True, NOBODY, "when_needed", {"token": "the token"}),
+    (True, False, False, SOMEBODY, "when_needed", {"token": "the token"}),
+    (True, False, False, NOBODY, "never", None),
+    (False, False, True, NOBODY, "when_needed", {}),
+    (False, False, False, SOMEBODY, "when_needed", {}),
+    (False, False, False, NOBODY, "never", {}),
+    (False, True, True, SOMEBODY, "when_needed", {}),
+    (False, True, False, SOMEBODY, "always", {"token": "the token"}),
+    (False, True, False, NOBODY, "never", None),
 )
-def test_a_draft_is_stored_only_if_somebody_can_confirm_it(
-    monkeypatch: pytest.MonkeyPatch, yes: bool, is_terminal: bool, is_kept: bool
+
+
+@pytest.mark.parametrize(("is_needed", "always_ask", "yes", "is_terminal", "storage", "sent"), DRAFT_CASES)
+def test_a_draft_is_stored_only_if_its_token_is_sent(
+    monkeypatch: pytest.MonkeyPatch,
+    is_needed: bool,
+    always_ask: bool,
+    yes: bool,
+    is_terminal: bool,
+    storage: str,
+    sent: dict[str, str] | None,
 ) -> None:
-    class PreviewingService(ApiClient):
-        """A service that previews one host, and records the bodies."""
-
-        server_name = "a service"
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.bodies: list[dict[str, Any]] = []
-
-        def send_request(self, method: str, path: str, **options: Any) -> dict[str, Any]:
-            """Record the body and return a preview."""
-            self.bodies.append(options["json"])
-            return {"confirm": True, "total": 2, "held": 0, "hosts": 2, "forecast": [], "token": "the token"}
-
     monkeypatch.setattr("sys.stdin.isatty", lambda: is_terminal, raising=False)
     monkeypatch.setattr("click.prompt", lambda *words, **options: "2")
-    service = PreviewingService()
-    with nullcontext() if is_kept else pytest.raises(click.UsageError, match="give --yes"):
+    service = PreviewingService(is_needed)
+    with nullcontext() if sent is not None else pytest.raises(click.UsageError, match="give --yes"):
         order_after_preview(
             *(CliContext(client=service), "rollouts/", {"op": "install"}, "Sure?", "hosts"),
             yes=yes,
             dry_run=False,
+            always_ask=always_ask,
             stores_draft=True,
         )
-    asked = {"op": "install", "dry_run": True}
-    confirmed = {"op": "install", "token": "the token"}
-    assert service.bodies == ([asked, confirmed] if is_kept else [asked | {"keep": False}])
+    preview = {"op": "install", "dry_run": True, "store_draft": storage}
+    assert service.bodies == [preview, *([] if sent is None else [{"op": "install", **sent}])]
 
 
 def test_another_refused_field_of_a_preview_is_an_error() -> None:

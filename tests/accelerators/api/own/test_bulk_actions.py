@@ -70,6 +70,30 @@ def test_free_devices_of_one_host_are_changed_at_once(ask: Ask, fill: Fill) -> N
     assert set(Event.objects.filter(action="device.quarantined").values_list("source", flat=True)) == {"api"}
 
 
+@pytest.mark.parametrize("storage", ["always", "when_needed", "never", None])
+@pytest.mark.parametrize("is_needed", [True, False])
+def test_the_draft_of_a_preview_is_stored_as_the_request_asks(
+    ask: Ask, fill: Fill, storage: str | None, is_needed: bool
+) -> None:
+    fill(20)
+    set_states("inactive")
+    chosen = {"selector": {"state": ["inactive"]}} if is_needed else {"devices": get_free_uuids()[:1]}
+    order = {"action": "quarantine", **chosen}
+    wanted = {} if storage is None else {"store_draft": storage}
+    stored_before, events_before = Bulk.objects.count(), Event.objects.count()
+    preview = get_body(post(ask, **order, dry_run=True, **wanted), 200)
+    is_stored = storage in ("always", None) or (storage == "when_needed" and is_needed)
+    assert preview["confirm"] is is_needed
+    assert Bulk.objects.count() - stored_before == (1 if is_stored else 0)
+    assert bool(preview["token"]) == bool(preview["expires_at"]) == is_stored
+    if is_stored:
+        get_body(post(ask, **order, token=preview["token"]))
+    else:
+        assert preview["token"] is None and Event.objects.count() == events_before
+    text = get_error_message(post(ask, **order, store_draft="never"), 400)
+    assert "give it only with dry_run" in text
+
+
 @pytest.mark.slow
 def test_devices_of_several_hosts_are_changed_only_with_the_token_of_the_preview(ask: Ask, fill: Fill) -> None:
     fill(20)
