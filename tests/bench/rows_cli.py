@@ -189,7 +189,7 @@ def _measure_bulk(service: Service, size: Size, progress: Callable[[str], None])
         rate,
         "devices/CPU s",
         "a verb for each",
-        3.0,
+        20.0,
         ceiling=reference,
         ratio=rate / reference,
         cpu_us=each_s * 1e6,
