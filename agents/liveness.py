@@ -15,20 +15,37 @@ from agents.models import Agent
 
 LIVENESS_STATES = (AgentState.UP, AgentState.LATE, AgentState.DOWN)
 """The states of an agent that may connect."""
+MIN_LATE_S = 3.0
+"""Seconds for which an agent is late at least. A heartbeat, or the gateway's write of the leases, may come later than
+planned; with very short heartbeats, an agent would otherwise be down at once."""
 
 
 def compute_thresholds(now: datetime | None = None) -> tuple[datetime, datetime]:
     """Return two times: an agent is `up` if it was last heard at or after the first, `late` if it was last heard at or
     after the second, otherwise `down`.
 
-    The first is one heartbeat plus the interval of lease flushes before `now` (default: the present time), because such
-    a silence is normal; it is never earlier than the second. The second is two heartbeats and 2 s before `now`: after
-    the same silence the job `leases` marks the host as stale.
+    They are as long before `now` (default: the present time) as `get_late_after` and `get_down_after` say.
     """
-    beat, flush = settings.KEYS.beat_s, settings.KEYS.lease_flush_s
-    down = 2 * beat + 2
     at = now or database_clock.now()
-    return at - timedelta(seconds=min(beat + flush, down)), at - timedelta(seconds=down)
+    return at - get_late_after(), at - get_down_after()
+
+
+def get_late_after() -> timedelta:
+    """Return the age of a lease after which its agent is late.
+
+    The lease of a connected agent becomes as old as one heartbeat plus the interval at which gateways write leases:
+    the last heartbeat before a write may be one interval of heartbeats old, and the next write is one interval later.
+    """
+    return timedelta(seconds=settings.KEYS.beat_s + settings.KEYS.lease_flush_s)
+
+
+def get_down_after() -> timedelta:
+    """Return the age of a lease after which its agent is down, and the job `leases` marks its host as stale.
+
+    An agent is late for one heartbeat, and for MIN_LATE_S at least, before it is down. So it has missed two heartbeats:
+    one is missing when it becomes late.
+    """
+    return get_late_after() + timedelta(seconds=max(settings.KEYS.beat_s, MIN_LATE_S))
 
 
 def build_liveness_condition(state: str, lease_path: str = "") -> Q:

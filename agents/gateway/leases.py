@@ -5,11 +5,9 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from datetime import timedelta
 from typing import Any, TypeVar
 
 import msgspec
-from django.conf import settings
 from django.db import DataError, connection
 from django.db.models.functions import Now
 
@@ -19,6 +17,7 @@ from accelerators.runtime import database_clock, jobs
 from agents import wire
 from agents.gateway.row_locks import write_unless_locked
 from agents.gateway.sessions import AgentSession
+from agents.liveness import get_down_after
 
 log = logging.getLogger(__name__)
 UNTRIED_RETRY_S = 0.1
@@ -181,12 +180,12 @@ def _write_hello_data(hello_data: dict[int, dict[str, object]]) -> None:
 
 
 def mark_stale_hosts() -> bool:
-    """Mark hosts as stale whose lease is older than two heartbeats and 2 s; unmark those that were heard again.
+    """Mark hosts as stale whose agents are down (`agents.liveness`); unmark those that were heard again.
 
     Each changed host gets an event. Hosts without an agent or a lease are never marked. Always return False: the job
     need not run again at once.
     """
-    oldest_allowed = Now() - timedelta(seconds=2 * settings.KEYS.beat_s + 2)
+    oldest_allowed = Now() - get_down_after()
     silent = Host.objects.filter(stale_since__isnull=True, agent__isnull=False, lease__seen_at__lt=oldest_allowed)
     heard = Host.objects.filter(stale_since__isnull=False, lease__seen_at__gte=oldest_allowed)
     if ids := list(silent.values_list("id", flat=True)):

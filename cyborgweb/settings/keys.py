@@ -133,10 +133,16 @@ class Keys:
     )
     flush_max_rows: int = declare_key("CYBORG_FLUSH_MAX_ROWS", 500, "The maximum number of reports in one commit.")
     lease_flush_s: float = declare_key(
-        "CYBORG_LEASE_FLUSH_S", 5.0, "How often a gateway writes the leases that were renewed."
+        "CYBORG_LEASE_FLUSH_S",
+        5.0,
+        "How often a gateway writes the leases that were renewed. With a longer interval, silent agents are noticed"
+        " later.",
     )
     beat_s: float = declare_key(
-        "CYBORG_BEAT_S", 8.0, "How often an agent renews its lease; an agent that misses two renewals is down."
+        "CYBORG_BEAT_S",
+        8.0,
+        "How often an agent renews its lease. An agent is late when its lease is older than this interval and"
+        " `CYBORG_LEASE_FLUSH_S` together, and down when it has been late for one more interval, for at least 3 s.",
     )
     max_message_bytes: int = declare_key(
         "CYBORG_MAX_MESSAGE_BYTES", 1_048_576, "The maximum size of a message from an agent."

@@ -69,7 +69,7 @@ def test_a_token_is_made_in_the_console_shown_once_and_lets_the_host_join(operat
 
 
 def test_a_host_that_has_just_joined_is_up_before_its_first_heartbeat_and_becomes_stale_without_one(
-    operator: Client, settings: Any
+    operator: Client,
 ) -> None:
     def join(key: str) -> Agent:
         """Let the host join with this key, without a connection or a heartbeat afterwards."""
@@ -82,7 +82,7 @@ def test_a_host_that_has_just_joined_is_up_before_its_first_heartbeat_and_become
     assert Agent.objects.filter(liveness.build_state_condition("up")).exists()
     page = operator.get(reverse("admin:agents_agent_changelist"), {"is": "up"}).content.decode()
     assert ">cmp1</a>" in page and "never heard" not in page
-    silent_since = datetime.now(UTC) - timedelta(seconds=2 * settings.KEYS.beat_s + 3)
+    silent_since = datetime.now(UTC) - liveness.get_down_after() - timedelta(seconds=1)
     Lease.objects.update(seen_at=silent_since, epoch=7)
     assert liveness.get_agent_state(Agent.objects.get()) == "down"
     mark_stale_hosts()

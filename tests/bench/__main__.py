@@ -23,8 +23,8 @@ from tests.bench.promises import NoResultError, find_broken, read_result
 from tests.bench.remote_calls import MeasurementError
 
 GROUPS = {"samples", "wire", "merge", "api", "whole", "agent", "uevent", "silence", "commands", "openstack", "console"}
-GROUPS |= {"fleet", "startup", "changes"}
-WITHOUT_PRODUCT = {"wire", "merge", "openstack", "console", "samples", "startup"}
+GROUPS |= {"fleet", "startup", "changes", "cli"}
+WITHOUT_PRODUCT = {"wire", "merge", "openstack", "console", "samples", "startup", "cli"}
 """Groups that do not use the running product that all other groups share."""
 
 
@@ -98,6 +98,14 @@ def _measure(lab: Lab, *, full: bool, only: str, soak_s: float | None) -> list[R
         rows += rows_console.rows(lab, generator, 100_000, seconds, progress)
         rows += rows_console.search_rows(lab, generator, 100_000, events, seconds, progress)
         rows += rows_live.rows(lab, 60.0 if full else 20.0, progress)
+    if "cli" in wanted:
+        from tests.bench import rows_cli
+
+        smoke_cli, published_cli = (
+            rows_cli.Size(1000, 20_000, 2000, 20, 500, shows=20),
+            rows_cli.Size(1000, 100_000, 20_000, 20, 2000, shows=50),
+        )
+        rows += rows_cli.rows(lab, published_cli if full else smoke_cli, progress)
     if "samples" in wanted:
         from tests.bench import rows_samples
 

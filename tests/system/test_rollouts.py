@@ -15,7 +15,7 @@ from tests.system.test_kill import VICTIMS
 
 pytestmark = pytest.mark.system
 SETTINGS = {"CYBORG_HOST_NAME": "here.example", "CYBORG_HOST_NODE": "here", "CYBORG_ENABLED_DRIVERS": "fake_driver"}
-SETTINGS |= {"CYBORG_BEAT_S": "1", "CYBORG_LEASE_FLUSH_S": "0.5", "CYBORG_RESCAN_S": "5"}
+SETTINGS |= {"CYBORG_BEAT_S": "1", "CYBORG_RESCAN_S": "5"}
 SOON_S = 60.0
 COUNT_DEVICES = "SELECT count(*) FROM accelerators_device WHERE state <> 'missing'"
 DRIVER_STATE = "SELECT state, drifts FROM accelerators_hostdriver WHERE driver = 'fake_driver'"

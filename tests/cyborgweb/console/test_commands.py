@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import re
-import time
 
 import pytest
 from django.contrib.auth.models import Permission, User
 from django.test import Client
 from django.urls import reverse
 
-from accelerators import conductor, safety
+from accelerators import conductor
 from accelerators.commands import command_queue
 from accelerators.domain.caller import Caller
 from accelerators.models import AcceleratorRequest, Command, Device, Event, Host
 from accelerators.workflows import command_endings
 from tests.cyborgweb.console.conftest import Fill
-from tests.support.holders import answer_each
+from tests.support.holders import slow_holder_checks
 from tests.support.reports import apply_report, make_card, make_driver_report
 from tests.support.statements import count_statements
 
@@ -131,15 +130,7 @@ def test_the_confirmation_appears_in_time_if_the_holder_checks_of_many_affected_
     declare_reset_of_the_bus(device)
     with conductor.writing():  # a held device would be named without asking anybody
         AcceleratorRequest.objects.all().delete()
-    monkeypatch.setattr(safety, "HOLDER_CHECKS_TIMEOUT_S", 0.05)
-    asked: list[Device] = []
-
-    def check(one: Device) -> safety.HolderCheckResult:
-        asked.append(one)
-        time.sleep(0.06)
-        return safety.HolderCheckResult()
-
-    with safety.HOLDER_CHECKS.replaced("placement", answer_each(check)):
+    with slow_holder_checks(monkeypatch) as asked:
         confirmation = operator.post(order_url(device), {"op": "reset"}).content.decode()
     assert asked == [device] and 'name="sure"' not in confirmation
 

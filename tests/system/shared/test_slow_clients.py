@@ -40,12 +40,10 @@ TRICKLE_S = 0.5
 LARGE_FILE = "/static/unfold/css/styles.css"
 """A file larger than what the server and its kernel take for a client that does not read."""
 ROUNDS = 3
-BIND_S = 2.0
-"""Seconds in which a bind must be Bound beside slow clients. A body that does not arrive is refused after 30 s, and an
-answer that is not read after 60 s: whoever waited for these clients would be later."""
+BIND_S = 15.0
+"""Seconds in which a bind must be Bound beside slow clients, on a busy machine, too. A body that does not arrive is
+refused after 30 s, and an answer that is not read after 60 s: a bind that waited for these clients would be later."""
 WRITE_TIMEOUT_S = 2.0
-GUARDED_S = 10.0
-"""Seconds in which a client that does not read must be disconnected with that deadline."""
 
 
 @pytest.fixture
@@ -232,9 +230,11 @@ def test_X5_granian_disconnects_clients_that_do_not_read(product: Product) -> No
             poller.register(client, 0)
             return bool(poller.poll(0))
 
-        time_limit, remaining = time.monotonic() + GUARDED_S, set(deaf)
-        while remaining and time.monotonic() < time_limit:
-            remaining -= {client for client in remaining if is_reset_after_a_byte(client)}
-            time.sleep(0.2)
-        assert not remaining
+        remaining = set(deaf)
+
+        def all_are_disconnected() -> bool:
+            remaining.difference_update([client for client in remaining if is_reset_after_a_byte(client)])
+            return not remaining
+
+        until(all_are_disconnected)
         assert ask(port, "GET", "/healthz")[0] == 200
