@@ -46,7 +46,7 @@ class RuleNotConfirmedError(RefusedError):
 def _refuse_unless_confirmed(request: HttpRequest, preview: RulePreview) -> None:
     """Raise RuleNotConfirmedError if the rule would move devices, and the form has no token of this preview."""
     caller = device_actions.get_caller(request)
-    if preview.reach.total and not preview.is_confirmed(request.POST.get("token", ""), caller):
+    if preview.reach.needs_confirmation and not preview.is_confirmed(request.POST.get("token", ""), caller):
         raise RuleNotConfirmedError(preview)
 
 

@@ -373,9 +373,9 @@ def command_list_url(bulk: Bulk) -> str:
 def build_progress_context(bulk: Bulk) -> dict[str, Any]:
     """Return the context of `bulk_action_progress.html`: state, progress, counts, commands by state, and duration.
 
-    `refresh_url` is the URL that the page polls, and the page is read again when the number of open commands changes;
-    it is '' if neither the bulk action nor one of its commands is under way. Costs one statement if the action orders
-    commands, else none.
+    `refresh_url` is the URL that the page polls; it is '' if neither the bulk action nor one of its commands is under
+    way. The whole page is read again only then, and when the state of the bulk action changes, because it costs more.
+    Costs one statement if the action orders commands, else none.
     """
     running = bulk.state == BulkState.RUNNING
     command_counts = bulk_actions.count_commands(bulk) if bulk.moved else {}

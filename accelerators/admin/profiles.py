@@ -27,6 +27,7 @@ from accelerators.ui.changelist import ReadOnlyModelAdmin
 from accelerators.ui.conflicts import read_generation
 from accelerators.ui.empty_lists import Source
 from accelerators.ui.explained_admin import Rights
+from accelerators.ui.refusals import describe_refusal
 
 MAX_SHOWN_HOSTS = 50
 """Maximum number of hosts that the page of a profile lists."""
@@ -225,7 +226,7 @@ class DeviceProfileAdmin(ReadOnlyModelAdmin):
             caller, generation = device_actions.get_caller(request), read_generation(request)
             profiles.delete_profile(profile.uuid, caller, EventSource.PERSON, generation=generation)
         except RefusedError as refused:
-            messages.error(request, refused.text)
+            messages.error(request, describe_refusal(refused))
             return HttpResponseRedirect(badges.page_url("deviceprofile", profile.pk))
         messages.success(request, f"Device profile {profile.name} was deleted.")
         return HttpResponseRedirect(reverse("admin:accelerators_deviceprofile_changelist"))

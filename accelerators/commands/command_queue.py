@@ -234,12 +234,12 @@ def order_command_for_each(
     orders: dict[Device, CommandOrder] = {}
     with conductor.writing():
         holders = safety.find_holders(separate, answers) if op in DESTRUCTIVE else None
-        unreachable = explain_unreachable({one.host for one in separate})
+        unreachable, busy_ops = explain_unreachable({one.host for one in separate}), load_busy_ops(separate, op)
         for device in separate:
             try:
                 arguments = check_arguments(op, layouts[device], None)
                 refuse_unknown_words(device, layouts[device] or {})
-                _refuse_if_impossible(op, device, unreachable)
+                _refuse_if_impossible(op, device, unreachable, busy_ops)
                 if holders:
                     _refuse_if_held_or_affecting(op, device, (), holders)
             except RefusedError as refused:
@@ -295,13 +295,13 @@ def ask_holders_for_command(
     devices = list(selected.select_related("host"))
     loaded = {one.pk: one for one in [*devices, *safety.find_affected_outside(selected, op)]}
     known, to_ask = safety.find_known_holders(loaded.values()), dict[int, Device]()
-    unreachable = explain_unreachable({one.host for one in devices})
+    unreachable, busy_ops = explain_unreachable({one.host for one in devices}), load_busy_ops(loaded.values(), op)
     for device in devices:
         affected = [loaded[one.pk] for one in safety.find_affected_siblings(device, op) if one.pk in loaded]
         try:
             refuse(device)
-            _refuse_if_impossible(op, device, unreachable)
-            _refuse_if_held_or_affecting(op, device, affected, known)
+            _refuse_if_impossible(op, device, unreachable, busy_ops)
+            _refuse_if_held_or_affecting(op, device, affected, known, busy_ops)
         except RefusedError:
             continue
         to_ask |= {one.pk: one for one in [device, *affected]}
@@ -315,11 +315,16 @@ def describe_acts(op: str, device: Device, affected: Iterable[Device]) -> dict[D
 
 
 def _refuse_if_held_or_affecting(
-    op: str, device: Device, affected: Sequence[Device], holders: safety.DeviceHolders
+    op: str,
+    device: Device,
+    affected: Sequence[Device],
+    holders: safety.DeviceHolders,
+    busy_ops: Mapping[UUID, str] | None = None,
 ) -> None:
-    """Raise RefusedError if the device is held, or another one that the command affects is held or busy."""
+    """Raise RefusedError if the device is held, or another one that the command affects is held or busy. `busy_ops` are
+    those of `load_busy_ops`; without them, it is called."""
     for sibling in affected:
-        refuse_if_busy(sibling, op)
+        refuse_if_busy(sibling, op, busy_ops)
     holders.refuse_unless_all_free(describe_acts(op, device, affected))
 
 
@@ -592,9 +597,12 @@ def _choose_deployable(device: Device, deployable_uuid: UUID | None) -> int:
     return ids_by_uuid[deployable_uuid]
 
 
-def _refuse_if_impossible(op: str, device: Device, unreachable: Mapping[int, str] | None = None) -> None:
+def _refuse_if_impossible(
+    op: str, device: Device, unreachable: Mapping[int, str] | None = None, busy_ops: Mapping[UUID, str] | None = None
+) -> None:
     """Raise RefusedError CONFLICT if the state of the device, its driver, another command or its agent does not allow
-    the command `op` now. `unreachable` are the reasons of `explain_unreachable`; without them, it is called.
+    the command `op` now. `unreachable` are the reasons of `explain_unreachable`, and `busy_ops` those of
+    `load_busy_ops`; without them, these are called.
     """
     if DeviceState(device.state) not in ALLOWED_STATES[op]:
         possible = ", ".join(sorted(ALLOWED_STATES[op]))
@@ -603,7 +611,7 @@ def _refuse_if_impossible(op: str, device: Device, unreachable: Mapping[int, str
         )
     if op not in device.acts.split():
         raise RefusedError(RefusalReason.CONFLICT, f"Device {device.uuid}: {device.driver} cannot {op} it.")
-    refuse_if_busy(device, op)
+    refuse_if_busy(device, op, busy_ops)
     _refuse_if_explained(device.host, explain_unreachable([device.host]) if unreachable is None else unreachable)
 
 
@@ -636,10 +644,18 @@ def refuse_unknown_words(device: Device, layout: Mapping[str, str]) -> None:
         raise RefusedError(RefusalReason.INVALID, f"The device's layout has no setting {refused}; {known_text}.")
 
 
-def refuse_if_busy(device: Device, op: str) -> None:
-    """Raise RefusedError CONFLICT if `op` is exclusive and another exclusive command for the device is open."""
+def load_busy_ops(devices: Iterable[Device], op: str) -> dict[UUID, str]:
+    """Return the names of the commands, by their uuids, that keep these devices busy for `op`. Costs one statement, and
+    none if no device is busy, or if `op` is not exclusive."""
+    busy_with = [device.busy_with for device in devices if device.busy_with and op in EXCLUSIVE_OPS]
+    return dict(Command.objects.filter(uuid__in=busy_with).values_list("uuid", "op")) if busy_with else {}
+
+
+def refuse_if_busy(device: Device, op: str, busy_ops: Mapping[UUID, str] | None = None) -> None:
+    """Raise RefusedError CONFLICT if `op` is exclusive and another exclusive command for the device is open. `busy_ops`
+    are those of `load_busy_ops`; without them, it is called."""
     if device.busy_with and op in EXCLUSIVE_OPS:
-        busy_op = Command.objects.filter(uuid=device.busy_with).values_list("op", flat=True).first()
+        busy_op = (load_busy_ops([device], op) if busy_ops is None else busy_ops).get(device.busy_with, "a command")
         text = f"Device {device.uuid} is busy with {busy_op} (command {device.busy_with}): wait for its end."
         raise RefusedError(RefusalReason.CONFLICT, text)
 

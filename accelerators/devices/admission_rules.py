@@ -113,8 +113,8 @@ class RuleReach:
 
     @property
     def needs_confirmation(self) -> bool:
-        """Return whether a person must confirm it separately: it reaches several hosts."""
-        return len(self.by_host) > 1
+        """Return whether a person must confirm it separately: it would move a device."""
+        return self.total > 0
 
 
 def forecast_rule(values: Mapping[str, Any], rule: AdmissionRule | None = None) -> RuleReach:

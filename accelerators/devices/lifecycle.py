@@ -182,6 +182,7 @@ def apply_action(
         devices = {device.uuid: device for device in lock_devices(Device.objects.filter(uuid__in=uuids))}
         holder_counts = _count_holding_requests(devices.values())
         holders = safety.find_holders(devices.values(), answers) if action is Action.RETIRE else None
+        busy_ops = command_queue.load_busy_ops(devices.values(), "install") if action is Action.ENABLE else {}
         results = {}
         for uuid, device in devices.items():
             before = build_lifecycle_state(device, holder_counts[device.id])
@@ -190,7 +191,7 @@ def apply_action(
                 if holders and after.effective_state == _S.RETIRED != before.effective_state:
                     holders.refuse_unless_free(device, "retired")
                 if action is Action.ENABLE and after != before:
-                    _refuse_unless_idle(device, after)
+                    _refuse_unless_idle(device, after, busy_ops)
             except RefusedError as refused:
                 results[uuid] = _build_refused_result(device, refused.reason, refused.text)
             else:
@@ -406,12 +407,12 @@ def _count_holding_requests(devices: Iterable[Device]) -> Counter[int]:
     return Counter(device for device, _ in safety.query_requests_of_devices([device.id for device in devices], "id"))
 
 
-def _refuse_unless_idle(device: Device, after: LifecycleState) -> None:
-    """Raise RefusedError CONFLICT if a command is working on the device.
+def _refuse_unless_idle(device: Device, after: LifecycleState, busy_ops: Mapping[UUID, str]) -> None:
+    """Raise RefusedError CONFLICT if a command is working on the device; `busy_ops` are those of `load_busy_ops`.
 
     Raise RefusedError IN_USE if the device would be installed while it is held or a guest may still use it (S1).
     """
-    command_queue.refuse_if_busy(device, "install")
+    command_queue.refuse_if_busy(device, "install", busy_ops)
     if after.effective_state == _S.INSTALLING and (holders := safety.find_own_holders(device)):
         raise RefusedError(
             RefusalReason.IN_USE, f"Device {device.uuid} is held by {', '.join(holders)}: it cannot be installed."

@@ -17,6 +17,7 @@ _LEGAL_FORM = re.compile(
 )
 _TRADE_NAME = re.compile(r".*\[([^\[\]]+)\]$")
 _BOARD_DETAILS = re.compile(r"\s*[,;].*")
+_SEARCHED_WORD = re.compile(r'"([^"]*)"' + r"|'([^']*)'|(\S+)")
 
 
 @dataclass(frozen=True)
@@ -47,9 +48,10 @@ class HardwareName:
     subsystem: str = ""
 
     def has_words(self, term: str) -> bool:
-        """Return whether each word of `term` is in one of the names. Case is ignored."""
+        """Return whether each word of `term` is in the names. Case is ignored. A phrase in quotation marks is one
+        word."""
         names = " ".join((self.vendor, self.model, self.subsystem, self.full)).lower()
-        return all(word in names for word in term.lower().split())
+        return all("".join(parts) in names for parts in _SEARCHED_WORD.findall(term.lower()))
 
 
 def parse_pci_ids(lines: Iterable[str]) -> dict[str, PciVendor]:

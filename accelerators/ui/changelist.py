@@ -322,14 +322,14 @@ class ConsoleModelAdmin(ExplainedModelAdmin):
         """
         if not self._list_indexed_search_fields(request):
             return super().get_search_results(request, queryset, search_term)
-        words = [
-            unescape_string_literal(word) if word[0] in "\"'" and word[-1:] == word[0] else word
+        word_by_text = {  # a phrase in quotation marks is one word
+            unescape_string_literal(word) if word[0] in "\"'" and word[-1:] == word[0] else word: word
             for word in list(smart_split(search_term))[:MAX_SEARCH_WORDS]
-        ]
+        }
         other_words = []
-        for word, condition in self.search_indexes(request, words).items():
+        for text, condition in self.search_indexes(request, list(word_by_text)).items():
             if condition is None:
-                other_words.append(word.removesuffix(BEGINNING_MARK))
+                other_words.append(word_by_text[text].removesuffix(BEGINNING_MARK))
             else:
                 queryset = queryset.filter(condition)
         return (self.search_other_words(request, queryset, " ".join(other_words)) if other_words else queryset), False

@@ -25,7 +25,7 @@ from accelerators.domain.errors import RefusedError
 from accelerators.domain.generations import ChangedMeanwhileError, NoGenerationError
 from accelerators.models import Event
 from accelerators.ui import badges
-from accelerators.ui.refusals import RefusalAsMessage
+from accelerators.ui.refusals import RefusalAsMessage, describe_refusal
 
 LEFT_OUT = ("csrfmiddlewaretoken", "generation")
 """Fields of the refused request that are not sent again when the user applies the own version."""
@@ -120,7 +120,7 @@ class ConflictPage(RefusalAsMessage):
         try:
             return super().delete_view(request, object_id, extra_context)
         except RefusedError as refused:
-            messages.error(request, refused.text)
+            messages.error(request, describe_refusal(refused))
             names = f"admin:{self.opts.app_label}_{self.opts.model_name}"
             if self.get_queryset(request).filter(pk=row.pk).exists():
                 return HttpResponseRedirect(reverse(f"{names}_change", args=[row.pk]))

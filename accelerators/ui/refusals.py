@@ -9,6 +9,18 @@ from django.http import HttpRequest, HttpResponse, HttpResponseRedirect
 from unfold.admin import ModelAdmin
 
 from accelerators.domain.errors import RefusedError
+from accelerators.domain.generations import ChangedMeanwhileError
+
+CHANGED_MEANWHILE_TEXT = (
+    "Somebody else has changed this since the page was shown, so nothing was done. Look at the present version, then"
+    " repeat your change if you still want it."
+)
+"""What the console says in place of the text of a ChangedMeanwhileError, which tells programs what to send."""
+
+
+def describe_refusal(refused: RefusedError) -> str:
+    """Return the reason of a refused change as the console shows it to people."""
+    return CHANGED_MEANWHILE_TEXT if isinstance(refused, ChangedMeanwhileError) else refused.text
 
 
 class RefusalAsMessage(ModelAdmin):
@@ -32,5 +44,5 @@ class RefusalAsMessage(ModelAdmin):
 
     def answer_refusal(self, request: HttpRequest, object_id: str | None, refused: RefusedError) -> HttpResponse:
         """Redirect to the same page, with the reason as a message; the entered values are lost."""
-        messages.error(request, refused.text)
+        messages.error(request, describe_refusal(refused))
         return HttpResponseRedirect(request.get_full_path())

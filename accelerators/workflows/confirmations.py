@@ -70,6 +70,16 @@ def stale_preview_error() -> RefusedError:
     return RefusedError(RefusalReason.STALE_PREVIEW, text)
 
 
+def lost_draft_error() -> RefusedError:
+    """Return the error for a draft that another request of the same caller has replaced or confirmed before the request
+    that made it could start it."""
+    text = (
+        "Another request of the same caller has replaced or confirmed the draft of this one, so this one has started"
+        " nothing. Look whether it is running, then repeat the request if it is not."
+    )
+    return RefusedError(RefusalReason.CONFLICT, text)
+
+
 def _compute_digest(caller: Caller, request: Mapping[str, Any]) -> str:
     """Return a digest of the caller and of a request; the order of the request's keys does not matter."""
     identity = [caller.name, caller.user_id, caller.project_id, caller.is_local]

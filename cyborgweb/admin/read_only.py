@@ -20,6 +20,7 @@ from accelerators.ui.changelist import ReadOnlyModelAdmin
 from accelerators.ui.conflicts import read_generation
 from accelerators.ui.explained_admin import Rights
 from accelerators.ui.permissions import Right
+from accelerators.ui.refusals import describe_refusal
 from cyborgweb.auth import read_only, roles
 
 SWITCH_READ_ONLY = Right("cyborg:maintenance:update", "cyborgweb.change_maintenance")
@@ -60,7 +61,7 @@ class MaintenanceAdmin(ReadOnlyModelAdmin):
                 generation = read_generation(request)
                 read_only.switch_read_only("on" in request.POST, caller, *reason_and_source, generation=generation)
             except RefusedError as refused:
-                messages.error(request, refused.text)
+                messages.error(request, describe_refusal(refused))
             return HttpResponseRedirect(request.path)
         active = read_only.get_maintenance()
         context = self.admin_site.each_context(request) | {

@@ -65,8 +65,7 @@ def add_rule_options(function: Callable[..., Any]) -> Callable[..., Any]:
 def rule_create(cli_context: CliContext, rule: str, yes: bool, dry_run: bool, **values: Any) -> None:
     """Create an admission rule. It decides about devices that are found from now on.
 
-    If it matches inactive devices of several hosts, you are asked to type their number; device-admit applies it to
-    them.
+    If it matches devices that are inactive now, you are asked to type their number; device-admit applies it to them.
     """
     body = {"name": rule} | _drop_missing(values)
     question = f"Create the rule {rule}? It matches devices that are inactive now."
@@ -86,7 +85,8 @@ def rule_set(
 ) -> None:
     """Change an admission rule; what is not named stays. Devices that it has admitted keep their state.
 
-    The difference is shown. If somebody changes the rule meanwhile, it stays as it is.
+    The difference is shown. If it matches further devices that are inactive now, you are asked to type their number. If
+    somebody changes the rule meanwhile, it stays as it is.
     """
     changes = _drop_missing(values)
     if not changes:

@@ -27,6 +27,7 @@ from accelerators.ui.conflicts import ConflictPage, read_generation
 from accelerators.ui.empty_lists import Source
 from accelerators.ui.explained_admin import Rights
 from accelerators.ui.permissions import Right
+from accelerators.ui.refusals import describe_refusal
 from cyborgweb.auth import policy
 from cyborgweb.auth.roles import get_caller
 from cyborgweb.models.event_types import (
@@ -371,7 +372,7 @@ class SubscriptionAdmin(ConflictPage, ConsoleModelAdmin):
                     request, f"The webhook's new secret is {secret} – store it now: it is not shown again."
                 )
         except RefusedError as refused:
-            messages.error(request, refused.text)
+            messages.error(request, describe_refusal(refused))
         return HttpResponseRedirect(reverse("admin:cyborgweb_subscription_change", args=[row.pk]))
 
 

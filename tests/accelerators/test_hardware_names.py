@@ -189,7 +189,10 @@ def test_lists_and_pages_show_the_name_with_an_icon_and_the_ids(cards: Client) -
 
 @pytest.mark.slow
 def test_devices_are_found_by_their_names(cards: Client) -> None:
-    for term, vendors in (("a100", {"10de"}), ("mellanox connectx", {"15b3"}), ("gaudi", {"Habana"}), ("4xxx", set())):
+    for term, vendors in (
+        *(("a100", {"10de"}), ("mellanox connectx", {"15b3"}), ("gaudi", {"Habana"}), ("4xxx", set())),
+        *(('"a100 pcie"', {"10de"}), ("'A100 PCIe' nvidia", {"10de"}), ('"pcie a100"', set())),
+    ):
         page = cards.get("/admin/accelerators/device/", {"q": term})
         assert {one.vendor for one in page.context["cl"].result_list} == vendors, term
         found = cards.get("/api/devices/", {"name": term}).json()["results"]

@@ -17,6 +17,7 @@ from rest_framework import serializers
 from rest_framework.request import Request
 from rest_framework.response import Response
 
+from accelerators import conductor
 from accelerators.api.own import instances
 from accelerators.api.own.bulk_previews import MAX_PREVIEW_DEVICES, BulkPreviewSerializer, preview_or_start
 from accelerators.api.own.fields import (
@@ -52,7 +53,7 @@ from accelerators.domain.states import DeviceOutcome, DrainTarget, RequestState
 from accelerators.models import AcceleratorRequest, AttachHandle, Bulk, Device
 from accelerators.models.devices import HANDLE_USES
 from accelerators.requests import labels
-from accelerators.workflows import bulk_actions, bulk_commands, confirmations
+from accelerators.workflows import bulk_actions, bulk_commands, bulk_labels, confirmations
 
 MAX_LISTED_RESULTS = 256
 """A change of units of more devices is answered without the result of each device."""
@@ -398,8 +399,8 @@ class AcceleratorView(CollectionView):
         """Set the label of the request that holds the unit, and answer with the unit.
 
         A label that differs from the stored one is recorded as the event `request.labelled`. 404 if the caller may not
-        see the unit, 403 if the caller may see it and may not change what its project has, 400 for an invalid body, 409
-        if it has another generation.
+        see the unit, or if its request has given it back meanwhile, 403 if the caller may see it and may not change
+        what its project has, 400 for an invalid body, 409 if it has another generation.
         """
         unit = self.get_object()
         self.require_project(unit.request.project_id)
@@ -408,13 +409,16 @@ class AcceleratorView(CollectionView):
         subject, present = f"The accelerator {holding_request.uuid}", holding_request.generation
         generation = require_generation(subject, present, values.get("generation"))
         label = values.get("request", {}).get("label", holding_request.label)
-        same_project = AcceleratorRequest.objects.filter(project_id=holding_request.project_id)
-        labels.set_labels(
-            *(same_project, [holding_request.uuid], label, lambda project: True),
-            *(self.caller, self.caller.event_source),
-            generation=generation,
-        )
-        holding_request.refresh_from_db(fields=["label", "generation"])
+        same_project = bulk_labels.query_held_accelerators().filter(project_id=holding_request.project_id)
+        with conductor.writing():  # the request stays locked until it is read again
+            (result,) = labels.set_labels(
+                *(same_project, [holding_request.uuid], label, lambda project: True),
+                *(self.caller, self.caller.event_source),
+                generation=generation,
+            )
+            if result.outcome == DeviceOutcome.REFUSED:
+                raise RefusedError(RefusalReason(result.reason), result.text)
+            holding_request.refresh_from_db(fields=["label", "generation"])
         return Response(self.get_serializer(unit).data)
 
     def set_labels(self, request: Request) -> Response:
@@ -426,7 +430,7 @@ class AcceleratorView(CollectionView):
         """
         values = self.validate_body()
         uuids, label = values["accelerators"], values["label"]
-        visible = AcceleratorRequest.objects.filter(attach_handle__isnull=False)
+        visible = bulk_labels.query_held_accelerators()
         if not self.can_see_all_projects():
             visible = visible.filter(project_id=self.caller.project_id)
         may_change_all = self.caller.is_admin or self.is_rule_satisfied(self.elevated_write_rule)

@@ -113,7 +113,7 @@ class HostReachSerializer(serializers.Serializer[Any]):
 class RulePreviewSerializer(PreviewSerializer):
     """The forecast of a rule: the inactive devices that it would move when the rules are applied.
 
-    It has to be confirmed if they are on several hosts. Devices that are found later are moved by it, too.
+    It has to be confirmed if there are any. Devices that are found later are moved by it, too.
     """
 
     first_hosts = HostReachSerializer(many=True, read_only=True, help_text="The first hosts, with the most devices.")
@@ -137,7 +137,7 @@ class RuleView(CollectionView):
         """Create a rule; 201. 409 if its name is in use or there are too many rules.
 
         With `dry_run` the answer is the preview: 200. Without a token the answer is 409, with the preview, if the rule
-        would move inactive devices of several hosts.
+        would move inactive devices.
         """
         values = self.validate_body()
         if preview := self._preview_unless_confirmed(values):
@@ -158,7 +158,7 @@ class RuleView(CollectionView):
         """Return the answer with the preview if the body asks for it; None if the rule may be stored. Takes `dry_run`
         and `token` out of the values.
 
-        Raises NotConfirmedError if the rule reaches several hosts and there is no token, and RefusedError STALE_PREVIEW
+        Raises NotConfirmedError if the rule would move devices and there is no token, and RefusedError STALE_PREVIEW
         for a token of another preview, or if other devices would be moved by now.
         """
         is_dry_run, token = values.pop("dry_run", False), values.pop("token", "")

@@ -66,7 +66,7 @@ def preview_or_start(
 
     With a token, the draft of that preview is started. `values` are those of the body, and `described` is what the
     token is bound to. `refusals` are the reasons of further refusals, which the preview shows. Raises
-    NotConfirmedError, and RefusedError STALE_PREVIEW.
+    NotConfirmedError, and RefusedError: STALE_PREVIEW, or CONFLICT if another request takes the draft first.
     """
     reason = command_queue.check_reason(values.get("reason", ""))
     if token := values.get("token"):
@@ -85,7 +85,8 @@ def preview_or_start(
                 {"outcome": DeviceOutcome.REFUSED.value, "number": 1, "held": False, "text": text} for text in refusals
             ]
             return respond_with_preview(shown, issued, values.get("dry_run", False))
-    bulk_actions.confirm_draft(draft, reason, held_too=False)
+    if not bulk_actions.confirm_draft(draft, reason, held_too=False):
+        raise confirmations.lost_draft_error()
     return draft
 
 

@@ -351,7 +351,8 @@ class RolloutView(CollectionView):
             draft = driver_rollouts.create_retry_draft(rollout, self.caller, self.caller.event_source, generation)
             if draft.total > 1 or values.get("dry_run"):
                 return self._respond_with_preview(draft, values, described, storage)
-        driver_rollouts.confirm_rollout(draft, values.get("reason", ""))
+        if not driver_rollouts.confirm_rollout(draft, values.get("reason", "")):
+            raise confirmations.lost_draft_error()
         return self.respond_with_stored_row(draft.uuid, 202)
 
     def _confirm(self, values: Mapping[str, Any], described: Mapping[str, Any]) -> Response:

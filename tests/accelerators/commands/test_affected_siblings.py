@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from uuid import uuid4
+from functools import partial
+from uuid import UUID, uuid4
 
 import msgspec
 import pytest
@@ -11,8 +12,10 @@ from pytest_django import DjangoAssertNumQueries
 from accelerators import conductor, safety
 from accelerators.commands import command_queue
 from accelerators.commands.command_queue import CommandAnswer
+from accelerators.devices import lifecycle
 from accelerators.domain import driver_status
 from accelerators.domain.caller import Caller
+from accelerators.domain.device_actions import Action
 from accelerators.domain.errors import RefusalReason, RefusedError
 from accelerators.models import AcceleratorRequest, AttachHandle, Command, Deployable, Device, DeviceProfile, Host
 from accelerators.workflows import bulk_commands, command_endings
@@ -20,6 +23,7 @@ from drivers.inventory import DriverDeclaration, DriverReport
 from drivers.plan import get_affected_prefix
 from tests.support.holders import answer_each, slow_holder_checks
 from tests.support.reports import apply_report, get_or_create_host, make_card, make_driver_report
+from tests.support.statements import count_call_statements
 
 pytestmark = pytest.mark.django_db
 OLGA = Caller("olga", "u", frozenset({"admin"}), "p1")
@@ -97,6 +101,29 @@ def test_a_device_that_is_affected_by_a_running_command_takes_no_exclusive_comma
     command_queue.order_device_command("reset", sibling.uuid, OLGA)
     with pytest.raises(RefusedError, match="is busy with reset"):
         command_queue.order_device_command("reset", device.uuid, OLGA)
+
+
+def test_busy_devices_are_refused_with_the_same_number_of_statements_whatever_their_number() -> None:
+    cards = [make_card(n, acts=ACTS) for n in range(12)]
+    apply_report(get_or_create_host(), make_driver_report(*cards))
+    chosen = {one.uuid: one.lifecycle_text for one in Device.objects.order_by("id")}
+
+    def reset(uuids: list[UUID]) -> set[tuple[str, RefusalReason | None]]:
+        """Order a reset of these devices; return the outcomes."""
+        words = {uuid: chosen[uuid] for uuid in uuids}
+        answers = bulk_commands.ask_holders_for_each("reset", None, words)
+        results = bulk_commands.place_command_for_each("reset", None, words, OLGA, "", answers)
+        return {(result.outcome, result.reason) for result in results}
+
+    def enable(uuids: list[UUID]) -> set[tuple[str, RefusalReason | None]]:
+        """Enable these devices; return the outcomes."""
+        return {(result.outcome, result.reason) for result in lifecycle.apply_action(Action.ENABLE, uuids, OLGA)}
+
+    assert reset([*chosen]) == {("moved", None)}
+    for act in (reset, enable):
+        assert act([*chosen]) == {("refused", RefusalReason.CONFLICT)}
+        few, many = (count_call_statements(partial(act, uuids)) for uuids in ([*chosen][:2], [*chosen]))
+        assert few == many
 
 
 def test_S1_of_two_devices_of_a_slice_that_affect_each_other_one_is_ordered() -> None:

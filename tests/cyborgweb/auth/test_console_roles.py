@@ -15,6 +15,7 @@ from accelerators import conductor
 from accelerators.domain.caller import Caller
 from accelerators.domain.states import EventSource
 from accelerators.models import AcceleratorRequest, Device, DeviceProfile, Event
+from accelerators.ui.refusals import CHANGED_MEANWHILE_TEXT
 from cyborgweb.auth import read_only, roles
 from cyborgweb.models import ApiToken
 from tests.support.reports import create_heard_host
@@ -165,9 +166,10 @@ def test_read_only_mode_refuses_changes_in_console_and_apis_with_the_reason(ente
     assert Client().post("/api/census/", "{}", content_type="application/json", headers=token).status_code == 200
     for outdated, says in (
         ({}, "does not say which version"),
-        ({"generation": "0"}, "now, not 0: somebody changed it"),
+        ({"generation": "0"}, CHANGED_MEANWHILE_TEXT),
     ):
-        assert says in ada.post(switch, {"off": "yes"} | outdated, follow=True).content.decode()
+        said = ada.post(switch, {"off": "yes"} | outdated, follow=True).content.decode()
+        assert says in said and "send generation" not in said
         assert read_only.get_maintenance() is not None
     seen = re.findall(r'name="generation" value="(\d+)"', ada.get(switch).content.decode())
     ada.post(switch, {"off": "yes", "generation": seen[0]})

@@ -25,17 +25,18 @@ def create_inactive_devices(*hosts: str) -> None:
         Device.objects.update(state="inactive")
 
 
-def test_a_rule_that_matches_devices_of_several_hosts_is_created_after_its_preview(cyborg: Cyborg) -> None:
-    create_inactive_devices("cmp1", "cmp2")
+@pytest.mark.parametrize("hosts", [("cmp1",), ("cmp1", "cmp2")])
+def test_a_rule_that_would_move_devices_is_created_after_its_preview(hosts: tuple[str, ...], cyborg: Cyborg) -> None:
+    create_inactive_devices(*hosts)
     words = ("rule-create", "hall3", "--host", "cmp*", "--action", "ready")
     shown = cyborg(*words, "--dry-run", "--format", "csv")
-    assert shown.stdout.splitlines()[1] == "4,will be done,no,becomes ready"
+    assert shown.stdout.splitlines()[1] == f"{2 * len(hosts)},will be done,no,becomes ready"
     assert_refused(cyborg(*words), 2, "give --yes")
     assert not AdmissionRule.objects.exists()
     created = json.loads(cyborg(*words, "--yes", "--json").stdout)
     assert (created["name"], created["host"], created["action"]) == ("hall3", "cmp*", "ready")
     assert_refused(cyborg(*words, "--yes"), 1, "already exists")
-    assert Device.objects.filter(state="inactive").count() == 4
+    assert Device.objects.filter(state="inactive").count() == 2 * len(hosts)
 
 
 def test_a_rule_is_changed_in_the_named_fields_alone_and_deleted(cyborg: Cyborg) -> None:

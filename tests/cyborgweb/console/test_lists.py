@@ -73,6 +73,21 @@ def test_devices_are_found_by_parts_of_address_uuid_host_and_name(term: str, ope
     assert len(found) < 13
 
 
+@pytest.mark.parametrize(
+    ("term", "found"),
+    [
+        ('"rack two"', {"shelf of rack two"}),
+        ("rack two", {"shelf of rack two", "two racks"}),
+        ('two "of rack"', {"shelf of rack two"}),
+    ],
+)
+def test_a_phrase_in_quotation_marks_is_searched_as_a_whole(term: str, found: set[str], operator: Client) -> None:
+    cards = [make_card(n, model=model) for n, model in enumerate(("shelf of rack two", "two racks", "shelf one"))]
+    apply_report(get_or_create_host(), make_driver_report(*cards))
+    listed = operator.get(admin_url(Device, "changelist"), {"q": term}).context["cl"].result_list
+    assert {device.model for device in listed} == found
+
+
 @pytest.mark.parametrize("model", [Device, Deployable, AttachHandle])
 def test_searches_by_uuid_address_and_host_read_no_whole_table(model: type, operator: Client, fill: Fill) -> None:
     fill(13)

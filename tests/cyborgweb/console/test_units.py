@@ -109,6 +109,11 @@ def test_devices_of_several_backends_are_divided_after_a_preview_and_held_ones_r
     assert Command.objects.count() == 3
 
 
+def find_open_mark(client: Client, address: str) -> list[str]:
+    """Return the value of the live part of a page; when it changes, the browser reads the whole page again."""
+    return re.findall(r'data-open="([^"]*)"', client.get(address).content.decode())
+
+
 def test_the_page_of_a_change_of_units_shows_how_the_command_of_each_device_ended(operator: Client) -> None:
     report_cards(*(build_divisible_card(n, 2) for n in range(1, 4)))
     uuids = [str(uuid) for uuid in Device.objects.values_list("uuid", flat=True)]
@@ -120,10 +125,13 @@ def test_the_page_of_a_change_of_units_shows_how_the_command_of_each_device_ende
     assert f'data-live="{polled}"' in operator.get(page).content.decode()
     first, second, third = Command.objects.order_by("id")
     answer_and_settle(first)
+    assert find_open_mark(operator, polled) == find_open_mark(operator, page) == ["done"]
     answer_and_settle(second, "failed", "no room")
     counted = get_page_text(operator, polled).partition("Commands:")[2]
     assert re.findall(r"\d \w+", counted) == ["1 queued", "1 succeeded", "1 failed"]
+    assert find_open_mark(operator, polled) == ["done"], "the whole page is not read again for each command"
     answer_and_settle(third)
+    assert find_open_mark(operator, polled) == [], "the page is read again when the last command has ended"
     with CaptureQueriesContext(connection) as run:
         response = operator.get(page)
     assert len(run) <= 12 and "data-live" not in response.content.decode()

@@ -21,6 +21,7 @@ from accelerators.domain.caller import Caller
 from accelerators.domain.errors import RefusedError
 from accelerators.models import Event
 from accelerators.runtime import database_clock
+from accelerators.ui.refusals import CHANGED_MEANWHILE_TEXT
 from cyborgweb.auth import policy, roles
 from cyborgweb.auth.keystone import AuthenticatedPerson
 from cyborgweb.auth.login import update_user
@@ -631,7 +632,7 @@ def test_an_administrator_hands_over_in_the_console_and_sees_why_it_ended(client
     seen = {"generation": row.generation}
     for generation, says in (
         ({}, "does not say which version"),
-        ({"generation": 1000}, "not 1000: somebody changed it"),
+        ({"generation": 1000}, CHANGED_MEANWHILE_TEXT),
     ):
         assert says in client.post(url, {"owner": "bob"} | generation, follow=True).content.decode()
     refused = client.post(url, {"owner": "carl"} | seen, follow=True).content.decode()

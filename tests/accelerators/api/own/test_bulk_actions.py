@@ -10,6 +10,8 @@ import pytest
 from django.http import HttpResponse
 
 from accelerators import conductor
+from accelerators.domain.caller import Caller
+from accelerators.domain.states import DrainTarget
 from accelerators.models import AcceleratorRequest, Bulk, Command, Device, Event
 from accelerators.workflows import bulk_actions, confirmations
 from tests.accelerators.api.own.conftest import Ask, Fill, get_error_message, get_results
@@ -112,6 +114,26 @@ def test_devices_of_several_hosts_are_changed_only_with_the_token_of_the_preview
     assert Device.objects.filter(state="quarantined").count() == 20
     assert get_body(ask(made["url"]), 200)["counts"] == {"moved": 20, "unchanged": 0, "refused": 0, "waiting": 0}
     get_error_message(post(ask, **order, token=preview["token"]), 409, "stale_preview")
+
+
+def test_a_request_whose_draft_is_replaced_by_parallel_requests_says_that_it_started_nothing(
+    ask: Ask, fill: Fill, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fill(10)
+    set_states("inactive")
+    forecast = bulk_actions.preview_bulk
+
+    def preview_while_others_ask(draft: Bulk) -> bulk_actions.BulkPreview:
+        """Preview the draft; meanwhile the same caller makes as many drafts as are kept."""
+        preview, caller = forecast(draft), Caller(draft.actor, draft.caller_id, frozenset(), "")
+        for _ in range(bulk_actions.MAX_DRAFTS):
+            bulk_actions.create_draft("retire", DrainTarget.MAINTENANCE, Device.objects.all(), caller)
+        return preview
+
+    monkeypatch.setattr(bulk_actions, "preview_bulk", preview_while_others_ask)
+    answer = post(ask, action="quarantine", devices=get_free_uuids())
+    assert "started nothing" in get_error_message(answer, 409, "conflict")
+    assert not Device.objects.exclude(state="inactive").exists()
 
 
 def test_free_devices_of_two_hosts_need_the_token_too(ask: Ask, fill: Fill) -> None:

@@ -222,11 +222,15 @@ def test_a_rule_is_created_changed_and_deleted_with_events(ask: Ask) -> None:
     assert Event.objects.get(action="rule.changed").changes == {"enabled": [True, False]}
 
 
-def test_a_rule_that_reaches_several_hosts_is_stored_only_with_the_token_of_its_preview(ask: Ask) -> None:
+def test_a_rule_that_would_move_devices_is_stored_only_with_the_token_of_its_preview(ask: Ask) -> None:
     for name in ("cmp1", "cmp2"):
         apply_report(get_or_create_host(name), make_driver_report(make_card(1), make_card(2), driver="fake_driver"))
     one_host = json.loads(ask("/api/rules/", method="POST", data=RULE | {"host": "cmp1", "dry_run": True}).content)
-    assert (one_host["total"], one_host["hosts"], one_host["confirm"]) == (2, 1, False)
+    assert (one_host["total"], one_host["hosts"], one_host["confirm"]) == (2, 1, True)
+    refused = ask("/api/rules/", method="POST", data=RULE | {"host": "cmp1"})
+    assert "1 host." in get_error_message(refused, 409, "not_confirmed")
+    nowhere = json.loads(ask("/api/rules/", method="POST", data=RULE | {"host": "cmp9", "dry_run": True}).content)
+    assert (nowhere["total"], nowhere["confirm"]) == (0, False)
     answer = ask("/api/rules/", method="POST", data=RULE)
     assert "2 hosts" in get_error_message(answer, 409, "not_confirmed")
     preview = json.loads(answer.content)["preview"]

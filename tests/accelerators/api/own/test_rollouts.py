@@ -268,6 +268,29 @@ def test_a_host_whose_driver_was_changed_after_the_preview_fails_and_is_retried(
     assert "No host of this rollout has failed" in get_error_message(answer, 400)
 
 
+def test_a_retry_whose_draft_is_confirmed_elsewhere_says_that_it_started_nothing(
+    ask: Ask, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    create_hosts(1)
+    order = {"driver": "test_driver", "op": "update", "enabled": False, "hosts": ["cmp0"]}
+    made = get_body(post_rollout(ask, **order), 202)
+    answer_as_agent(Command.objects.get(), "failed", "no space")
+    run_rollout(Rollout.objects.get())
+    create_retry_draft = driver_rollouts.create_retry_draft
+
+    def create_and_confirm(*values: Any) -> Rollout:
+        """Create the draft, which the same caller confirms in the console at once."""
+        draft = create_retry_draft(*values)
+        assert driver_rollouts.confirm_rollout(draft, "from the console")
+        return draft
+
+    monkeypatch.setattr(driver_rollouts, "create_retry_draft", create_and_confirm)
+    path, wish = f"/api/rollouts/{made['uuid']}/retry/", DriverWish.objects.get()
+    answer = ask(path, "operator", method="POST", data={"generation": wish.generation, "reason": "again"})
+    assert "started nothing" in get_error_message(answer, 409, "conflict")
+    assert Rollout.objects.get(state="running").reason == "from the console"
+
+
 def test_the_preview_says_where_the_change_would_be_refused_or_changes_nothing(ask: Ask, fill: Fill) -> None:
     fill(20)
     create_hosts(3)  # cmp0 and cmp1 have held devices of pci_driver; cmp2 has none

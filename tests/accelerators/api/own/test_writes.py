@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Collection
 from typing import Any
 
 import pytest
 
 from accelerators import conductor
+from accelerators.api.own.instances import INSTANCE_STATES, InstanceKey, InstanceState
+from accelerators.domain.caller import Caller
 from accelerators.models import AcceleratorRequest, DeviceProfile, Event
+from accelerators.requests import binding
 from tests.accelerators.api.own.conftest import Ask, Fill, get_error_message, get_results
 
 pytestmark = pytest.mark.django_db
@@ -161,3 +165,22 @@ def test_a_member_can_label_accelerators_of_its_own_project_only(ask: Ask, fill:
         refused = ask(path, "member", method="PATCH", data={"label": "mine"} | fields)
         assert says in get_error_message(refused, status) and refused.json()["current"] == labelled
     assert AcceleratorRequest.objects.get(uuid=own.uuid).label == "training"
+
+
+@pytest.mark.parametrize("end_request", [binding.unbind_requests, binding.delete_requests])
+def test_an_accelerator_that_is_given_back_while_it_is_labelled_is_not_found(
+    ask: Ask, fill: Fill, end_request: Callable[[list[str], Caller], None]
+) -> None:
+    fill(4)
+    (uuid,) = AcceleratorRequest.objects.filter(project_id="p1").values_list("uuid", flat=True)[:1]
+    nova = Caller("nova", "n", frozenset({"admin"}), "p1", service=True)
+
+    def end_meanwhile(instances: Collection[InstanceKey]) -> dict[str, InstanceState]:
+        """Answer for Nova, which ends the request after the view has read it."""
+        end_request([str(uuid)], nova)
+        return {}
+
+    with INSTANCE_STATES.replaced("nova", end_meanwhile):
+        answer = ask(f"/api/accelerators/{uuid}/", method="PATCH", data={"label": "late", "generation": 1})
+    assert f"no held accelerator {uuid}" in get_error_message(answer, 404, "not_found")
+    assert not AcceleratorRequest.objects.filter(label="late").exists()
