@@ -11,6 +11,7 @@ import click
 from cyborgweb.cli import bulk, completion, names, options
 from cyborgweb.cli.backends import describe_ended_command
 from cyborgweb.cli.confirmation import order_after_preview
+from cyborgweb.cli.conflicts import show_changes, show_conflict
 from cyborgweb.cli.exit_codes import ExitCode
 from cyborgweb.cli.following import wait_for_commands
 from cyborgweb.cli.many_targets import show_and_exit
@@ -255,6 +256,7 @@ def accelerator_update(
 )
 @bulk.selection_options(bulk.ACCELERATORS, "host=cmp1 or driver=pci_driver")
 @click.option("--label", help="The label; an empty one removes the labels.")
+@options.generation_option
 @pass_cli_context
 def accelerator_label(
     cli_context: CliContext,
@@ -262,6 +264,7 @@ def accelerator_label(
     filters: Sequence[str],
     retried: UUID | None,
     label: str | None,
+    generation: int | None,
     dry_run: bool,
     yes: bool,
     reason: str,
@@ -269,16 +272,44 @@ def accelerator_label(
 ) -> None:
     """Set the label of accelerators that are held. Name them by uuid, or write - to read uuids from standard input.
 
-    They are labelled by one job of the service; you are asked to type their number first if they are on several hosts.
-    Members of a project label those of their project. An accelerator whose label changes after the preview is refused.
+    Several are labelled by one job of the service; you are asked to type their number first if they are on several
+    hosts. Members of a project label those of their project. An accelerator whose label changes after the preview is
+    refused. --generation is only for a single accelerator that is named.
     """
     selection = bulk.Selection(bulk.ACCELERATORS, (*named,), (*filters,), retried)
     if (label is None) != bool(retried):
         raise click.UsageError("Give --label, unless you give --retry-failed, which sets the same label again.")
+    _refuse_generation_of_many(selection, generation)
     body = options.drop_empty({"reason": reason}) | ({} if label is None else {"label": label})
+    if selection.is_one_object and not dry_run:
+        (uuid,) = selection.kind.resolve(cli_context.api, named)
+        return show_and_exit([_label_one(cli_context, uuid, body, generation)], LABEL_COLUMNS, cli_context.output)
     rows = bulk.apply_action_to_many(cli_context, "label", selection, body, bulk.BulkOptions(yes, dry_run, wait))
     if rows:
         show_and_exit(rows, LABEL_COLUMNS, cli_context.output)
+
+
+def _label_one(cli_context: CliContext, uuid: str, body: dict[str, Any], generation: int | None) -> dict[str, Any]:
+    """Set the label of one accelerator, print before what will change, and return its output row.
+
+    The change is based on `generation`, or on the one that is read now. Raises CliError, also if it has another one;
+    then the difference is printed.
+    """
+    path = f"accelerators/{uuid}/"
+    present = cli_context.api.get(path)
+    wanted = {**present, "label": body["label"]}
+    show_changes(present, wanted)
+    with show_conflict(lambda current: (current, wanted)):
+        based_on = {"generation": options.choose_generation(present, generation)}
+        shown = cli_context.api.patch(path, body | based_on)
+    is_unchanged = shown["generation"] == present["generation"]
+    return {
+        "target": uuid,
+        "outcome": "unchanged" if is_unchanged else "done",
+        "host": shown["host"]["name"],
+        "name": f"{shown['device']['name']} of instance {shown['instance']['uuid'] or 'none'}",
+        "text": "has this label already" if is_unchanged else "",
+    }
 
 
 def _refuse_generation_of_many(selection: bulk.Selection, generation: int | None) -> None:

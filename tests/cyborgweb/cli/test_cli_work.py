@@ -363,8 +363,19 @@ def test_accelerators_are_labelled_by_filter_and_by_name(cyborg: Cyborg, host: H
     assert_refused(cyborg("accelerator-label", first, UNKNOWN_UUID, "--label", ""), 1, "There is no accelerator")
     done = cyborg("accelerator-label", first, "--label", "", "--reason", "ended", role="member")
     assert done.exit_code == 0, done.output
+    assert '-  "label": "training",' in done.stderr and '+  "label": "",' in done.stderr
+    same = cyborg("accelerator-label", first, "--label", "", "--generation", "7", "-f", "csv", "-c", "outcome,text")
+    assert same.stdout == "outcome,text\nunchanged,has this label already\n", "whatever the generation"
+    one = ("accelerator-label", first, "--label", "trial")
+    refused = cyborg(*one, "--generation", "1")
+    assert_refused(refused, 1, "is at generation 3 now, not 1")
+    assert refused.stderr.count('+  "label": "trial",') == 2
+    assert [row["outcome"] for row in json.loads(cyborg(*one, "--generation", "3", "-f", "json").stdout)] == ["done"]
+    assert cyborg("accelerator-label", first, "--label", "").exit_code == 0
+    assert_refused(cyborg("accelerator-label", UNKNOWN_UUID, "--label", ""), 3)
+    assert_refused(cyborg(*words, "--generation", "2"), 2, "only for a single accelerator")
     assert [*AcceleratorRequest.objects.order_by("id").values_list("label", flat=True)] == ["", "training"]
-    assert AuditEvent.objects.filter(action="request.labelled").latest("id").reason == "ended"
+    assert AuditEvent.objects.filter(action="request.labelled", reason="ended").count() == 1
     with conductor.writing():
         AcceleratorRequest.objects.filter(pk=requests[0].pk).update(hostname="cmp2")
     assert_refused(cyborg("accelerator-label", first, second, "--label", "x"), 2, "give --yes")
