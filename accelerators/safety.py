@@ -18,7 +18,7 @@ from operator import or_
 from typing import Any
 from uuid import UUID
 
-from django.db.models import Exists, F, Func, IntegerField, OuterRef, Q, QuerySet, TextField, Value
+from django.db.models import BooleanField, Exists, F, Func, IntegerField, OuterRef, Q, QuerySet, TextField, Value
 from django.db.models.expressions import RawSQL
 
 from accelerators.domain import driver_status
@@ -252,14 +252,21 @@ def find_releases_of_devices(devices: Collection[int]) -> list[tuple[int, Releas
 
 
 def build_held_condition(device: str) -> Q:
-    """Return the condition that a request holds a handle of a device or is being bound to it (BindStarted, Bound).
+    """Return the condition that `query_requests_of_devices` finds a request for the device, also one that holds the
+    same hardware through another device.
 
-    `device` is the path from the queried rows to the device. A request that holds the same hardware through another
-    device does not count: `query_requests_of_devices` finds it, and the act itself is checked with that.
+    `device` is the path from the queried rows to the device; "pk" if the rows are devices.
     """
+    prefix = "" if device == "pk" else f"{device}__"
     holding_requests = AcceleratorRequest.objects.filter(state__in=["BindStarted", "Bound"])
-    by_path = (Q(Exists(holding_requests.filter(**{path: OuterRef(device)}))) for path in HOLDER_PATHS)
-    return reduce(or_, by_path)
+    conditions = [holding_requests.filter(**{path: OuterRef(device)}) for path in HOLDER_PATHS]
+    address = Func(
+        OuterRef(f"{prefix}host_id"),
+        OuterRef(f"{prefix}address"),
+        template="claim && accelerators_whole_function(%(expressions)s)",
+        output_field=BooleanField(),
+    )
+    return reduce(or_, (Q(Exists(requests)) for requests in (*conditions, holding_requests.filter(address))))
 
 
 def query_requests_of_devices(devices: Collection[int], *columns: str) -> QuerySet[Any, Any]:

@@ -182,6 +182,8 @@ class UnitsChoice:
         """Return what the change does, such as "Add 2 units"."""
         if self.change.unit_delta is None:
             return "Remove all units"
+        if self.change.sets_layout_only:
+            return "Change the layout"
         if self.change.unit_delta == 0:  # the devices are chosen, and the number is not
             return "Change the number of units"
         number = abs(self.change.unit_delta)
@@ -190,6 +192,8 @@ class UnitsChoice:
     @property
     def rights(self) -> tuple[Right, ...]:
         """Return the rights that the change needs, on one device or on many."""
+        if self.change.sets_layout_only:
+            return (permissions.UPDATE_DEVICE,)
         return (permissions.ADD_UNITS if self.change.adds_units else permissions.REMOVE_UNITS,)
 
     @property

@@ -27,6 +27,7 @@ JSON_FIELD_TYPES = (
     serializers.BooleanField,
 )
 """Fields whose input is sent as JSON, and not as a string."""
+BOOLEAN_CHOICES = (("true", "yes"), ("false", "no"))
 LABEL_BY_METHOD = {"POST": "Create", "PATCH": "Change", "DELETE": "Delete"}
 
 
@@ -34,8 +35,9 @@ LABEL_BY_METHOD = {"POST": "Create", "PATCH": "Change", "DELETE": "Delete"}
 class FormField:
     """One input field. `kind` is text, area, json or choice; `value` is the text that it shows at first.
 
-    `choices` are pairs of value and label. Without `max_length` the length is not limited. A form that changes a member
-    sends only the fields that were edited, and those that are `always_sent`.
+    `choices` are pairs of value and label; with `is_json` each value is sent as JSON, and not as a string. Without
+    `max_length` the length is not limited. A form that changes a member sends only the fields that were edited, and
+    those that are `always_sent`.
     """
 
     name: str
@@ -46,6 +48,7 @@ class FormField:
     max_length: int | None = None
     choices: tuple[tuple[str, str], ...] = ()
     always_sent: bool = False
+    is_json: bool = False
 
 
 @dataclass(frozen=True)
@@ -139,10 +142,23 @@ def _build_field(name: str, field: serializers.Field[Any, Any, Any, Any], value:
     is_json = isinstance(field, JSON_FIELD_TYPES)
     max_length = getattr(field, "max_length", None)
     kind = "json" if is_json else "area" if max_length and max_length > 255 else "text"
+    choices = BOOLEAN_CHOICES if isinstance(field, serializers.BooleanField) else _list_choices(field)
     text = orjson.dumps(value, option=orjson.OPT_INDENT_2).decode() if is_json and value is not None else value or ""
     is_required = field.required and method == "POST"
     always_sent = name == "generation" and method == "PATCH"
-    return FormField(name, text, kind, str(field.help_text or ""), is_required, max_length, always_sent=always_sent)
+    return FormField(
+        *(name, text, "choice" if choices else kind, str(field.help_text or ""), is_required, max_length, choices),
+        always_sent=always_sent,
+        is_json=is_json,
+    )
+
+
+def _list_choices(field: serializers.Field[Any, Any, Any, Any]) -> tuple[tuple[str, str], ...]:
+    """Return the pairs of value and label of a field with a fixed set of values, of which one is chosen; () for
+    others."""
+    if not isinstance(field, serializers.ChoiceField) or isinstance(field, serializers.MultipleChoiceField):
+        return ()
+    return tuple((str(value), str(label)) for value, label in field.choices.items() if value != "")
 
 
 def build_filter_fields(view: Any, params: Mapping[str, str]) -> tuple[FormField, ...]:
@@ -150,7 +166,7 @@ def build_filter_fields(view: Any, params: Mapping[str, str]) -> tuple[FormField
     fields = []
     for name, query_filter in view.get_filters().items():
         options = query_filter.extra.get("choices", ()) or (
-            (("true", "yes"), ("false", "no")) if isinstance(query_filter, filters.BooleanFilter) else ()
+            BOOLEAN_CHOICES if isinstance(query_filter, filters.BooleanFilter) else ()
         )
         choices = tuple((str(value), str(label)) for value, label in options)
         kind = "choice" if choices else "text"

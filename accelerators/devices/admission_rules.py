@@ -164,10 +164,10 @@ def _to_enabled_rule(row: AdmissionRule) -> EnabledRule:
 
 
 def query_undecided_devices() -> QuerySet[Device]:
-    """Return the devices that rules may decide about: inactive, not draining, not busy with a command, and held by
-    nobody."""
-    is_held = safety.build_held_condition("pk")
-    return Device.objects.filter(~is_held, state="inactive", drain_to__isnull=True, busy_with__isnull=True)
+    """Return the devices that rules may decide about: inactive, not draining, not busy with a command, held by nobody,
+    and on a host that is not being removed."""
+    undecided = Device.objects.filter(state="inactive", drain_to__isnull=True, busy_with__isnull=True)
+    return undecided.filter(~safety.build_held_condition("pk"), host__removing_since__isnull=True)
 
 
 def query_devices_to_move() -> QuerySet[Device]:

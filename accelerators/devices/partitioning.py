@@ -57,6 +57,11 @@ class PartitionChange:
         """Return whether the change adds units; otherwise it removes some or all."""
         return self.unit_delta is not None and self.unit_delta > 0
 
+    @property
+    def sets_layout_only(self) -> bool:
+        """Return whether the change sets keys of the layout, and neither adds nor removes units by their number."""
+        return self.unit_delta == 0 and bool(self.layout)
+
     def to_arguments(self) -> dict[str, Any]:
         """Return the change as values that JSON can represent."""
         return {"units": self.unit_delta, "layout": dict(self.layout), "generation": self.generation}

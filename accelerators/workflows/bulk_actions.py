@@ -334,6 +334,7 @@ ADMISSION_COLUMNS = (
     "installs",
     "busy",
     "is_held",
+    "removing",
     *(f"device__{name}" for name in admission_rules.FACT_COLUMNS),
 )
 """The columns of an item that decide what the admission rules do to its device; the last ones are `AdmissionFacts`."""
@@ -360,6 +361,7 @@ def _build_admission_forecaster(bulk: Bulk) -> Callable[..., BulkForecast]:
         installs: bool,
         busy: bool,
         held: bool,
+        removing: bool,
         *facts: str,
     ) -> BulkForecast:
         """Return the forecast of one device; `state` is None if it is gone."""
@@ -367,8 +369,11 @@ def _build_admission_forecaster(bulk: Bulk) -> Callable[..., BulkForecast]:
             return BulkForecast(DeviceOutcome.REFUSED, "does not exist any more", held=False)
         returns_to, drain_to = returns and DeviceState(returns), drains and DrainTarget(drains)
         state_now = LifecycleState(DeviceState(state), returns_to or None, drain_to or None, 0, installs)
-        outcome, text = bulk_admission.predict_admission(
-            chosen_rules, present_rules, AdmissionFacts(*facts), word_when_chosen, state_now, is_busy=busy, is_held=held
+        outcome, text = bulk_admission.decide_admission(
+            *(chosen_rules, present_rules, AdmissionFacts(*facts), word_when_chosen, state_now),
+            is_busy=busy,
+            is_held=held,
+            is_host_removed=removing,
         )
         return BulkForecast(outcome, text, held)
 
@@ -479,7 +484,7 @@ def forecast_first_items(bulk: Bulk, maximum: int, held_only: bool = False) -> l
     ]
 
 
-_FACTS = ("installs", "busy", "is_held", "able", "held")
+_FACTS = ("installs", "busy", "is_held", "able", "held", "removing")
 FACT_COLUMNS = ("device__state", "device__returns_to", "device__drain_to", *_FACTS)
 FACT_ATTRIBUTES = ("now_state", "now_returns", "now_drains", *_FACTS)
 """The arguments of `predict_outcome` after `word_when_chosen`: FACT_COLUMNS for queries, FACT_ATTRIBUTES the same as
@@ -496,6 +501,7 @@ def _query_items_with_facts(bulk: Bulk) -> QuerySet[BulkItem]:
         busy=Q(device__busy_with__isnull=False),
         is_held=safety.build_held_condition("device"),
         able=Q(device__acts__regex=rf"\m{bulk.action}\M"),
+        removing=Q(device__host__removing_since__isnull=False),
     )
 
 
@@ -506,11 +512,12 @@ def predict_outcome(
     function.
 
     `word_when_chosen` is what the device's `LifecycleState.as_text` was when the set was chosen. `state`, `returns` and
-    `drains` are the device's columns now; `state` is None if the device is gone. `facts` are five answers: whether the
+    `drains` are the device's columns now; `state` is None if the device is gone. `facts` are six answers: whether the
     driver has to install the device, whether a command is working on it, whether a request holds it, whether the driver
-    supports the command that is asked for, and whether a request held it when the set was chosen.
+    supports the command that is asked for, whether a request held it when the set was chosen, and whether its host is
+    being removed.
     """
-    installs, busy, held, supported, was_held = map(bool, facts)
+    installs, busy, held, supported, was_held, removing = map(bool, facts)
     if state is None:
         return BulkForecast(DeviceOutcome.REFUSED, "does not exist any more", held)
     returns_to, drain_to = returns and DeviceState(returns), drains and DrainTarget(drains)
@@ -540,6 +547,8 @@ def predict_outcome(
         return BulkForecast(DeviceOutcome.UNCHANGED, f"is {state_now.as_text} already", held)
     if word_when_chosen != state_now.as_text:
         blocked_text = f"was {word_when_chosen} when it was chosen, is {state_now.as_text} now"
+    elif removing and not blocked_text:
+        blocked_text = bulk_admission.HOST_REMOVED_TEXT
     elif held and after.effective_state in (DeviceState.RETIRED, DeviceState.INSTALLING):
         blocked_text = (
             f"is held: it cannot be {'retired' if after.effective_state == DeviceState.RETIRED else 'installed'}"
@@ -568,7 +577,8 @@ def _describe_change(after: LifecycleState) -> str:
 
 
 def forecast_device(action: Action, drain_to: DrainTarget, device: Device) -> BulkForecast:
-    """Predict what an action would do to one device now. Makes no holder checks. Costs one statement."""
+    """Predict what an action would do to one device now. Makes no holder checks. Costs one statement, and one if `host`
+    is not loaded."""
     is_held = bool(safety.find_requests_of_device(device))
     return predict_outcome(
         Bulk(action=action, then=drain_to),
@@ -581,6 +591,7 @@ def forecast_device(action: Action, drain_to: DrainTarget, device: Device) -> Bu
         is_held,
         True,
         is_held,
+        device.host.removing_since is not None,
     )
 
 

@@ -1,8 +1,8 @@
 """Apply the admission rules to devices that were found before the rules were made: a bulk action.
 
 The rules are kept with the bulk action when its devices are chosen. A device is moved only if the rules decide the same
-about it when its turn comes, so that what was previewed is done, or nothing. The checks of
-`accelerators.devices.lifecycle` decide, whatever `predict_admission` predicted.
+about it when its turn comes, so that what was previewed is done, or nothing. `decide_admission` decides both in the
+forecast and when the turn of a device comes; then the checks of `accelerators.devices.lifecycle` are made, too.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ ACTION_BY_ADMISSION = {AdmittedState.READY: Action.ENABLE, AdmittedState.QUARANT
 """The action that a rule takes on an inactive device; a rule for `inactive` leaves it as it is."""
 _NO_RULE_TEXT = "no rule makes it ready or quarantined"
 _HELD_TEXT = "is held by a request: rules change only devices that nobody holds"
+HOST_REMOVED_TEXT = "its host is being removed"
 _RULES_CHANGED_TEXT = "the rules have changed since it was chosen"
 
 
@@ -43,7 +44,7 @@ def read_rules(arguments: Mapping[str, Any] | None) -> tuple[EnabledRule, ...]:
     return msgspec.convert((arguments or {}).get("rules", ()), tuple[EnabledRule, ...])
 
 
-def predict_admission(
+def decide_admission(
     chosen_rules: Sequence[EnabledRule],
     present_rules: Sequence[EnabledRule],
     facts: AdmissionFacts,
@@ -52,11 +53,14 @@ def predict_admission(
     *,
     is_busy: bool,
     is_held: bool,
+    is_host_removed: bool,
 ) -> tuple[DeviceOutcome, str]:
-    """Predict what the rules would do to a device: the outcome, and a text that explains it. This is a pure function.
+    """Decide what the rules do to a device: the outcome, and a text that explains it. This is a pure function, for the
+    forecast and for `admit_each`.
 
     `chosen_rules` are those of the time when the device was chosen; `word_when_chosen` is what its
-    `LifecycleState.as_text` was then.
+    `LifecycleState.as_text` was then. `is_busy` says that a command is working on it, and `is_host_removed` that its
+    host is being removed.
     """
     if word_when_chosen != state_now.as_text:
         return DeviceOutcome.REFUSED, f"was {word_when_chosen} when it was chosen, is {state_now.as_text} now"
@@ -66,10 +70,13 @@ def predict_admission(
     if isinstance(decided, str):
         return DeviceOutcome.UNCHANGED, decided
     rule, action = decided
-    if is_held:
-        return DeviceOutcome.REFUSED, _HELD_TEXT
-    if is_busy and action is Action.ENABLE:
-        return DeviceOutcome.REFUSED, "is busy with a command"
+    refusals = {
+        HOST_REMOVED_TEXT: is_host_removed,
+        _HELD_TEXT: is_held,
+        "is busy with a command": is_busy and action is Action.ENABLE,
+    }
+    if refusal := next((text for text, applies in refusals.items() if applies), ""):
+        return DeviceOutcome.REFUSED, refusal
     return DeviceOutcome.MOVED, f"becomes {state_after_action(action, state_now).as_text} by rule {rule.name}"
 
 
@@ -93,8 +100,11 @@ def admit_each(
         for device in locked:
             facts, state_now = _get_facts(device), lifecycle.build_lifecycle_state(device)
             word = words_when_chosen[device.uuid]
-            outcome, text = predict_admission(
-                chosen_rules, present_rules, facts, word, state_now, is_busy=False, is_held=device.id in held_ids
+            outcome, text = decide_admission(
+                *(chosen_rules, present_rules, facts, word, state_now),
+                is_busy=device.busy_with is not None,
+                is_held=device.id in held_ids,
+                is_host_removed=device.host.removing_since is not None,
             )
             decided = _decide(chosen_rules, facts, state_now)
             if outcome is DeviceOutcome.MOVED and not isinstance(decided, str):

@@ -11,9 +11,9 @@ import click
 from cyborgweb.cli import bulk, completion, names, options
 from cyborgweb.cli.backends import describe_ended_command
 from cyborgweb.cli.confirmation import order_after_preview
-from cyborgweb.cli.connection import ApiClient
+from cyborgweb.cli.conflicts import show_changes, show_conflict
 from cyborgweb.cli.exit_codes import ExitCode
-from cyborgweb.cli.following import WorkProgress, follow_until_ended, wait_for_commands
+from cyborgweb.cli.following import wait_for_commands
 from cyborgweb.cli.many_targets import show_and_exit
 from cyborgweb.cli.options import CliContext, pass_cli_context, verb_command
 
@@ -37,6 +37,8 @@ EXIT_CODE_BY_REASON = {
     "unavailable": ExitCode.AWAY,
 }
 MAX_UNITS = 65_535
+PARTITION = "partition"
+"""The bulk action that changes the units or the layout of devices."""
 
 
 @verb_command("accelerator-list", "accelerator-list --driver pci_driver\naccelerator-list --free --host cmp1.example")
@@ -179,39 +181,61 @@ def accelerator_delete(cli_context: CliContext, count: int | None, **target_opti
     _change_units(cli_context, "accelerators/delete/", "delete", count, always_ask=always_ask, **target_options)
 
 
-@verb_command("accelerator-update", "accelerator-update 3f1c --layout vfs=8 --generation 41")
-@click.argument("device", shell_complete=completion.complete_devices)
-@options.layout_option(required=True)
+@verb_command(
+    "accelerator-update",
+    "accelerator-update 3f1c --layout vfs=8 --generation 41\n"
+    "accelerator-update --filter host=cmp1 --filter state=inactive --layout mtu=9000 --dry-run",
+)
+@bulk.add_device_options
+@options.layout_option()
 @options.generation_option
-@options.dry_run_option
-@options.reason_option
-@options.wait_option
 @pass_cli_context
 def accelerator_update(
     cli_context: CliContext,
-    device: str,
+    named: Sequence[str],
+    filters: Sequence[str],
+    retried: UUID | None,
     layout: dict[str, str],
     generation: int | None,
     dry_run: bool,
+    yes: bool,
     reason: str,
     wait: bool,
 ) -> None:
-    """Change the layout of a device. The driver defines the layout's keys. Refused while one of its units is held.
+    """Change the layout of devices. The driver defines the layout's keys. A device is refused while one of its units is
+    held, and if it has changed meanwhile.
 
-    If the device changes meanwhile, its layout stays as it is.
+    Name devices, or write - to read their names from standard input. Several devices are changed by one job of the
+    service; you are asked to type their number first if they are on several hosts. A filter leaves out devices whose
+    layout cannot be changed. --generation is only for a single device that is named.
     """
-    uuid = names.resolve_device(cli_context.api, device)
+    selection = bulk.Selection(bulk.DEVICES, (*named,), (*filters,), retried)
+    if bool(layout) == bool(retried):
+        raise click.UsageError("Give --layout, unless you give --retry-failed, which sets the same layout again.")
+    _refuse_generation_of_many(selection, generation)
+    body: dict[str, Any] = options.drop_empty({"reason": reason})
+    how = {"yes": yes, "dry_run": dry_run}
+    if retried:
+        return _retry_failed(cli_context, "update", retried, body, wait, **how)
+    uuid_by_name = {name: names.resolve_device(cli_context.api, name) for name in named}
+    body |= {"layout": layout}
+    if not selection.is_one_object:
+        name_by_uuid = {uuid: name for name, uuid in uuid_by_name.items()}
+        body |= {"selector": bulk.parse_filters(filters)} if filters else {"devices": [*name_by_uuid]}
+        question = "Change the layout of these devices?"
+        body |= {"action": PARTITION}
+        return _change_many(cli_context, "update", "bulk_actions/", body, question, name_by_uuid, wait, **how)
+    ((device, uuid),) = uuid_by_name.items()
     present = cli_context.api.get(f"devices/{uuid}/", fields="generation")
-    body = {"layout": layout, "generation": options.choose_generation(present, generation)}
+    body |= {"generation": options.choose_generation(present, generation)}
     command = order_after_preview(
         cli_context,
         f"devices/{uuid}/",
-        body | options.drop_empty({"reason": reason}),
+        body,
         f"Change the layout of {device}?",
-        "devices",
-        yes=False,  # the service asks for no confirmation of a single device
-        dry_run=dry_run,
+        bulk.DEVICES.plural,
         method="PATCH",
+        **how,
     )
     if command is None:
         return
@@ -232,6 +256,7 @@ def accelerator_update(
 )
 @bulk.selection_options(bulk.ACCELERATORS, "host=cmp1 or driver=pci_driver")
 @click.option("--label", help="The label; an empty one removes the labels.")
+@options.generation_option
 @pass_cli_context
 def accelerator_label(
     cli_context: CliContext,
@@ -239,6 +264,7 @@ def accelerator_label(
     filters: Sequence[str],
     retried: UUID | None,
     label: str | None,
+    generation: int | None,
     dry_run: bool,
     yes: bool,
     reason: str,
@@ -246,16 +272,50 @@ def accelerator_label(
 ) -> None:
     """Set the label of accelerators that are held. Name them by uuid, or write - to read uuids from standard input.
 
-    They are labelled by one job of the service; you are asked to type their number first if they are on several hosts.
-    Members of a project label those of their project. An accelerator whose label changes after the preview is refused.
+    Several are labelled by one job of the service; you are asked to type their number first if they are on several
+    hosts. Members of a project label those of their project. An accelerator whose label changes after the preview is
+    refused. --generation is only for a single accelerator that is named.
     """
     selection = bulk.Selection(bulk.ACCELERATORS, (*named,), (*filters,), retried)
     if (label is None) != bool(retried):
         raise click.UsageError("Give --label, unless you give --retry-failed, which sets the same label again.")
+    _refuse_generation_of_many(selection, generation)
     body = options.drop_empty({"reason": reason}) | ({} if label is None else {"label": label})
+    if selection.is_one_object and not dry_run:
+        (uuid,) = selection.kind.resolve(cli_context.api, named)
+        return show_and_exit([_label_one(cli_context, uuid, body, generation)], LABEL_COLUMNS, cli_context.output)
     rows = bulk.apply_action_to_many(cli_context, "label", selection, body, bulk.BulkOptions(yes, dry_run, wait))
     if rows:
         show_and_exit(rows, LABEL_COLUMNS, cli_context.output)
+
+
+def _label_one(cli_context: CliContext, uuid: str, body: dict[str, Any], generation: int | None) -> dict[str, Any]:
+    """Set the label of one accelerator, print before what will change, and return its output row.
+
+    The change is based on `generation`, or on the one that is read now. Raises CliError, also if it has another one;
+    then the difference is printed.
+    """
+    path = f"accelerators/{uuid}/"
+    present = cli_context.api.get(path)
+    wanted = {**present, "label": body["label"]}
+    show_changes(present, wanted)
+    with show_conflict(lambda current: (current, wanted)):
+        based_on = {"generation": options.choose_generation(present, generation)}
+        shown = cli_context.api.patch(path, body | based_on)
+    is_unchanged = shown["generation"] == present["generation"]
+    return {
+        "target": uuid,
+        "outcome": "unchanged" if is_unchanged else "done",
+        "host": shown["host"]["name"],
+        "name": f"{shown['device']['name']} of instance {shown['instance']['uuid'] or 'none'}",
+        "text": "has this label already" if is_unchanged else "",
+    }
+
+
+def _refuse_generation_of_many(selection: bulk.Selection, generation: int | None) -> None:
+    """Raise UsageError if there is a generation and the user has not named a single object."""
+    if generation is not None and not selection.is_one_object:
+        raise click.UsageError(f"--generation is only for a single {selection.kind.noun} that is named.")
 
 
 def _change_units(
@@ -284,19 +344,13 @@ def _change_units(
     alone; CliError if a device is not found or the whole request is refused. Exits with the rows' common code if that
     is not DONE.
     """
-    how: dict[str, Any] = {"yes": yes, "dry_run": dry_run, "always_ask": always_ask}
+    how = {"yes": yes, "dry_run": dry_run, "always_ask": always_ask}
     body: dict[str, Any] = options.drop_empty({"reason": reason})
     are_named = bool(targets or devices or hosts or backends)
     if sum((are_named, bool(filters), bool(retried))) > 1:
         raise click.UsageError("Select devices in one way: name them, or give --filter, or --retry-failed.")
     if retried:
-        question = "Repeat the change of units for the devices that failed?"
-        bulk_action = order_after_preview(
-            cli_context, f"bulk_actions/{retried}/retry/", body, question, "devices", stores_draft=True, **how
-        )
-        if bulk_action is not None:
-            _follow_bulk_action(cli_context, action, bulk_action["uuid"], [], {}, wait)
-        return
+        return _retry_failed(cli_context, action, retried, body, wait, **how)
     if not filters and (bool(hosts) != bool(backends) or not are_named):
         raise click.UsageError("Select devices: name them, or give --device, or --host and --backend, or --filter.")
     devices = (*devices, *(target for target in targets if "/" not in target))
@@ -309,16 +363,58 @@ def _change_units(
     body |= options.drop_empty({"count": count, **changes})
     spelled = ", ".join((*devices, *(f"{host} {backend}" for host, backend in host_backends), *filters))
     units = "all units" if count is None else f"{count} unit{'' if count == 1 else 's'}"
-    answer = order_after_preview(
-        cli_context, path, body, f"{action.capitalize()} {units} of {spelled}?", "devices", stores_draft=True, **how
-    )
+    question = f"{action.capitalize()} {units} of {spelled}?"
+    _change_many(cli_context, action, path, body, question, name_by_uuid, wait, **how)
+
+
+def _retry_failed(
+    cli_context: CliContext, action: str, uuid: UUID, body: dict[str, Any], wait: bool, **how: Any
+) -> None:
+    """Repeat a bulk action of the verb `action` for the devices that failed; show and follow it as `_change_many` does.
+
+    Raises UsageError if another verb has started the bulk action.
+    """
+    path, verb = f"bulk_actions/{uuid}/", cli_context.api.spell_verb(f"accelerator-{action}")
+    retried = cli_context.api.get(path, fields="action,arguments")
+    if _find_action(retried) != action:
+        raise click.UsageError(f"{uuid} is not a bulk action of `{verb}`.")
+    question = "Repeat the change for the devices that failed?"
+    _change_many(cli_context, action, f"{path}retry/", body, question, {}, wait, **how)
+
+
+def _find_action(bulk_action: dict[str, Any]) -> str:
+    """Return which verb for many devices starts such a bulk action: create, delete or update; '' if it is another
+    verb."""
+    if bulk_action["action"] != PARTITION:
+        return ""
+    units = bulk_action["arguments"]["units"]
+    return "update" if units == 0 else "create" if units and units > 0 else "delete"
+
+
+def _change_many(
+    cli_context: CliContext,
+    action: str,
+    path: str,
+    body: dict[str, Any],
+    question: str,
+    name_by_uuid: dict[str, str],
+    wait: bool,
+    **how: Any,
+) -> None:
+    """Send a change of devices, whose preview is shown and confirmed as `order_after_preview` does with `how`; then
+    show a row for each device, with `wait` when the commands have ended.
+
+    `name_by_uuid` is as for `_build_result_row`. Raises CliError and UsageError. Exits with the rows' common code if
+    that is not DONE.
+    """
+    answer = order_after_preview(cli_context, path, body, question, bulk.DEVICES.plural, stores_draft=True, **how)
     if answer is None:
         return
-    if bulk_action_uuid := answer.get("bulk_action"):
-        return _follow_bulk_action(cli_context, action, bulk_action_uuid, answer["results"], name_by_uuid, wait)
-    _wait_and_finish(
-        cli_context, action, [_build_result_row(result, name_by_uuid) for result in answer["results"]], wait
-    )
+    is_bulk_action = "uuid" in answer  # otherwise it has the results of the devices
+    results = [] if is_bulk_action else answer["results"]
+    if uuid := answer["uuid"] if is_bulk_action else answer.get("bulk_action"):
+        return _follow_bulk_action(cli_context, action, uuid, results, name_by_uuid, wait)
+    _wait_and_finish(cli_context, action, [_build_result_row(result, name_by_uuid) for result in results], wait)
 
 
 def _follow_bulk_action(
@@ -337,13 +433,12 @@ def _follow_bulk_action(
     `name_by_uuid` is as for `_build_result_row`.
     """
     api = cli_context.api
+    bulk_action = api.get(f"bulk_actions/{uuid}/")
     if wait:
-        bulk_action = _wait_for_commands_of_bulk_action(api, action, uuid)
-    else:
-        bulk_action = api.get(f"bulk_actions/{uuid}/")
-        if bulk_action["state"] == "running":
-            click.echo(f"To follow: {bulk.spell_show_command(api, bulk_action)}", err=True)
-            return
+        bulk_action = bulk.follow_bulk_action(api, bulk_action, action)
+    elif bulk_action["state"] == "running":
+        click.echo(f"To follow: {bulk.spell_show_command(api, bulk_action)}", err=True)
+        return
     target_by_device = {one["device"]: one["target"] for one in answers if one["device"]}
     rows, shown_devices = [], set()
     for one in api.iterate_rows("bulk_results/", bulk.MAX_OBJECTS, bulk_action=uuid):
@@ -358,32 +453,6 @@ def _follow_bulk_action(
     rows = [_build_result_row(one, name_by_uuid) for one in answers if one["device"] not in shown_devices] + rows
     # A service of an older release does not count the commands: then each of them is followed.
     _wait_and_finish(cli_context, action, rows, wait and bulk_action.get("commands") is None)
-
-
-def _wait_for_commands_of_bulk_action(api: ApiClient, action: str, uuid: str) -> dict[str, Any]:
-    """Read a bulk action again and again until it and all commands that it has ordered have ended, and return it.
-
-    A service of an older release does not count the commands; then only the bulk action is followed. Raises CliError as
-    `follow_until_ended` does.
-    """
-    current: dict[str, Any] = {"uuid": uuid}
-
-    def poll() -> WorkProgress:
-        """Fetch the bulk action again, and return its progress, by the number of devices that are done."""
-        nonlocal current
-        current = api.get(f"bulk_actions/{uuid}/")
-        counts, commands = current["counts"], current.get("commands") or {}
-        open_count = counts["waiting"] + commands.get("open", 0)
-        failed_count = counts["refused"] + sum(
-            number for state, number in commands.items() if state not in ("open", "succeeded")
-        )
-        text = f"{current['total'] - open_count} of {current['total']} devices"
-        text += f", {failed_count} refused or failed" if failed_count else ""
-        has_ended = current["state"] != "running" and not commands.get("open")
-        return WorkProgress(100 * (current["total"] - open_count) / max(1, current["total"]), text, has_ended)
-
-    follow_until_ended(action, bulk.spell_show_command(api, current), poll)
-    return current
 
 
 def _build_result_row(result: dict[str, Any], name_by_uuid: dict[str, str]) -> dict[str, Any]:

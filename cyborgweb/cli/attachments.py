@@ -21,8 +21,7 @@ DETACH_COLUMNS = ("attachment=target", "outcome", "state", "host", "text")
 GONE_STATES = ("detached", "failed")
 """States of an attachment that holds nothing any more; `failed` means that it was undone before it was attached."""
 ENDED_STATES = ("attached", *GONE_STATES)
-REVERTING_STATES = ("undoing", "detaching")
-OPEN_STATES = ("asked", "attaching", "attached", *REVERTING_STATES)
+OPEN_STATES = ("asked", "attaching", "attached", *bulk.ATTACHMENTS.changing_states)
 UNPLUG_ADVICE = "Unplug the accelerators from the guest first."
 USUAL_STEPS = 4
 """The usual number of steps of an attachment, from which the progress bar computes a percentage."""
@@ -152,8 +151,6 @@ def _detach(
         how = bulk.BulkOptions(yes, dry_run, wait, always_ask=True, advice=UNPLUG_ADVICE)
         rows = bulk.apply_action_to_many(cli_context, "detach", selection, body, how)
         if rows:
-            if wait:
-                _wait_until_detached(cli_context, rows)
             show_and_exit(rows, DETACH_COLUMNS, cli_context.output)
         return
     (uuid,) = selection.kind.resolve(cli_context.api, selection.named)
@@ -171,28 +168,8 @@ def _detach(
     if current is not None:
         if wait:
             current = _follow_attachment(cli_context, current, "detach", GONE_STATES)
-        row = {"target": uuid, "outcome": "done", **_build_detached_row(current)}
+        row = {"target": uuid, "outcome": "done", **bulk.describe_attachment(current)}
         show_and_exit([row], DETACH_COLUMNS, cli_context.output)
-
-
-def _build_detached_row(shown: dict[str, Any]) -> dict[str, Any]:
-    """Return the columns of an output row that show what an attachment of the API is now."""
-    return {"state": shown["state"], "host": shown["host"], "text": shown["fault"]}
-
-
-def _wait_until_detached(cli_context: CliContext, rows: list[dict[str, Any]]) -> None:
-    """Wait until no attachment of `rows` is being detached or undone; update each row in place. Raises CliError in the
-    same cases as `follow_until_ended`."""
-
-    def end_row(row: dict[str, Any], shown: dict[str, Any]) -> None:
-        """Update the row of an attachment that has ended."""
-        row.update(_build_detached_row(shown))
-
-    def get_progress(shown: dict[str, Any]) -> tuple[float, str]:
-        """Return what an attachment waits for."""
-        return 0, shown["waits"] or ""
-
-    bulk.follow_rows(cli_context.api, bulk.ATTACHMENTS, "detach", rows, REVERTING_STATES, end_row, get_progress)
 
 
 def _follow_attachment(

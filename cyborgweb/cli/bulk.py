@@ -4,7 +4,7 @@ progress, results."""
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 from uuid import UUID
@@ -21,8 +21,6 @@ from cyborgweb.cli.output import OutputOptions, format_row_lines, print_row, pri
 
 MAX_OBJECTS = 1_000_000
 MAX_LISTED_ACTIONS = 50
-MAX_POLLED_OBJECTS = 20
-"""If more objects are followed, one list is read to find those that still change, not each of them."""
 BULK_COLUMNS = (
     "uuid",
     "state",
@@ -34,6 +32,7 @@ BULK_COLUMNS = (
     "by",
     "reason",
 )
+ENDED_STATES = ("done", "cancelled")
 OUTCOMES = {"moved": "done", "unchanged": "unchanged", "refused": "refused", "": "waiting"}
 """How an output row names the outcome of the API."""
 EXIT_CODE_BY_REASON = {
@@ -45,16 +44,46 @@ EXIT_CODE_BY_REASON = {
 """Exit code for each reason why an object was refused; every other reason means `ExitCode.REFUSED`."""
 
 
+def describe_device(shown: dict[str, Any]) -> dict[str, Any]:
+    """Return the columns of an output row that show what a device of the API is now, after it was installed.
+
+    The text says how many requests the drain still waits for, or why the device failed; otherwise it is ''.
+    """
+    draining, text = shown["draining"], ""
+    if draining:
+        held = "1 request holds it" if draining["left"] == 1 else f"{draining['left']} requests hold it"
+        text = f"{held}; then it becomes {draining['to']}"
+    elif shown["state"] == "failed":
+        text = shown["state_reason"]
+    return {"state": shown["state"], "text": text}
+
+
+def describe_installed_device(shown: dict[str, Any]) -> dict[str, Any]:
+    """Do the same as `describe_device`; the outcome of a device that was installed and is not ready is `failed`."""
+    failed = {} if shown["state"] in ("ready", "installing") else {"outcome": "failed", "code": ExitCode.REFUSED}
+    return describe_device(shown) | failed
+
+
+def describe_attachment(shown: dict[str, Any]) -> dict[str, Any]:
+    """Return the columns of an output row that show what an attachment of the API is now."""
+    return {"state": shown["state"], "host": shown["host"], "text": shown["fault"]}
+
+
 @dataclass(frozen=True)
 class ObjectKind:
     """A kind of objects of bulk actions.
 
     `noun` is the word of the API for one object. `resolve` returns the uuids of the objects that a user named, and
-    raises UsageError or CliError for a wrong name.
+    raises UsageError or CliError for a wrong name. Objects in one of `changing_states` go on changing after a bulk
+    action; those in one of `failed_states` have failed then. `describe` returns the columns of an output row that show
+    such an object as the API shows it now.
     """
 
     noun: str
     resolve: Callable[[ApiClient, Iterable[str]], list[str]]
+    changing_states: tuple[str, ...] = ()
+    failed_states: tuple[str, ...] = ()
+    describe: Callable[[dict[str, Any]], dict[str, Any]] = dict
 
     @property
     def plural(self) -> str:
@@ -63,9 +92,11 @@ class ObjectKind:
         return f"{self.noun}s"
 
 
-DEVICES = ObjectKind("device", names.resolve_devices)
-ATTACHMENTS = ObjectKind("attachment", names.resolve_uuids)
+DEVICES = ObjectKind("device", names.resolve_devices, ("installing",), ("failed",), describe_installed_device)
+ATTACHMENTS = ObjectKind("attachment", names.resolve_uuids, ("undoing", "detaching"), describe=describe_attachment)
 ACCELERATORS = ObjectKind("accelerator", names.resolve_uuids)
+KIND_BY_ACTION = {"enable": DEVICES, "admit": DEVICES, "detach": ATTACHMENTS}
+"""The kind of the objects of each action after which its objects go on changing."""
 
 
 @dataclass(frozen=True)
@@ -184,7 +215,7 @@ def apply_action_to_many(
     elif bulk["state"] == "running":
         click.echo(f"To follow: {spell_show_command(cli_context.api, bulk)}", err=True)
         return []
-    return fetch_result_rows(cli_context.api, kind, bulk["uuid"])
+    return fetch_result_rows(cli_context.api, kind, bulk)
 
 
 def _build_request(
@@ -243,29 +274,94 @@ def spell_show_command(api: ApiClient, bulk: Mapping[str, Any]) -> str:
     return f"{api.spell_verb('bulk-show')} {bulk['uuid']} --wait"
 
 
-def follow_bulk_action(api: ApiClient, bulk: dict[str, Any]) -> dict[str, Any]:
-    """Follow a bulk action until it no longer runs, and return it. Raises CliError as `follow_until_ended` does."""
+def follow_bulk_action(api: ApiClient, bulk: dict[str, Any], title: str = "") -> dict[str, Any]:
+    """Follow a bulk action until it and the work that it has ordered have ended, and return it.
+
+    This work is the commands of its devices, the installation of its devices, or the detachment of its attachments. A
+    service of an older release does not count the commands, which are not followed then. `title` names the bulk action
+    for the user; by default its action. Raises CliError as `follow_until_ended` does.
+    """
     current = bulk
 
     def poll() -> WorkProgress:
-        """Fetch the bulk action again and return its progress, by the number of objects that are done."""
+        """Fetch the bulk action again and return its progress."""
         nonlocal current
         current = api.get(f"bulk_actions/{bulk['uuid']}/")
-        done_count = current["total"] - current["counts"]["waiting"]
-        refused_count = current["counts"]["refused"]
-        text = f"{done_count} of {_count(current['total'], current['target'])}"
-        text += f", {refused_count} refused" if refused_count else ""
-        return WorkProgress(100 * done_count / max(1, current["total"]), text, current["state"] != "running")
+        return _compute_progress(api, current)
 
-    if bulk["state"] == "running":
-        follow_until_ended(bulk["action"], spell_show_command(api, bulk), poll)
+    if bulk["state"] == "running" or bulk.get("commands") is not None or bulk["action"] in KIND_BY_ACTION:
+        follow_until_ended(title or bulk["action"], spell_show_command(api, bulk), poll)
     return current
 
 
-def fetch_result_rows(api: ApiClient, kind: ObjectKind, uuid: str) -> list[dict[str, Any]]:
-    """Fetch the result of each object of a bulk action, as an output row."""
-    results = api.iterate_rows("bulk_results/", MAX_OBJECTS, bulk_action=uuid)
-    return [_build_result_row(kind, result) for result in results]
+def _compute_progress(api: ApiClient, bulk: Mapping[str, Any]) -> WorkProgress:
+    """Return the progress of a bulk action and of the work that it has ordered, by the number of objects that are
+    done."""
+    open_work, failed_count = _count_open_work(api, bulk), _count_failed(bulk)
+    done_count = bulk["total"] - bulk["counts"]["waiting"] - open_work
+    text = f"{done_count} of {_count(bulk['total'], bulk['target'])}"
+    text += f", {failed_count} refused{'' if bulk.get('commands') is None else ' or failed'}" if failed_count else ""
+    has_ended = bulk["state"] != "running" and not open_work
+    return WorkProgress(100 * done_count / max(1, bulk["total"]), text, has_ended)
+
+
+def _count_open_work(api: ApiClient, bulk: Mapping[str, Any]) -> int:
+    """Return the number of objects of a bulk action on which the work that it has ordered goes on.
+
+    The service counts commands. Other work is looked for when the bulk action has ended, in the list of the objects
+    that are still changing.
+    """
+    if bulk.get("commands") is not None:
+        return int(bulk["commands"]["open"])
+    kind = _find_changing_kind(bulk)
+    return sum(1 for _ in _fetch_objects(api, kind, bulk, kind.changing_states, fields="uuid")) if kind else 0
+
+
+def _find_changing_kind(bulk: Mapping[str, Any]) -> ObjectKind | None:
+    """Return the kind of the objects of a bulk action that has ended, if its objects go on changing; otherwise None."""
+    kind = KIND_BY_ACTION.get(bulk["action"])
+    return kind if bulk["state"] in ENDED_STATES else None
+
+
+def _fetch_objects(
+    api: ApiClient, kind: ObjectKind, bulk: Mapping[str, Any], states: Collection[str], **query: str
+) -> Iterator[dict[str, Any]]:
+    """Fetch the objects of a bulk action that are in one of these states now, page after page; all of them without
+    states."""
+    return api.iterate_rows(
+        f"{kind.plural}/", MAX_OBJECTS, bulk_action=bulk["uuid"], **({"state": [*states]} if states else {}), **query
+    )
+
+
+def _count_failed(bulk: Mapping[str, Any]) -> int:
+    """Return the number of objects of a bulk action that were refused, or whose command has ended without success."""
+    commands: Mapping[str, int] = bulk.get("commands") or {}
+    refused_count: int = bulk["counts"]["refused"]
+    return refused_count + sum(number for state, number in commands.items() if state not in ("open", "succeeded"))
+
+
+def has_failed(api: ApiClient, bulk: Mapping[str, Any]) -> bool:
+    """Return whether a bulk action that was followed to its end was cancelled, or has failed for one of its objects."""
+    if bulk["state"] != "done" or _count_failed(bulk):
+        return True
+    kind = _find_changing_kind(bulk)
+    return bool(kind and kind.failed_states and any(_fetch_objects(api, kind, bulk, kind.failed_states, fields="uuid")))
+
+
+def fetch_result_rows(api: ApiClient, kind: ObjectKind, bulk: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Fetch the result of each object of a bulk action, as an output row. It shows the present state of an object that
+    went on changing after the bulk action.
+
+    Costs one request for each page of the results, and one for each page of the objects if any has gone on changing.
+    """
+    results = api.iterate_rows("bulk_results/", MAX_OBJECTS, bulk_action=bulk["uuid"])
+    rows = [_build_result_row(kind, result) for result in results]
+    if any(row["state"] in kind.changing_states for row in rows):
+        present = {shown["uuid"]: shown for shown in _fetch_objects(api, kind, bulk, ())}
+        for row in rows:
+            if row["state"] in kind.changing_states and (shown := present.get(row["target"])):
+                row.update(kind.describe(shown))
+    return rows
 
 
 def _build_result_row(kind: ObjectKind, result: Mapping[str, Any]) -> dict[str, Any]:
@@ -283,52 +379,6 @@ def _build_result_row(kind: ObjectKind, result: Mapping[str, Any]) -> dict[str, 
     }
 
 
-def follow_rows(
-    api: ApiClient,
-    kind: ObjectKind,
-    title: str,
-    rows: Iterable[dict[str, Any]],
-    changing_states: Collection[str],
-    end_row: Callable[[dict[str, Any], dict[str, Any]], None],
-    get_progress: Callable[[dict[str, Any]], tuple[float, str]],
-) -> None:
-    """Follow the objects of output rows whose state is one of `changing_states`, until no object has such a state.
-
-    `end_row` gets the row of an object that has ended and the object as the API shows it; `get_progress` returns the
-    percentage and the text of one that has not. Raises CliError in the same cases as `follow_until_ended`.
-    """
-    changing = [row for row in rows if row.get("state") in changing_states]
-    open_rows = [*changing]
-    if not changing:
-        return
-
-    def poll() -> WorkProgress:
-        """Fetch the objects that still change and return the progress of all; the row of each that has ended is
-        updated."""
-        percent, progress_text, still_changing = 0.0, "", set()
-        if len(open_rows) > MAX_POLLED_OBJECTS:
-            listed = api.iterate_rows(f"{kind.plural}/", MAX_OBJECTS, state=[*changing_states], fields="uuid")
-            still_changing = {one["uuid"] for one in listed}
-        for row in [*open_rows]:
-            if row["target"] in still_changing:
-                continue
-            shown = api.get(f"{kind.plural}/{row['target']}/")
-            if shown["state"] in changing_states:
-                one_percent, one_text = get_progress(shown)
-                percent, progress_text = percent + one_percent, one_text or progress_text
-            else:
-                end_row(row, shown)
-                open_rows.remove(row)
-        ended_count = len(changing) - len(open_rows)
-        return WorkProgress(
-            (100 * ended_count + percent) / len(changing),
-            progress_text or f"{ended_count} of {len(changing)}",
-            not open_rows,
-        )
-
-    follow_until_ended(title, f"{api.spell_verb(f'{kind.noun}-show')} {changing[0]['target']}", poll)
-
-
 @verb_command("bulk-show", "bulk-show 5d0c1d0e-0a53-4a0c-8f0e-1c2d3e4f5a6b --wait")
 @click.argument("bulk", type=click.UUID, required=False)
 @options.follow_option
@@ -337,8 +387,9 @@ def follow_rows(
 def bulk_show(cli_context: CliContext, bulk: UUID | None, wait: bool) -> None:
     """Show a bulk action, which changes many devices, attachments or accelerators; without a uuid list the newest.
 
-    The result of each object is in the list that `results` names. The verb that began the bulk action repeats it with
-    --retry-failed for the objects that failed.
+    --wait also waits for the commands, installations and detachments that it has ordered. The result of each object is
+    in the list that `results` names. The verb that began the bulk action repeats it with --retry-failed for the objects
+    that failed.
     """
     if bulk is None:
         return cli_context.print_list(
@@ -348,7 +399,7 @@ def bulk_show(cli_context: CliContext, bulk: UUID | None, wait: bool) -> None:
     if wait:
         shown = follow_bulk_action(cli_context.api, shown)
     print_row(shown, cli_context.output)
-    if wait and (shown["counts"]["refused"] or shown["state"] != "done"):
+    if wait and has_failed(cli_context.api, shown):
         sys.exit(ExitCode.REFUSED)
 
 

@@ -10,7 +10,9 @@ import click
 
 from cyborgweb.cli import bulk, completion, names, options
 from cyborgweb.cli.confirmation import order_after_preview
+from cyborgweb.cli.connection import ApiClient
 from cyborgweb.cli.exit_codes import CliError, ExitCode
+from cyborgweb.cli.following import WorkProgress, follow_until_ended
 from cyborgweb.cli.many_targets import show_and_exit
 from cyborgweb.cli.options import CliContext, pass_cli_context, verb_command
 from cyborgweb.cli.output import print_row
@@ -206,8 +208,6 @@ def device_admit(
     body = options.drop_empty({"reason": reason})
     rows = bulk.apply_action_to_many(cli_context, "admit", selection, body, bulk.BulkOptions(yes, dry_run, wait))
     if rows:
-        if wait:
-            _wait_until_installed(cli_context, rows)
         show_and_exit(rows, RESULT_COLUMNS, cli_context.output)
 
 
@@ -366,52 +366,35 @@ def _apply_action(
             cli_context, f"devices/{uuid}/{action}/", body, held_question, "devices", yes=yes, dry_run=False
         )
         assert shown is not None, "only a dry run has no answer"
-        rows, columns = [{"outcome": "done"} | _build_device_row(shown)], ACTION_COLUMNS
+        location = {"target": shown["uuid"], "host": shown["host"]["name"], "address": shown["address"]}
+        changes = bulk.describe_device(shown)
+        if wait and shown["state"] in bulk.DEVICES.changing_states:
+            changes = bulk.describe_installed_device(_wait_until_installed(cli_context.api, shown))
+        rows, columns = [{"outcome": "done"} | location | changes], ACTION_COLUMNS
     else:
         how = bulk.BulkOptions(yes, dry_run, wait, always_ask=bool(question))
         rows, columns = bulk.apply_action_to_many(cli_context, action, selection, body, how), RESULT_COLUMNS
-        if not rows:
-            return
-    if wait:
-        _wait_until_installed(cli_context, rows)
-    show_and_exit(rows, columns, cli_context.output)
+    if rows:
+        show_and_exit(rows, columns, cli_context.output)
 
 
-def _build_device_row(shown: dict[str, Any]) -> dict[str, Any]:
-    """Convert a device of the API into an output row. The row's text says how many requests the drain still waits for,
-    or why the device failed; otherwise it is ''.
+def _wait_until_installed(api: ApiClient, device: dict[str, Any]) -> dict[str, Any]:
+    """Wait until a device is no longer `installing`, and return it as the API shows it then.
+
+    Raises CliError in the same cases as `follow_until_ended`.
     """
-    draining = shown["draining"]
-    drain_text = ""
-    if draining:
-        held = "1 request holds it" if draining["left"] == 1 else f"{draining['left']} requests hold it"
-        drain_text = f"{held}; then it becomes {draining['to']}"
-    location = {"host": shown["host"]["name"], "address": shown["address"], "state": shown["state"]}
-    return (
-        {"target": shown["uuid"]}
-        | location
-        | {"text": drain_text or (shown["state_reason"] if shown["state"] == "failed" else "")}
-    )
+    current = device
 
+    def poll() -> WorkProgress:
+        """Fetch the device again, and return the progress of the command that installs it."""
+        nonlocal current
+        current = api.get(f"devices/{device['uuid']}/")
+        if current["state"] not in bulk.DEVICES.changing_states:
+            return WorkProgress(100, current["state"], has_ended=True)
+        if not current["busy_with"]:
+            return WorkProgress(0, current["state"], has_ended=False)
+        command = api.get(f"commands/{current['busy_with'].rstrip('/').rpartition('/')[2]}/")
+        return WorkProgress(command["percent"], command["progress"] or command["state"], has_ended=False)
 
-def _wait_until_installed(cli_context: CliContext, rows: list[dict[str, Any]]) -> None:
-    """Wait until no device of `rows` is `installing`; update each row in place.
-
-    A row whose device is then not `ready` gets the outcome `failed`. Raises CliError in the same cases as
-    `follow_until_ended`.
-    """
-    api = cli_context.api
-
-    def end_row(row: dict[str, Any], shown: dict[str, Any]) -> None:
-        """Update the row of a device that is no longer `installing`."""
-        row.update(_build_device_row(shown))
-        row.update({} if shown["state"] == "ready" else {"outcome": "failed", "code": ExitCode.REFUSED})
-
-    def get_progress(shown: dict[str, Any]) -> tuple[float, str]:
-        """Return the progress of the command that installs a device."""
-        if not shown["busy_with"]:
-            return 0, ""
-        command = api.get(f"commands/{shown['busy_with'].rstrip('/').rpartition('/')[2]}/")
-        return command["percent"], command["progress"] or command["state"]
-
-    bulk.follow_rows(api, bulk.DEVICES, "install", rows, ("installing",), end_row, get_progress)
+    follow_until_ended("install", f"{api.spell_verb('device-show')} {device['uuid']}", poll)
+    return current

@@ -218,7 +218,6 @@ SPECTACULAR_SETTINGS = {
         "DrainTarget": list(states.DrainTarget),
         "AdmittedState": list(states.AdmittedState),
         "BulkActionName": "accelerators.api.own.bulk_previews.ALL_ACTIONS",
-        "ListedBulkActionName": "accelerators.api.own.bulk_previews.LISTED_ACTIONS",
     },
     "POSTPROCESSING_HOOKS": [
         "drf_spectacular.hooks.postprocess_schema_enums",

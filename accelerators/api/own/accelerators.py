@@ -28,6 +28,7 @@ from accelerators.api.own.fields import (
     HandleReference,
     HostReference,
     ProfileReference,
+    ReasonField,
     RowSerializer,
     StrictIntegerField,
     StrictTextField,
@@ -143,7 +144,7 @@ class AcceleratorSerializer(RowSerializer):
 
     class Meta:
         model = AttachHandle
-        fields = (
+        fields: tuple[str, ...] = (
             "uuid",
             "url",
             "request",
@@ -177,6 +178,11 @@ class AcceleratorSerializer(RowSerializer):
 
 class AcceleratorChangeSerializer(ChangeSerializer, AcceleratorSerializer):
     """A change of the label of an accelerator."""
+
+    reason = ReasonField("Shown in its event.")
+
+    class Meta(AcceleratorSerializer.Meta):
+        fields = (*AcceleratorSerializer.Meta.fields, "reason")
 
 
 def get_holding_request(unit: AttachHandle) -> AcceleratorRequest | None:
@@ -414,6 +420,7 @@ class AcceleratorView(CollectionView):
             (result,) = labels.set_labels(
                 *(same_project, [holding_request.uuid], label, lambda project: True),
                 *(self.caller, self.caller.event_source),
+                reason=values.get("reason", ""),
                 generation=generation,
             )
             if result.outcome == DeviceOutcome.REFUSED:

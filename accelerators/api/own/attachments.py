@@ -21,7 +21,7 @@ from accelerators.api.own.fields import (
     StrictUuidField,
     UrlField,
 )
-from accelerators.api.own.filters import ListFilter, choice_filter, host_filter
+from accelerators.api.own.filters import BulkActionFilter, ListFilter, choice_filter, host_filter
 from accelerators.api.own.previews import (
     TOKEN_EXCLUDES_DRY_RUN,
     ConfirmationSerializer,
@@ -43,13 +43,14 @@ WAIT_REASON = Intent.objects.filter(
 
 
 class AttachmentFilter(ListFilter):
-    """Filter by instance, state, host or project. The project filter is useful only to callers who see several
-    projects."""
+    """Filter by instance, state, host, bulk action or project. The project filter is useful only to callers who see
+    several projects."""
 
     instance = filters.UUIDFilter()
     state = choice_filter(AttachmentState)
     host = host_filter()
     project = filters.CharFilter(field_name="project_id")
+    bulk_action = BulkActionFilter()
 
 
 class StepSerializer(serializers.Serializer[Any]):

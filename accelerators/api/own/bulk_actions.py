@@ -11,6 +11,7 @@ from typing import Any
 from uuid import UUID
 
 import django_filters as filters
+from django.core.validators import MinLengthValidator
 from django.db.models import Q, QuerySet
 from rest_framework import serializers
 from rest_framework.exceptions import APIException, PermissionDenied
@@ -22,7 +23,6 @@ from accelerators.api.own.attachments import AttachmentFilter
 from accelerators.api.own.bulk_previews import (
     ALL_ACTIONS,
     DEVICE_ACTIONS,
-    LISTED_ACTIONS,
     BulkPreviewSerializer,
     preview_or_start,
 )
@@ -97,8 +97,9 @@ TARGET_RULES = {DETACH: "cyborg:attachment:delete", LABEL: "cyborg:accelerator:u
 def get_rule(action: Any, arguments: Mapping[str, Any] | None = None) -> str:
     """Return the policy rule that an action with these arguments needs, on one object or on many."""
     if action == bulk_commands.PARTITION and arguments:
-        adds_units = partitioning.PartitionChange.from_arguments(arguments or {}).adds_units
-        return ADD_UNITS_RULE if adds_units else REMOVE_UNITS_RULE
+        change = partitioning.PartitionChange.from_arguments(arguments)
+        if not change.sets_layout_only:
+            return ADD_UNITS_RULE if change.adds_units else REMOVE_UNITS_RULE
     if isinstance(action, str) and action in TARGET_RULES:
         return TARGET_RULES[action]
     return COMMAND_RULE if action in bulk_commands.LISTED_OPS else STATE_RULE
@@ -171,15 +172,31 @@ def _condition_of_field(name: str) -> dict[str, Any]:
     }
 
 
+ACTION_BY_ARGUMENT = {"label": LABEL, "layout": bulk_commands.PARTITION}
+"""The only action that needs this field of a body; no other action accepts it."""
+
+
+def _condition_of_actions(actions: Iterable[str], name: str, argument: str = "") -> dict[str, Any]:
+    """Return the condition of bodies with one of these actions: the field `name` or a selector selects the objects, and
+    there is no field of ACTION_BY_ARGUMENT except `argument`, which must be there."""
+    others = [one for one in ACTION_BY_ARGUMENT if one != argument]
+    return {
+        "properties": {"action": {"enum": [*actions]}},
+        **({"required": [argument]} if argument else {}),
+        "not": {"anyOf": [{"required": [other]} for other in others]},
+        "oneOf": [_condition_of_field(name), _condition_of_field("selector")],
+    }
+
+
 class StartBulkActionSerializer(DraftConfirmationSerializer):
     """The body that starts an action on many objects. Send `devices`, or a `selector`; for detach and label send
     `attachments` or `accelerators` instead of `devices`. Without any of them, admit chooses the inactive devices that
     a rule would move. The set is fixed by the preview."""
 
     action = serializers.ChoiceField(
-        [(word, word) for word in LISTED_ACTIONS],
-        help_text="`admit` applies the admission rules to inactive devices, `detach` detaches attachments, and `label`"
-        " labels accelerators.",
+        [(word, word) for word in ALL_ACTIONS],
+        help_text="`admit` applies the admission rules to inactive devices, `partition` changes the layout of devices,"
+        " `detach` detaches attachments, and `label` labels accelerators.",
     )
     then = serializers.ChoiceField(
         DrainTarget.choices(), required=False, help_text="Only for drain: the state after the last request."
@@ -191,13 +208,22 @@ class StartBulkActionSerializer(DraftConfirmationSerializer):
         required=False,
         help_text="Only for label: the label; an empty one removes the labels.",
     )
+    layout = serializers.DictField(
+        child=StrictTextField(max_length=255),
+        required=False,
+        allow_empty=False,
+        validators=[MinLengthValidator(1)],  # so that the OpenAPI document shows minLength
+        help_text="Only for partition: layout keys that the drivers of the devices accept, with their values, for"
+        ' example {"vfs": "4"}.',
+    )
     devices = _list_field("devices")
     attachments = _list_field("attachments; only for detach")
     accelerators = _list_field("accelerators, which are those of their requests; only for label")
     selector = SelectorField(
         required=False,
         help_text='`{"all": true}`, or filters of `/api/devices/` with a text, a boolean or a list of texts; for detach'
-        " those of `/api/attachments/`, for label those of `/api/accelerators/`.",
+        " those of `/api/attachments/`, for label those of `/api/accelerators/`. For partition, devices whose layout"
+        " cannot be changed are left out.",
     )
     reason = ReasonField("Shown with each object and in its events.")
 
@@ -207,27 +233,16 @@ class StartBulkActionSerializer(DraftConfirmationSerializer):
             {"anyOf": [{"properties": {"action": {"enum": ["drain"]}}}, {"not": {"required": ["then"]}}]},
             {
                 "oneOf": [
-                    {
-                        "properties": {"action": {"enum": [*DEVICE_ACTIONS]}},
-                        "not": {"required": ["label"]},
-                        "oneOf": [_condition_of_field("devices"), _condition_of_field("selector")],
-                    },
-                    {
-                        "properties": {"action": {"enum": [DETACH]}},
-                        "not": {"required": ["label"]},
-                        "oneOf": [_condition_of_field("attachments"), _condition_of_field("selector")],
-                    },
-                    {
-                        "properties": {"action": {"enum": [LABEL]}},
-                        "required": ["label"],
-                        "oneOf": [_condition_of_field("accelerators"), _condition_of_field("selector")],
-                    },
+                    _condition_of_actions(DEVICE_ACTIONS, "devices"),
+                    _condition_of_actions([bulk_commands.PARTITION], "devices", "layout"),
+                    _condition_of_actions([DETACH], "attachments"),
+                    _condition_of_actions([LABEL], "accelerators", "label"),
                     {
                         "properties": {"action": {"enum": [bulk_admission.ADMIT]}},
                         "not": {
                             "anyOf": [
                                 {"required": [name]}
-                                for name in ("label", "selector", "devices", "attachments", "accelerators")
+                                for name in (*ACTION_BY_ARGUMENT, "selector", "devices", "attachments", "accelerators")
                             ]
                         },
                     },
@@ -238,7 +253,7 @@ class StartBulkActionSerializer(DraftConfirmationSerializer):
 
     def validate(self, values: dict[str, Any]) -> dict[str, Any]:
         """Return the values. Raises ValidationError (400) unless the objects are selected in exactly one way, which the
-        action allows, and for `then` and `label` with another action than drain and label."""
+        action allows, and for `then`, `label` and `layout` with another action than drain, label and partition."""
         values = super().validate(values)
         action = values["action"]
         selectable = SELECTABLES[get_target(action)]
@@ -253,9 +268,10 @@ class StartBulkActionSerializer(DraftConfirmationSerializer):
             check_selector(selectable, values["selector"])
         if "then" in values and action != Action.DRAIN:
             raise serializers.ValidationError({"then": "only drain accepts it."})
-        if ("label" in values) != (action == LABEL):
-            text = "label needs it." if action == LABEL else "only label accepts it."
-            raise serializers.ValidationError({"label": text})
+        for argument, its_action in ACTION_BY_ARGUMENT.items():
+            if (argument in values) != (action == its_action):
+                text = f"{its_action} needs it." if action == its_action else f"only {its_action} accepts it."
+                raise serializers.ValidationError({argument: text})
         return values
 
 
@@ -272,7 +288,8 @@ class BulkActionSerializer(RowSerializer):
     )
     arguments = serializers.JSONField(
         read_only=True,
-        help_text="Only for partition: `units` to add (negative: to remove, null: all), and `layout`; only for admit:"
+        help_text="Only for partition: `units` to add (negative: to remove, null: all, 0: only the layout is changed),"
+        " and `layout`; only for admit:"
         " the `rules` at the time of the preview; only for label: the `label`.",
     )
     by = serializers.CharField(source="actor", read_only=True)
@@ -399,17 +416,18 @@ class BulkActionView(BulkReadingView):
         project_id = self.caller.project_id if is_restricted else None
         uuids, selector = sorted(set(map(str, values.get(SELECTABLES[target].field, ())))), values.get("selector")
         described = {"kind": "bulk action", "action": action, "then": then, "devices": uuids, "selector": selector}
-        described |= {"label": values["label"]} if "label" in values else {}
+        described |= {name: values[name] for name in ACTION_BY_ARGUMENT if name in values}
+        arguments = _build_arguments(values)
         return self._preview_or_start(
             values,
             described,
             lambda: bulk_actions.create_draft(
                 action,
                 then,
-                select_objects(target, uuids, selector, project_id),
+                _leave_out_fixed_devices(action, selector, select_objects(target, uuids, selector, project_id)),
                 self.caller,
                 source=self.caller.event_source,
-                arguments=bulk_labels.build_arguments(values["label"]) if action == LABEL else None,
+                arguments=arguments,
                 project_id=project_id or "",
             ),
         )
@@ -456,6 +474,30 @@ class BulkActionView(BulkReadingView):
         """Answer as `preview_or_start` does: with the bulk action if it was started, otherwise with its preview."""
         answer = preview_or_start(self.caller, values, described, make_draft)
         return answer if isinstance(answer, Response) else self.respond_with_stored_row(answer.uuid, 202)
+
+
+def _build_arguments(values: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return the arguments of the bulk action that a body starts; None if it has none. Raises RefusedError INVALID for
+    a layout that cannot be stored."""
+    if values["action"] == LABEL:
+        return bulk_labels.build_arguments(values["label"])
+    if values["action"] == bulk_commands.PARTITION:
+        change = partitioning.PartitionChange(0, values["layout"])
+        partitioning.check_change(change, values.get("reason", ""))
+        return change.to_arguments()
+    return None
+
+
+def _leave_out_fixed_devices(action: str, selector: Any, chosen: QuerySet[Any]) -> QuerySet[Any]:
+    """Return the chosen objects; of devices that a selector selects for a change of the layout, those whose layout can
+    be changed. Raises RefusedError NOT_FOUND if there are none."""
+    if action != bulk_commands.PARTITION or not selector:
+        return chosen
+    changeable = chosen.exclude(changeable="")
+    if not changeable.exists():
+        text = "The selector matches no device whose layout can be changed."
+        raise RefusedError(RefusalReason.NOT_FOUND, text)
+    return changeable
 
 
 def select_objects(

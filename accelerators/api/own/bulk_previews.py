@@ -19,11 +19,9 @@ from accelerators.workflows import bulk_actions, bulk_admission, bulk_commands, 
 MAX_PREVIEW_DEVICES = 20
 DEVICE_ACTIONS = (*(action.value for action in Action), bulk_admission.ADMIT, *bulk_commands.LISTED_OPS)
 """The actions on devices that have no arguments."""
-LISTED_ACTIONS = (*DEVICE_ACTIONS, *bulk_actions.TARGET_ACTIONS)
-"""The actions that a request to `/api/bulk_actions/` can start."""
-ALL_ACTIONS = (*LISTED_ACTIONS, bulk_commands.PARTITION)
-"""The actions that a stored bulk action can have; the changes of units are started below `/api/accelerators/`. A
-conductor of a newer release may have stored others."""
+ALL_ACTIONS = (*DEVICE_ACTIONS, bulk_commands.PARTITION, *bulk_actions.TARGET_ACTIONS)
+"""The actions that a request to `/api/bulk_actions/` can start, and that a stored bulk action can have. A change of the
+number of units is started below `/api/accelerators/`. A conductor of a newer release may have stored other actions."""
 
 
 class PreviewedDeviceSerializer(serializers.Serializer[Any]):

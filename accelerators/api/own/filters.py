@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from typing import Any
+from uuid import UUID
 
 import django_filters as filters
 from django.db.models import QuerySet
@@ -11,6 +12,7 @@ from rest_framework.exceptions import ParseError
 
 from accelerators.domain.choices import list_choices
 from accelerators.domain.uuids import MIN_HEX_DIGITS, uuid_bounds
+from accelerators.models import BulkItem
 from accelerators.ui.extensions import SAVED_VIEW
 
 
@@ -27,6 +29,19 @@ class UuidPrefixFilter(filters.CharFilter):
         if (bounds := uuid_bounds(value)) is None:
             raise ParseError(f"uuid_prefix: say the beginning of a uuid, at least {MIN_HEX_DIGITS} hexadecimal digits.")
         return qs.filter(**{f"{self.field_name}__range": bounds})
+
+
+class BulkActionFilter(filters.UUIDFilter):
+    """A filter by the bulk action whose objects the rows are."""
+
+    def __init__(self) -> None:
+        super().__init__(help_text="Only the objects of this bulk action.")
+
+    def filter(self, qs: QuerySet[Any], value: UUID | None) -> QuerySet[Any]:
+        """Keep the rows that are objects of the bulk action with this uuid."""
+        if not value:
+            return qs
+        return qs.filter(uuid__in=BulkItem.objects.filter(bulk__uuid=value).values("target_uuid"))
 
 
 class RowFilter(filters.FilterSet):

@@ -32,7 +32,7 @@ from accelerators.api.own.fields import (
     UrlField,
     parse_attach_info,
 )
-from accelerators.api.own.filters import ListFilter, choice_filter, host_filter, presence_filter
+from accelerators.api.own.filters import BulkActionFilter, ListFilter, choice_filter, host_filter, presence_filter
 from accelerators.api.own.previews import (
     TOKEN_EXCLUDES_DRY_RUN,
     ConfirmationSerializer,
@@ -188,7 +188,8 @@ class HostView(CollectionView):
 
 
 class DeviceFilter(ListFilter):
-    """Filter by host, address, serial number, kind, driver, state, health, or whether the shown data is stale."""
+    """Filter by host, address, serial number, kind, driver, state, health, bulk action, or whether the shown data is
+    stale."""
 
     host = host_filter("host__name")
     address = filters.CharFilter(help_text="Exactly this PCI address.")
@@ -202,6 +203,7 @@ class DeviceFilter(ListFilter):
     )
     driver = filters.CharFilter()
     backend = filters.CharFilter()
+    bulk_action = BulkActionFilter()
     draining = presence_filter("drain_to", "Whether it is draining: it waits until its last request ends.")
     stale = filters.BooleanFilter(method="filter_by_staleness", help_text="Whether the shown data may be out of date.")
 

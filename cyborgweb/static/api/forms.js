@@ -2,12 +2,19 @@
 // The words for the outcomes of a preview; the console and the command line use the same.
 const OUTCOME_WORDS = { moved: "will be done", unchanged: "already so" };
 
+// The value that an input had when the page was loaded; only a list of choices has no defaultValue.
+function initialValue(input) {
+  if (!input.options) { return input.defaultValue; }
+  const chosen = Array.from(input.options).find(function (option) { return option.defaultSelected; });
+  return (chosen || input.options[0]).value;
+}
+
 function body(form) {
   const whole = form.querySelector("[data-body]");
   if (whole) { return JSON.parse(whole.value); }
   const sent = {};
   form.querySelectorAll("[name]").forEach(function (input) {
-    const isUnchanged = input.value === input.defaultValue && form.dataset.method === "PATCH";
+    const isUnchanged = input.value === initialValue(input) && form.dataset.method === "PATCH";
     if (input.name === "csrfmiddlewaretoken" || isUnchanged && !("always" in input.dataset)) { return; }
     if (!input.value && !input.required && form.dataset.method === "POST") { return; }
     sent[input.name] = input.dataset.kind === "json" ? JSON.parse(input.value) : input.value;

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
+from django.db import connection
 from django.db.models import QuerySet
+from django.test.utils import CaptureQueriesContext
 from django.utils import timezone
 from hypothesis import given
 from hypothesis import strategies as st
@@ -186,13 +188,19 @@ def test_applying_rules_refuses_devices_that_are_gone_busy_or_whose_host_is_remo
         AttachHandle.objects.filter(deployable__device=gone).delete()
         Deployable.objects.filter(device=gone).delete()
         gone.delete()
+    assert describe_forecast(draft) == {
+        ("refused", 1, "does not exist any more"),
+        ("refused", 1, "is busy with a command"),
+        ("refused", 2, "its host is being removed"),
+    }
+    assert not admission_rules.query_devices_to_move().exists()
     bulk_actions.confirm_draft(draft, "", held_too=True)
-    texts = draft.items.order_by("id").values_list("outcome", "why", "text")
-    assert [(outcome, why) for outcome, why, _ in texts] == [
-        ("refused", "not_found"),
-        *[("refused", "conflict")] * 3,
+    results = draft.items.order_by("id").values_list("outcome", "why", "text")
+    assert results[0][:2] == ("refused", "not_found")
+    assert [*results[1:]] == [
+        ("refused", "conflict", "is busy with a command"),
+        *[("refused", "conflict", "its host is being removed")] * 2,
     ]
-    assert "busy" in texts[1][2] and "Host cmp2" in texts[2][2]
     assert set(Device.objects.values_list("state", flat=True)) == {"inactive"}
 
 
@@ -213,6 +221,57 @@ def test_a_held_inactive_device_is_refused_by_the_preview_and_the_run_and_is_not
     assert [*told] == [("refused", "in_use", text), ("moved", "", "")]
     assert [*Device.objects.order_by("address").values_list("state", flat=True)] == ["inactive", "ready"]
     assert forecast.total == 1 and not admission_rules.query_devices_to_move().exists()
+
+
+def find_device_at_held_address() -> Device:
+    """Return a device at the PCI address of another one, which is missing and which a request holds."""
+    host = get_or_create_host()
+    apply_report(host, make_driver_report(make_card(1, key="serial:1af4:00a0:0")))
+    create_bound_request(AttachHandle.objects.get())
+    apply_report(host, make_driver_report(make_card(1, key="serial:1af4:00b0:0"), make_card(2)), seq=2)
+    return Device.objects.get(key="serial:1af4:00b0:0")
+
+
+@pytest.mark.django_db
+def test_a_device_whose_hardware_is_held_through_another_device_is_refused_by_the_preview_as_by_the_run() -> None:
+    newcomer = find_device_at_held_address()
+    with conductor.writing():
+        Device.objects.filter(pk=newcomer.pk).update(state="inactive")
+    assert admission_rules.forecast_rule({"name": "rest", "action": "ready"}).total == 1
+    create_rule("rest")
+    assert newcomer not in admission_rules.query_devices_to_move()
+    draft = draft_admission(Device.objects.exclude(state="missing"))
+    text = "is held by a request: rules change only devices that nobody holds"
+    with CaptureQueriesContext(connection) as captured:
+        bulk_actions.forecast_bulk(draft)
+    assert len(captured) == 2
+    assert describe_forecast(draft) == {("moved", 1, "becomes ready by rule rest"), ("refused", 1, text)}
+    bulk_actions.confirm_draft(draft, "", held_too=True)
+    assert draft.items.get(device=newcomer).text == text and draft.items.get(device=newcomer).why == "in_use"
+
+
+@pytest.mark.django_db
+@pytest.mark.parametrize(
+    ("action", "state", "text"),
+    [
+        (Action.RETIRE, "maintenance", "is held: it cannot be retired"),
+        (Action.REINSTATE, "retired", "its host is being removed"),
+    ],
+)
+def test_the_forecast_of_other_actions_knows_held_hardware_and_removed_hosts(
+    action: Action, state: str, text: str
+) -> None:
+    newcomer = find_device_at_held_address()
+    with conductor.writing():
+        Device.objects.filter(pk=newcomer.pk).update(state=state)
+        if action is Action.REINSTATE:
+            Host.objects.update(removing_since=timezone.now())
+    chosen = Device.objects.filter(pk=newcomer.pk)
+    draft = bulk_actions.create_draft(action, DrainTarget.MAINTENANCE, chosen, OLGA)
+    assert describe_forecast(draft) == {("refused", 1, text)}
+    assert bulk_actions.forecast_device(action, DrainTarget.MAINTENANCE, chosen.get()).text == text
+    bulk_actions.confirm_draft(draft, "", held_too=True)
+    assert draft.items.get().outcome == "refused"
 
 
 @pytest.mark.django_db

@@ -195,9 +195,15 @@ def test_the_read_only_command_shows_and_switches_the_mode(capsys: pytest.Captur
         call_command("read_only", *arguments)
         return capsys.readouterr().out
 
-    assert said() == "The product is not in read-only mode: changes are possible.\n"
-    assert ": upgrade. Try again later." in said("on", "--reason", "upgrade")
-    assert ": upgrade." in said()
+    assert said() == "The product is not in read-only mode: changes are possible.\nGeneration: 0\n"
+    shown = said("on", "--reason", "upgrade", "--generation", "0")
+    assert ": upgrade. Try again later." in shown and said() == shown
+    generation = shown.splitlines()[1].removeprefix("Generation: ")
+    for outdated in ("0", str(int(generation) - 1)):
+        with pytest.raises(CommandError, match=f"is at generation {generation} now, not {outdated}"):
+            said("off", "--generation", outdated)
+    assert "changes are possible" in said("off", "--generation", generation)
+    assert ": again." in said("on", "--reason", "again")
     assert "changes are possible" in said("off")
     with pytest.raises(CommandError, match="at most"):
         said("on", "--reason", "x" * 5000)

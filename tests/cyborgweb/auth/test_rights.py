@@ -108,6 +108,7 @@ BULK_KINDS: tuple[tuple[str, str, Any], ...] = (
     ("commands", "health", None),
     ("more units", "partition", {"units": 1, "layout": {}, "generation": None}),
     ("fewer units", "partition", {"units": -1, "layout": {}, "generation": None}),
+    ("layouts", "partition", {"units": 0, "layout": {"vfs": "8"}, "generation": None}),
     ("detachments", "detach", None),
     ("labels", "label", {"label": "training"}),
 )

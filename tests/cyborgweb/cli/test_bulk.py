@@ -69,7 +69,7 @@ def test_150_devices_are_one_job_that_is_followed_to_its_end(cyborg: Cyborg, sen
     assert "of 150 devices" in done.stderr
     assert Device.objects.filter(state="ready", state_reason="burnt in").count() == 150
     assert [one for one in sent if one.startswith("POST")] == ["POST bulk_actions/"] * 2
-    assert not [one for one in sent if one.startswith("GET devices/")]
+    assert [one for one in sent if one.startswith("GET devices/")] == ["GET devices/"], "one list, and none for each"
 
 
 def test_a_dry_run_prints_the_forecast_and_changes_nothing(cyborg: Cyborg) -> None:
@@ -232,12 +232,18 @@ def test_attachments_are_detached_by_one_job_that_is_followed_until_the_last_is_
     told = [(row["target"], row["outcome"], row["state"]) for row in json.loads(done.stdout)]
     assert told == [(str(row.uuid), "done", "detached") for row in rows]
     assert [one for one in sent if one.startswith("POST")] == ["POST bulk_actions/"] * 2
+    assert {one for one in sent if one.startswith("GET attachments/")} == {"GET attachments/"}, "none for each"
     assert f"of {len(rows)} attachments" in done.stderr
     bulk = Bulk.objects.get(action="detach", state="done")
     assert bulk.reason == "ended"
     listed = cyborg("bulk-show", "-f", "csv", "-c", "uuid,action,target,total").stdout.splitlines()
     assert f"{bulk.uuid},detach,attachment,{len(rows)}" in listed
-    assert json.loads(cyborg("bulk-show", str(bulk.uuid), "--wait", "-f", "json").stdout)["target"] == "attachment"
+    with conductor.writing():
+        Attachment.objects.filter(pk=rows[0].pk).update(state="detaching")
+    with run_job():
+        shown = cyborg("bulk-show", str(bulk.uuid), "--wait", "-f", "json")
+    assert (shown.exit_code, json.loads(shown.stdout)["target"]) == (0, "attachment")
+    assert set(list_states()) == {"detached"}, "it was waited for"
 
 
 @pytest.mark.slow

@@ -121,7 +121,7 @@ def test_device_ready_waits_until_the_installation_is_done(cyborg: Cyborg, host:
         done = cyborg("device-ready", one, other, "--reason", "burnt in", "-f", "json")
     assert done.exit_code == 0, done.output
     assert [(row["target"], row["state"]) for row in json.loads(done.stdout)] == [(one, "ready"), (other, "ready")]
-    assert done.stderr.startswith("install: ") and Command.objects.get().reason == "burnt in"
+    assert "enable: 2 of 2 devices" in done.stderr and Command.objects.get().reason == "burnt in"
 
 
 @pytest.mark.slow
@@ -266,6 +266,59 @@ def test_accelerator_update_with_an_outdated_generation_is_refused(cyborg: Cybor
 
 
 @pytest.mark.slow
+def test_the_layout_of_several_devices_is_changed_by_one_job_and_failed_ones_are_retried_by_the_same_verb(
+    cyborg: Cyborg, host: Host
+) -> None:
+    words = ("accelerator-update", "cmp1/0000:01:00.0", "cmp1/0000:02:00.0", "--layout", "vfs=2")
+    shown = cyborg(*words, "--dry-run", "-f", "csv", "-c", "number,outcome,text")
+    assert shown.stdout.splitlines()[1:] == ["2,will be done,is divided again with vfs=2; it has 0 units now"]
+    assert_refused(cyborg(*words, "--generation", "1"), 2, "--generation is only for a single device")
+    assert_refused(cyborg(*words[:3]), 2, "Give --layout, unless you give --retry-failed")
+    assert_refused(cyborg(*words, "--filter", "host=cmp1"), 2, "Select devices in one way")
+    assert not Bulk.objects.exists() and not Command.objects.exists()
+    with run_agents("failed", "no room"):
+        failed = cyborg(*words, "--reason", "two each", "-f", "json")
+    assert failed.exit_code == 1, failed.output
+    assert [(row["target"], row["device"], row["outcome"], row["text"]) for row in json.loads(failed.stdout)] == [
+        (f"cmp1/{address}", get_device_uuid(address), "failed", "no room")
+        for address in ("0000:01:00.0", "0000:02:00.0")
+    ]
+    assert "update: 2 of 2 devices, 2 refused or failed" in failed.stderr
+    assert {command.reason for command in Command.objects.all()} == {"two each"}
+    again = ("--retry-failed", str(Bulk.objects.get().uuid))
+    assert_refused(cyborg("accelerator-create", *again), 2, "is not a bulk action of `cyborg accelerator-create`")
+    with run_agents():
+        done = cyborg("accelerator-update", *again, "-f", "json")
+    assert done.exit_code == 0, done.output
+    assert [(row["outcome"], row["state"]) for row in json.loads(done.stdout)] == [("done", "succeeded")] * 2
+    assert [command.arguments["layout"] for command in Command.objects.all()] == [{"vfs": "2"}] * 4
+    apply_report(get_or_create_host("cmp2"), make_driver_report(make_card(1, **CARD_VALUES)))
+    assert_refused(cyborg("accelerator-update", "--filter", "all=true", "--layout", "mtu=1"), 2, "give --yes")
+
+
+@pytest.mark.slow
+def test_bulk_show_waits_for_the_commands_and_installations_that_the_bulk_action_has_ordered(
+    cyborg: Cyborg, host: Host
+) -> None:
+    update = ("accelerator-update", "--filter", "host=cmp1", "--layout", "vfs=2", "--no-wait")
+    for outcome, code in (("failed", 1), ("succeeded", 0)):
+        assert cyborg(*update).exit_code == 0
+        bulk = Bulk.objects.latest("id")
+        with run_agents(outcome):
+            shown = cyborg("bulk-show", str(bulk.uuid), "--wait", "-f", "json")
+        assert (shown.exit_code, json.loads(shown.stdout)["commands"]["open"]) == (code, 0), shown.output
+    for outcome, code in (("failed", 1), ("succeeded", 0)):
+        ordered = cyborg("device-ready", "--filter", "host=cmp1", "--no-wait", "-f", "json")
+        assert [row["state"] for row in json.loads(ordered.stdout)] == ["installing", "ready"], ordered.output
+        bulk = Bulk.objects.latest("id")
+        with run_agents(outcome):
+            shown = cyborg("bulk-show", str(bulk.uuid), "--wait")
+        assert shown.exit_code == code, shown.output
+        assert shown.stderr.endswith("enable: 2 of 2 devices\n")
+        assert not Device.objects.filter(state="installing").exists()
+
+
+@pytest.mark.slow
 def test_discover_services_orders_a_rescan_on_the_named_hosts(cyborg: Cyborg, host: Host) -> None:
     get_or_create_host("cmp2")
     with run_agents():
@@ -310,8 +363,19 @@ def test_accelerators_are_labelled_by_filter_and_by_name(cyborg: Cyborg, host: H
     assert_refused(cyborg("accelerator-label", first, UNKNOWN_UUID, "--label", ""), 1, "There is no accelerator")
     done = cyborg("accelerator-label", first, "--label", "", "--reason", "ended", role="member")
     assert done.exit_code == 0, done.output
+    assert '-  "label": "training",' in done.stderr and '+  "label": "",' in done.stderr
+    same = cyborg("accelerator-label", first, "--label", "", "--generation", "7", "-f", "csv", "-c", "outcome,text")
+    assert same.stdout == "outcome,text\nunchanged,has this label already\n", "whatever the generation"
+    one = ("accelerator-label", first, "--label", "trial")
+    refused = cyborg(*one, "--generation", "1")
+    assert_refused(refused, 1, "is at generation 3 now, not 1")
+    assert refused.stderr.count('+  "label": "trial",') == 2
+    assert [row["outcome"] for row in json.loads(cyborg(*one, "--generation", "3", "-f", "json").stdout)] == ["done"]
+    assert cyborg("accelerator-label", first, "--label", "").exit_code == 0
+    assert_refused(cyborg("accelerator-label", UNKNOWN_UUID, "--label", ""), 3)
+    assert_refused(cyborg(*words, "--generation", "2"), 2, "only for a single accelerator")
     assert [*AcceleratorRequest.objects.order_by("id").values_list("label", flat=True)] == ["", "training"]
-    assert AuditEvent.objects.filter(action="request.labelled").latest("id").reason == "ended"
+    assert AuditEvent.objects.filter(action="request.labelled", reason="ended").count() == 1
     with conductor.writing():
         AcceleratorRequest.objects.filter(pk=requests[0].pk).update(hostname="cmp2")
     assert_refused(cyborg("accelerator-label", first, second, "--label", "x"), 2, "give --yes")

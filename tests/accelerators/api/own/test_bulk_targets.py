@@ -306,6 +306,9 @@ def test_X4_a_member_to_whom_the_policy_file_gives_detaching_detaches_those_of_t
         ({"action": "label", "label": "x", "selector": {"attached": False}}, "unknown filter"),
         ({"action": "enable", "label": "x", "selector": {"all": True}}, "only label accepts it"),
         ({"action": "enable"}, "either devices"),
+        ({"action": "partition", "selector": {"all": True}}, "partition needs it"),
+        ({"action": "partition", "layout": {}, "selector": {"all": True}}, "layout: This dictionary may not be empty"),
+        ({"action": "enable", "layout": {"vfs": "4"}, "selector": {"all": True}}, "only partition accepts it"),
     ],
 )
 def test_wrong_bodies_are_refused_with_what_is_wrong(ask: Ask, fields: dict[str, Any], says: str) -> None:

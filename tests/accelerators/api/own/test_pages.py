@@ -42,7 +42,21 @@ def test_every_collection_and_element_has_an_html_page(ask: Ask, fill: Fill) -> 
         member = re.search(rf'<td class="tight mono"><a href="http://testserver(/api/{name}/[^"]+)"', text)
         assert member, name
         assert 'aria-current="page"' in get_page(ask, member[1])
-    assert "<select" not in get_page(ask, "/api/accelerators/").replace('<select id="filter-', "")
+    selects = re.findall(r'<select id="POST-(\w+)".*?</select>', get_page(ask, "/api/accelerators/"))
+    assert {*selects} == {"dry_run", "keep"}, "no field loads rows to choose from"
+
+
+def test_yes_or_no_and_one_of_fixed_values_are_chosen_from_a_list(ask: Ask) -> None:
+    page = get_page(ask, "/api/bulk_actions/")
+    lists = dict(re.findall(r'<select id="POST-(\w+)"([^>]*>.*?)</select>', page))
+    assert {*lists} == {"action", "then", "dry_run", "keep"}
+    options = '<option value=""></option><option value="true">yes</option><option value="false">no</option>'
+    assert lists["dry_run"] == f' name="dry_run" data-kind="json">{options}'
+    assert " required>" in lists["action"] and '<option value="partition">partition</option>' in lists["action"]
+    path = json.loads(ask("/api/rules/", method="POST", data={"name": "gpus", "action": "ready"}).content)["url"]
+    enabled = re.search(r'<select id="PATCH-enabled"([^>]*>.*?)</select>', get_page(ask, path))
+    chosen = '<option value="true" selected>yes</option><option value="false">no</option>'
+    assert enabled and enabled[1] == f' name="enabled" data-kind="json">{chosen}', "there is no empty choice"
 
 
 def test_what_stands_in_backticks_in_a_description_is_shown_as_code(ask: Ask) -> None:

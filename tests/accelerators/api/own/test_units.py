@@ -300,6 +300,39 @@ def test_a_selector_of_units_leaves_out_devices_that_cannot_be_divided(ask: Ask)
     get_error_message(ask("/api/accelerators/", method="POST", data=order), 404, "not_found")
 
 
+def test_the_layout_of_several_devices_is_changed_by_a_bulk_action_that_leaves_out_those_without_settings(
+    ask: Ask,
+) -> None:
+    report_two_hosts()
+    fixed = build_divisible_card(3, 2, changeable="", sized_by="")
+    apply_report(get_or_create_host("cmp3"), make_driver_report(fixed, driver="generic_driver"))
+    path, order = "/api/bulk_actions/", {"action": "partition", "layout": {"vfs": "8"}, "selector": {"all": True}}
+    assert "cyborg:device:update" in get_error_message(ask(path, "manager", method="POST", data=order), 403)
+    answer = ask(path, method="POST", data=order)
+    get_error_message(answer, 409, "not_confirmed")
+    preview = json.loads(answer.content)["preview"]
+    assert (preview["total"], preview["hosts"]) == (2, 2)
+    assert sorted(one["text"] for one in preview["forecast"]) == [
+        "is divided again with vfs=8; it has 2 units now",
+        "is divided again with vfs=8; it has 4 units now",
+    ]
+    token = {"token": preview["token"]}
+    other = order | token | {"layout": {"vfs": "9"}}
+    get_error_message(ask(path, method="POST", data=other), 409, "stale_preview")
+    report_cards(build_divisible_card(1, 3), seq=2)
+    started = json.loads(ask(path, method="POST", data=order | token).content)
+    assert started["arguments"] == {"units": 0, "layout": {"vfs": "8"}, "generation": None}
+    results = get_results(ask(f"/api/bulk_results/?bulk_action={started['uuid']}"))
+    assert [(row["outcome"], row["reason"]) for row in results] == [("refused", "conflict"), ("moved", "")]
+    assert list_ordered_layouts() == [{"vfs": "8"}]
+    retry = f"{path}{started['uuid']}/retry/"
+    assert "cyborg:device:update" in get_error_message(ask(retry, "manager", method="POST", data={}), 403)
+    assert ask(retry, method="POST", data={}).status_code == 202
+    assert list_ordered_layouts() == [{"vfs": "8"}] * 2
+    order["selector"] = {"host": "cmp3"}
+    assert "layout can be changed" in get_error_message(ask(path, method="POST", data=order), 404, "not_found")
+
+
 def test_the_devices_of_backends_are_read_only_as_far_as_a_change_may_reach(
     ask: Ask, monkeypatch: pytest.MonkeyPatch
 ) -> None:
