@@ -1,0 +1,5 @@
+"""Times as in the tooltips of relative times, such as `2026-11-28 10:06:43 UTC`: unambiguous, and in the log's order."""
+
+DATE_FORMAT = "Y-m-d"
+TIME_FORMAT = "H:i:s e"
+DATETIME_FORMAT = "Y-m-d H:i:s e"
