@@ -344,7 +344,7 @@ class DeployableAdmin(ReadOnlyModelAdmin):
         "whole_rp_uuid",
         "driver_name",
         "bitstream_id",
-        "bitstream_in_flash",
+        "shown_bitstream_in_flash",
         "shown_missing",
     )
     readonly_fields = fields
@@ -370,6 +370,11 @@ class DeployableAdmin(ReadOnlyModelAdmin):
     def whole_rp_uuid(self, deployable: Deployable) -> SafeString:
         """Render the uuid of the deployable's provider in Placement; a dash if it was not created yet."""
         return badges.render_identifier(deployable.rp_uuid)
+
+    @display(description="Bitstream in flash")
+    def shown_bitstream_in_flash(self, deployable: Deployable) -> str:
+        """Return whether the deployable keeps its bitstream in flash memory: yes or no."""
+        return "yes" if deployable.bitstream_in_flash else "no"
 
     @display(description="Attach handles")
     def shown_handles(self, deployable: Deployable) -> SafeString:

@@ -132,8 +132,11 @@ class DriverAdmin(ReadOnlyModelAdmin):
 
     @display(description="Message")
     def said(self, row: HostDriver) -> str:
-        """Return the driver's error, or the result of its last command while it drifts; at most 200 characters."""
-        return Truncator(row.text).chars(200)
+        """Return the driver's error, or the result of its last command while it drifts; at most 200 characters.
+
+        A dash if there is neither.
+        """
+        return Truncator(row.text).chars(200) or badges.DASH
 
     def change_view(
         self, request: HttpRequest, object_id: str, form_url: str = "", extra_context: dict[str, Any] | None = None

@@ -47,7 +47,7 @@ GROUP_NAMES = Subquery(
     Group.objects.filter(user=OuterRef("pk"))
     .order_by()
     .values("user")
-    .annotate(names=StringAgg("name", ", ", ordering="name"))
+    .annotate(names=StringAgg("name", ", ", order_by="name"))
     .values("names")
 )
 """SQL expression for the names of a user's groups."""
@@ -137,8 +137,8 @@ class UserAdmin(ShortPermissionNames, AuditedAdminMixin, UserAdminBase, ConsoleM
 
     @display(description="Groups")
     def shown_groups(self, user: User) -> str:
-        """Return the names of the user's groups, separated by commas."""
-        return ", ".join(sorted(group.name for group in user.groups.all()))
+        """Return the names of the user's groups, separated by commas; a dash if there are none."""
+        return ", ".join(sorted(group.name for group in user.groups.all())) or badges.DASH
 
     @display(description="Last login", ordering="-last_login")
     def shown_login(self, user: User) -> SafeString:
@@ -161,7 +161,7 @@ class GroupAdmin(ShortPermissionNames, AuditedAdminMixin, StockGroupAdmin, Conso
         groups: QuerySet[Group] = super().get_queryset(request).annotate(number_of_users=Count("user"))
         return groups
 
-    @display(description="Its members")
+    @display(description="A member")
     def shown_meaning(self, group: Group) -> str:
         """Return what the members of the group see and do."""
         return roles.describe_group(group.name)

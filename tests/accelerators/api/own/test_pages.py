@@ -101,6 +101,7 @@ def test_pages_offer_no_action_while_everything_is_read_only_and_say_so(ask: Ask
     path = f"/api/devices/{Device.objects.get().uuid}/"
     assert list_forms(get_page(ask, path))
     read_only.switch_read_only(True, Caller("olga", "1", frozenset(), ""), "the database moves", EventSource.PERSON)
+    read_only._drop_cached(None)  # the notification after the commit
     text = get_page(ask, path)
     assert list_forms(text) == set()
     assert all("by olga: the database moves" in reason for reason in read_refusals(text).values())
