@@ -75,7 +75,7 @@ def test_pages_of_refusals_say_what_would_allow_the_action_and_meet_wcag_level_a
     cases = (
         (viewer, "/api/rules/", 403, "POST", new_rule, "The role admin would be sufficient."),
         (page, NO_DEVICE, 404, "GET", None, "the address one level above lists what you may see"),
-        (page, f"/api/devices/{held}/disable/", 409, "POST", {}, "Read the preview, and send the request again with its token"),
+        (page, f"/api/devices/{held}/disable/", 409, "POST", {}, "Read the preview, and send the request again"),
         (page, rule, 409, "PATCH", {"vendor": "10de", "generation": 99}, "somebody changed it. Read it again"),
         (page, rule, 428, "PATCH", {"vendor": "10de"}, "Send the generation that you have read"),
     )
