@@ -8,7 +8,8 @@ from uuid import UUID
 
 from django.contrib import admin, messages
 from django.core.exceptions import PermissionDenied
-from django.db.models import Model, QuerySet
+from django.db.models import Model, OuterRef, QuerySet, Subquery
+from django.db.models.functions import Coalesce, JSONObject
 from django.http import HttpRequest, HttpResponse, HttpResponseRedirect
 from django.template.response import TemplateResponse
 from django.urls import path
@@ -63,7 +64,7 @@ detach_attachments.allowed_permissions = ("detach",)  # type: ignore[attr-define
 class AttachmentAdmin(ReadOnlyModelAdmin):
     """List of attachments: accelerators that were attached to running instances; and the page of one."""
 
-    list_display = ("shown_uuid", "shown_state", "shown_instance", "what", "host", "by", "when")
+    list_display = ("shown_uuid", "shown_state", "shown_instance", "what", "shown_host", "by", "when")
     list_filter = ("state",)
     ordering = ("-id",)
     search_fields = ("uuid__startswith", "instance__startswith", "host__icontains", "project_id__startswith")
@@ -94,6 +95,18 @@ class AttachmentAdmin(ReadOnlyModelAdmin):
         """
         return super().has_view_permission(request, obj) or permissions.is_allowed(request, *permissions.ATTACH)
 
+    def get_queryset(self, request: HttpRequest) -> QuerySet[Attachment]:
+        """Return the attachments, each annotated with the keys by which `render_attached` makes links.
+
+        `profile_key` is that of its device profile, and `device_place` has that of its device with the device's
+        address. They are None if nothing of this kind was named, or if it was deleted.
+        """
+        place = JSONObject(pk="pk", address=Coalesce("address", "key"))
+        devices = Device.objects.filter(uuid=OuterRef("device")).values_list(place)
+        profiles = DeviceProfile.objects.filter(name=OuterRef("profile")).values("pk")
+        rows: QuerySet[Attachment] = super().get_queryset(request)
+        return rows.annotate(profile_key=Subquery(profiles), device_place=Subquery(devices))
+
     @display(description="Attachment", ordering="uuid")
     def shown_uuid(self, row: Attachment) -> SafeString:
         """Render the first eight characters of the attachment's uuid."""
@@ -106,13 +119,18 @@ class AttachmentAdmin(ReadOnlyModelAdmin):
 
     @display(description="Instance", ordering="instance")
     def shown_instance(self, row: Attachment) -> SafeString:
-        """Render the first eight characters of the instance's uuid."""
-        return badges.render_short_uuid(row.instance)
+        """Render the shortened uuid of the instance as a link to its requests."""
+        return badges.render_instance_link(row.instance)
 
     @display(description="Profile or device")
     def what(self, row: Attachment) -> SafeString | str:
-        """Return the name of the attached device profile; if a device was named instead, render its shortened uuid."""
-        return row.profile or badges.render_short_uuid(row.device)
+        """Render the attached device profile or, if a device was named instead, the device, as a link."""
+        return render_attached(row)
+
+    @display(description="Host", ordering="host")
+    def shown_host(self, row: Attachment) -> SafeString:
+        """Render the host on which the instance runs as a link."""
+        return badges.render_host_link(row.host)
 
     @display(description="By", ordering="actor")
     def by(self, row: Attachment) -> str:
@@ -185,9 +203,11 @@ class AttachmentAdmin(ReadOnlyModelAdmin):
             "title": f"Attachment {str(row.uuid)[:8]}",
             "opts": self.opts,
             "row": row,
+            "attached": render_attached(row),
+            "instance": badges.render_whole_instance_link(row.instance),
             "state": render_attachment_state(row),
             "created": badges.render_relative_time(row.created_at),
-            "host": badges.render_page_link("host", row.host, row.host),
+            "host": badges.render_host_link(row.host),
             "steps": [
                 (badges.render_relative_time(parse_datetime(step["at"])), step["step"], step["text"])
                 for step in row.steps
@@ -235,8 +255,10 @@ class AttachmentAdmin(ReadOnlyModelAdmin):
             "title": f"Detach {str(row.uuid)[:8]}",
             "opts": self.opts,
             "row": row,
+            "attached": render_attached(row),
+            "instance": badges.render_whole_instance_link(row.instance),
             "state": render_attachment_state(row),
-            "host": badges.render_page_link("host", row.host, row.host),
+            "host": badges.render_host_link(row.host),
             "holds": holds,
             "seen": seen,
             "consequence": DETACH_TEXT if holds else UNDO_TEXT,
@@ -249,8 +271,24 @@ class AttachmentAdmin(ReadOnlyModelAdmin):
         return TemplateResponse(request, "accelerators/admin/confirm_detach.html", context)
 
 
-def _list_holds(row: Attachment) -> list[tuple[UUID, SafeString, str]]:
-    """Return the uuid, the device as a link, and the unit of each request of the attachment that holds a unit."""
+def render_attached(row: Any) -> SafeString | str:
+    """Render what was attached as a link: the device profile by its name, or the device by its address.
+
+    `row` is an Attachment from `AttachmentAdmin.get_queryset`. Of a deleted profile the name is shown, and of a deleted
+    device the shortened uuid.
+    """
+    if row.profile:
+        return (
+            badges.render_page_link("deviceprofile", row.profile_key, row.profile) if row.profile_key else row.profile
+        )
+    if row.device_place:
+        address = badges.render_identifier(row.device_place["address"])
+        return badges.render_page_link("device", row.device_place["pk"], address)
+    return badges.render_short_uuid(row.device)
+
+
+def _list_holds(row: Attachment) -> list[tuple[SafeString, SafeString, str]]:
+    """Return each request of the attachment that holds a unit, and its device, as links, and the unit."""
     requests = AcceleratorRequest.objects.filter(uuid__in=row.requests, attach_handle__isnull=False)
     holds = []
     for one in requests.select_related("attach_handle__deployable__device").order_by("id"):
@@ -258,7 +296,13 @@ def _list_holds(row: Attachment) -> list[tuple[UUID, SafeString, str]]:
         assert handle is not None, "the query selects requests with a handle"
         device = handle.deployable.device
         link = badges.render_page_link("device", device.pk, device)
-        holds.append((one.uuid, link, badges.describe_handle(handle.attach_info)))
+        holds.append(
+            (
+                badges.render_page_link("acceleratorrequest", one.pk, one.uuid),
+                link,
+                badges.describe_handle(handle.attach_info),
+            )
+        )
     return holds
 
 

@@ -73,8 +73,8 @@ class BackendAdmin(ReadOnlyModelAdmin):
 
     @display(description="Message")
     def said(self, backend: Backend) -> str:
-        """Return why the backend does not answer, at most 200 characters."""
-        return Truncator(backend.reason).chars(200)
+        """Return why the backend does not answer, at most 200 characters; a dash if it does."""
+        return Truncator(backend.reason).chars(200) or badges.DASH
 
 
 @admin.register(Service)

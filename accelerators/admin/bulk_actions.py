@@ -226,14 +226,17 @@ class BulkItemAdmin(ReadOnlyModelAdmin):
         return bulk_actions.annotate_with_commands(super().get_queryset(request))
 
     @display(description="Object", ordering="target_name")
-    def shown_object(self, item: BulkItem) -> SafeString | str:
-        """Render the object as a link, or the name of a device that does not exist any more."""
-        return render_item_object(item, item.bulk)
+    def shown_object(self, item: BulkItem) -> SafeString:
+        """Render the object as a link, or the name of a device that does not exist any more.
+
+        The row has no page, so its key for live updates is in an attribute.
+        """
+        return format_html('<span data-row="{}">{}</span>', item.pk, render_item_object(item, item.bulk))
 
     @display(description="Host", ordering="host")
     def shown_host(self, item: BulkItem) -> SafeString:
-        """Render the object's host as a link."""
-        return badges.render_page_link("host", item.host, item.host)
+        """Render the object's host as a link; a dash for an object that has none."""
+        return badges.render_host_link(item.host)
 
     @display(description="Outcome", ordering="outcome")
     def shown_outcome(self, item: BulkItem) -> SafeString:
@@ -426,7 +429,7 @@ def _build_confirmation_context(bulk: Bulk) -> dict[str, Any]:
         else []
     )
     holders_by_device = {
-        pk: (request, instance)
+        pk: (request, badges.render_whole_instance_link(instance))
         for pk, request, instance in safety.query_requests_of_devices(
             [item.device_id for item in held_items if item.device_id is not None], "uuid", "instance_uuid"
         )
@@ -439,14 +442,19 @@ def _build_confirmation_context(bulk: Bulk) -> dict[str, Any]:
     return {
         "choice": device_actions.find_choice_of_bulk(bulk),
         "affected": [
-            (badges.render_page_link("device", one.pk, str(one)), one.host.name, one.state) for one in affected
+            (badges.render_page_link("device", one.pk, str(one)), badges.render_host_link(one.host.name), one.state)
+            for one in affected
         ][:MAX_PREVIEW_ROWS],
         "affected_number": len(affected),
         "forecast": [(_render_outcome(prediction.outcome, MOVED_PREDICTED), prediction) for prediction in predictions],
         "moved_count": preview.count_objects(DeviceOutcome.MOVED),
         "host_count": preview.host_count,
         "holders": [
-            (render_item_object(item, bulk), item.host, *holders_by_device[item.device_id])
+            (
+                render_item_object(item, bulk),
+                badges.render_host_link(item.host),
+                *holders_by_device[item.device_id],
+            )
             for item in held_items
             if item.device_id in holders_by_device
         ],
@@ -457,10 +465,10 @@ def _build_confirmation_context(bulk: Bulk) -> dict[str, Any]:
         "first": [
             (
                 render_item_object(item, bulk),
-                item.host,
-                item.stood,
+                badges.render_host_link(item.host),
+                item.stood or badges.DASH,
                 _render_outcome(one.outcome, MOVED_PREDICTED),
-                one.text,
+                one.text or badges.DASH,
             )
             for item, one in bulk_actions.forecast_first_items(bulk, MAX_PREVIEW_ROWS)
         ],
@@ -484,10 +492,10 @@ def _build_result_context(bulk: Bulk) -> dict[str, Any]:
         "rows": [
             (
                 render_item_object(item, bulk),
-                item.host,
+                badges.render_host_link(item.host),
                 render_item_outcome(item, bulk),
-                render_item_state(item, bulk),
-                _render_item_reason(item, bulk),
+                render_item_state(item, bulk) or badges.DASH,
+                _render_item_reason(item, bulk) or badges.DASH,
             )
             for item in items
         ],

@@ -44,6 +44,8 @@ MAX_HANDLES = 256
 
 DEVICE_PARAM = "deployable__device__id__exact"
 """URL parameter that limits the list of attach handles to one device."""
+DEPLOYABLE_PARAM = "deployable__id__exact"
+"""URL parameter that limits the list of attach handles to one deployable."""
 
 
 @admin.register(Device)
@@ -275,7 +277,7 @@ def _build_deployable_rows(device: Device, card: topology_svg.DeviceCard) -> lis
                 {
                     "unit": cell,
                     "state": topology_svg.render_handle_state(cell),
-                    "instance_url": request_list_url(cell.instance),
+                    "instance_url": badges.request_list_url(cell.instance),
                 }
                 for cell in card.cells
                 if cell.deployable_id == deployable.pk
@@ -291,12 +293,6 @@ def _build_deployable_rows(device: Device, card: topology_svg.DeviceCard) -> lis
 def handle_list_url(device: Device) -> str:
     """Return the URL of the list of a device's attach handles."""
     return f"{reverse('admin:accelerators_attachhandle_changelist')}?{urlencode({DEVICE_PARAM: device.pk})}"
-
-
-def request_list_url(instance: str) -> str:
-    """Return the URL of the list of requests, searched for an instance; '' if `instance` is empty."""
-    url = reverse("admin:accelerators_acceleratorrequest_changelist")
-    return f"{url}?{urlencode({'q': instance})}" if instance else ""
 
 
 def get_holder(handle: AttachHandle) -> Model | None:
@@ -325,16 +321,67 @@ class PresenceListFilter(admin.SimpleListFilter):
 class DeployableAdmin(ReadOnlyModelAdmin):
     """List of deployables: the parts of devices that are resource providers."""
 
-    list_display = ("name", "num_accelerators", "shown_device", "shown_host", "rp_uuid", "shown_missing")
+    list_display = (
+        "name",
+        "shown_num_accelerators",
+        "shown_device",
+        "shown_host",
+        "shown_rp_uuid",
+        "shown_missing",
+    )
     list_filter = ("device__type", "device__state", PresenceListFilter)
     list_select_related = ("device__host",)
     ordering = ("id",)
     search_fields = ("uuid__startswith", "rp_uuid__startswith", "name__icontains", "device__host__name__icontains")
     indexed_search_fields = ("uuid", "rp_uuid", "device__address", "device__host__name")
     search_help_text = "uuid, provider uuid, name, PCI address, host"
-    exports = {"shown_device": ("device__uuid", build_name_export("device_name", "device__"), "device__model")}
+    fields = (
+        "name",
+        "uuid",
+        "shown_device",
+        "shown_host",
+        "shown_handles",
+        "whole_rp_uuid",
+        "driver_name",
+        "bitstream_id",
+        "shown_bitstream_in_flash",
+        "shown_missing",
+    )
+    readonly_fields = fields
+    exports = {
+        "shown_num_accelerators": ("num_accelerators",),
+        "shown_device": ("device__uuid", build_name_export("device_name", "device__"), "device__model"),
+        "shown_rp_uuid": ("rp_uuid",),
+    }
     empty = "No deployables yet. Each device that an agent reports brings its own."
     sources = (Source("Devices", "accelerators.device"),)
+
+    @display(description="Units", ordering="num_accelerators")
+    def shown_num_accelerators(self, deployable: Deployable) -> int:
+        """Return the number of the deployable's units."""
+        return deployable.num_accelerators
+
+    @display(description="Provider", ordering="rp_uuid")
+    def shown_rp_uuid(self, deployable: Deployable) -> SafeString:
+        """Render the shortened uuid of the deployable's provider in Placement; a dash if it was not created yet."""
+        return badges.render_short_uuid(deployable.rp_uuid)
+
+    @display(description="Provider")
+    def whole_rp_uuid(self, deployable: Deployable) -> SafeString:
+        """Render the uuid of the deployable's provider in Placement; a dash if it was not created yet."""
+        return badges.render_identifier(deployable.rp_uuid)
+
+    @display(description="Bitstream in flash")
+    def shown_bitstream_in_flash(self, deployable: Deployable) -> str:
+        """Return whether the deployable keeps its bitstream in flash memory: yes or no."""
+        return "yes" if deployable.bitstream_in_flash else "no"
+
+    @display(description="Attach handles")
+    def shown_handles(self, deployable: Deployable) -> SafeString:
+        """Render how many of the deployable's handles are held as a link to their list. Costs a statement."""
+        counts = deployable.attach_handles.aggregate(all=Count("pk"), held=Count("request"))
+        url = f"{reverse('admin:accelerators_attachhandle_changelist')}?{urlencode({DEPLOYABLE_PARAM: deployable.pk})}"
+        return format_html('<a href="{}">{} of {} held</a>', url, counts["held"], counts["all"])
 
     @display(description="Device", ordering="device__model")
     def shown_device(self, deployable: Deployable) -> SafeString:
@@ -401,8 +448,8 @@ class AttachHandleAdmin(ReadOnlyModelAdmin):
         "attach_type",
         "attach_info",
         "shown_holder",
-        "instance",
-        "project",
+        "whole_instance",
+        "whole_project",
         "shown_device",
         "shown_host",
         "shown_missing",
@@ -451,13 +498,23 @@ class AttachHandleAdmin(ReadOnlyModelAdmin):
 
     @display(description="Instance")
     def instance(self, handle: AttachHandle) -> SafeString:
-        """Render the shortened uuid of the holder's instance; a dash if there is none."""
-        return badges.render_short_uuid(getattr(get_holder(handle), "instance_uuid", None))
+        """Render the shortened uuid of the holder's instance as a link to its requests; a dash if there is none."""
+        return badges.render_instance_link(getattr(get_holder(handle), "instance_uuid", None))
 
     @display(description="Project")
     def project(self, handle: AttachHandle) -> SafeString:
         """Render the shortened id of the holder's project; a dash if no request holds the handle."""
         return badges.render_short_uuid(getattr(get_holder(handle), "project_id", None))
+
+    @display(description="Instance")
+    def whole_instance(self, handle: AttachHandle) -> SafeString:
+        """Render the uuid of the holder's instance as a link to its requests; a dash if there is none."""
+        return badges.render_whole_instance_link(getattr(get_holder(handle), "instance_uuid", None))
+
+    @display(description="Project")
+    def whole_project(self, handle: AttachHandle) -> SafeString:
+        """Render the id of the holder's project; a dash if no request holds the handle."""
+        return badges.render_identifier(getattr(get_holder(handle), "project_id", None))
 
     @display(description="Device")
     def shown_device(self, handle: AttachHandle) -> SafeString:

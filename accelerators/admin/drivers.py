@@ -132,8 +132,11 @@ class DriverAdmin(ReadOnlyModelAdmin):
 
     @display(description="Message")
     def said(self, row: HostDriver) -> str:
-        """Return the driver's error, or the result of its last command while it drifts; at most 200 characters."""
-        return Truncator(row.text).chars(200)
+        """Return the driver's error, or the result of its last command while it drifts; at most 200 characters.
+
+        A dash if there is neither.
+        """
+        return Truncator(row.text).chars(200) or badges.DASH
 
     def change_view(
         self, request: HttpRequest, object_id: str, form_url: str = "", extra_context: dict[str, Any] | None = None
@@ -368,7 +371,11 @@ def _build_preview_context(rollout: Rollout) -> dict[str, Any]:
         "held_count": preview.held_count,
         "needs_typed_total": preview.needs_confirmation,
         "preview_rows": [
-            (one, badges.render_badge(PREDICTED_WORDS[one.outcome], one.outcome.tone))
+            (
+                one,
+                badges.render_host_link(one.host),
+                badges.render_badge(PREDICTED_WORDS[one.outcome], one.outcome.tone),
+            )
             for one in preview.hosts[:MAX_HOST_ROWS]
         ],
         "left": max(0, len(preview.hosts) - MAX_HOST_ROWS),
@@ -448,7 +455,7 @@ def build_progress_context(rollout: Rollout) -> dict[str, Any]:
 def _build_step_row(step: RolloutStep) -> dict[str, Any]:
     """Return the row of one host of a rollout: its link (its name if it was deleted), state, text and command."""
     host = badges.render_page_link("host", step.host_id, step.host_name) if step.host_id else step.host_name
-    command = badges.render_page_link("command", step.command_id, "command") if step.command_id else ""
+    command = badges.render_page_link("command", step.command_id, "command") if step.command_id else badges.DASH
     return {
         "host": host,
         "state": badges.render_choice(RolloutStepState(step.state)),

@@ -77,7 +77,7 @@ def handle_label_page(admin: Any, request: HttpRequest) -> HttpResponse:
         "title": f"Label {draft.count_targets(draft.total)}",
         "opts": admin.opts,
         "draft": draft,
-        "chosen": draft.items.order_by("id")[:MAX_SHOWN],
+        "chosen": [(one, badges.render_host_link(one.host)) for one in draft.items.order_by("id")[:MAX_SHOWN]],
         "host_count": draft.items.order_by().values("host").distinct().count(),
         "label": request.POST.get("label", ""),
         "reason": request.POST.get("reason", draft.reason),

@@ -138,8 +138,10 @@ class DeviceProfileAdmin(ReadOnlyModelAdmin):
 
     @display(description="Groups")
     def shown_groups(self, profile: DeviceProfile) -> SafeString:
-        """Render each request group of the profile on a line of its own, as `key=value` pairs."""
+        """Render each request group on a line of its own, as `key=value` pairs; a dash if there are none."""
         stored_groups = profile.groups if isinstance(profile.groups, list) else []
+        if not stored_groups:
+            return badges.DASH
         lines = ((", ".join(f"{key}={value}" for key, value in group.items()),) for group in stored_groups)
         return format_html('<span class="lines mono">{}</span>', format_html_join("", "<span>{}</span>", lines))
 

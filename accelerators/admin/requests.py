@@ -37,7 +37,7 @@ class AcceleratorRequestAdmin(ReadOnlyModelAdmin):
         "shown_profile",
         "shown_instance",
         "project",
-        "hostname",
+        "shown_hostname",
         "handle",
         "created",
     )
@@ -55,6 +55,7 @@ class AcceleratorRequestAdmin(ReadOnlyModelAdmin):
     search_help_text = "uuid, instance uuid, project, host, profile"
     exports = {
         "shown_state": ("state", "fault"),
+        "shown_hostname": ("hostname",),
         "handle": (
             "attach_handle__attach_info",
             "attach_handle__deployable__device__uuid",
@@ -110,7 +111,7 @@ class AcceleratorRequestAdmin(ReadOnlyModelAdmin):
             "state": render_request_state(arq),
             "created": badges.render_relative_time(arq.created_at),
             "deadline": badges.render_relative_time(arq.deadline) if arq.state == "BindStarted" else "",
-            "host": badges.render_page_link("host", arq.hostname, arq.hostname) if arq.hostname else badges.DASH,
+            "host": badges.render_host_link(arq.hostname),
             "holds": badges.describe_handle(arq.attach_handle.attach_info) if arq.attach_handle else "",
             "group": sorted(arq.group.items()),
             "steps": steps,
@@ -140,13 +141,18 @@ class AcceleratorRequestAdmin(ReadOnlyModelAdmin):
 
     @display(description="Instance", ordering="instance_uuid")
     def shown_instance(self, request: AcceleratorRequest) -> SafeString:
-        """Render the shortened uuid of the request's instance; a dash if it has none."""
-        return badges.render_short_uuid(request.instance_uuid)
+        """Render the shortened uuid of the request's instance as a link to its requests; a dash if it has none."""
+        return badges.render_instance_link(request.instance_uuid)
 
     @display(description="Project", ordering="project_id")
     def project(self, request: AcceleratorRequest) -> SafeString:
         """Render the shortened id of the project that owns the request."""
         return badges.render_short_uuid(request.project_id)
+
+    @display(description="Host", ordering="hostname")
+    def shown_hostname(self, request: AcceleratorRequest) -> SafeString:
+        """Render the request's host as a link; a dash until it has one."""
+        return badges.render_host_link(request.hostname)
 
     @display(description="Holds")
     def handle(self, request: AcceleratorRequest) -> SafeString:

@@ -134,6 +134,7 @@ def _build_page_context(data: Any, view: Any, request: Request, response: Respon
         else (),
         "forms": [form for form in action_forms if form.fields or form.body],
         "buttons": [form for form in action_forms if not form.fields and not form.body],
+        "refused_actions": forms.list_refused_actions(view, request, data) if is_own_api and succeeded else [],
         "caller": caller if isinstance(caller, Caller) else None,
         "login": f"/admin/login/?{urlencode({'next': request.get_full_path()})}",
     }

@@ -14,8 +14,7 @@ from urllib.parse import urlencode
 
 import django_filters as filters
 import orjson
-from django.core.exceptions import PermissionDenied
-from rest_framework import exceptions, serializers
+from rest_framework import serializers
 from rest_framework.request import Request, override_method
 
 JSON_FIELD_TYPES = (
@@ -77,9 +76,9 @@ def build_own_forms(view: Any, request: Request, data: Any) -> Iterator[ActionFo
     """Yield the forms of the actions that this caller may perform on this page of our own API.
 
     A form that changes a member is filled with the current values, `data`. Actions that the policy forbids are left
-    out.
+    out; `list_refused_actions` has them.
     """
-    if view.detail and view.member_actions and view.is_rule_satisfied(view.policy_rules["POST"]):
+    if view.detail and view.member_actions and not _explain_refusal(view, request, "POST", view.policy_rules["POST"]):
         for verb in view.get_offered_actions(data):
             danger = verb in view.actions_to_confirm
             fields = _build_fields(view, verb, "POST", {"generation": data.get("generation", "")})
@@ -91,8 +90,8 @@ def build_own_forms(view: Any, request: Request, data: Any) -> Iterator[ActionFo
                 fields if changes_settings else (),
                 needs_confirmation=danger,
             )
-    for method in ("POST", "PATCH", "DELETE"):
-        if method not in view.allowed_methods or not _is_method_permitted(view, request, method):
+    for method in _list_form_methods(view):
+        if _explain_refusal(view, request, method):
             continue
         if method == "DELETE":
             has_generation = "generation" in view.delete_parameters and isinstance(data, Mapping)
@@ -113,12 +112,36 @@ def build_own_forms(view: Any, request: Request, data: Any) -> Iterator[ActionFo
             request.path,
             _build_fields(view, view.action_map[method.lower()], method, values),
         )
-    for word, action in () if view.detail else view.collection_actions.items():
-        if view.is_rule_satisfied(view.get_collection_rule(word)):
+    for word, action in _list_collection_actions(view):
+        if not _explain_refusal(view, request, "POST", view.get_collection_rule(word)):
             url = f"{request.path.rstrip('/')}/{word}/"
             yield ActionForm(
                 word.capitalize(), "POST", url, _build_fields(view, action, "POST", {}), needs_confirmation=True
             )
+
+
+def list_refused_actions(view: Any, request: Request, data: Any) -> list[tuple[str, str]]:
+    """Return the actions of this page of our own API that the caller may not perform now, each with the reason and with
+    what would allow it."""
+    refusals = [
+        (LABEL_BY_METHOD[method], _explain_refusal(view, request, method)) for method in _list_form_methods(view)
+    ]
+    if view.detail and view.member_actions:
+        refusal = _explain_refusal(view, request, "POST", view.policy_rules["POST"])
+        refusals += [(verb.capitalize(), refusal) for verb in view.get_offered_actions(data)]
+    for word, _ in _list_collection_actions(view):
+        refusals.append((word.capitalize(), _explain_refusal(view, request, "POST", view.get_collection_rule(word))))
+    return [(label, refusal) for label, refusal in refusals if refusal]
+
+
+def _list_form_methods(view: Any) -> list[str]:
+    """Return the methods of this page that create, change or delete something."""
+    return [method for method in LABEL_BY_METHOD if method in view.allowed_methods]
+
+
+def _list_collection_actions(view: Any) -> list[tuple[str, str]]:
+    """Return the actions on several members of this list, each with its word in the URL; [] on the page of a member."""
+    return [] if view.detail else list(view.collection_actions.items())
 
 
 def _build_fields(view: Any, action: str, method: str, values: Mapping[str, Any]) -> tuple[FormField, ...]:
@@ -127,14 +150,11 @@ def _build_fields(view: Any, action: str, method: str, values: Mapping[str, Any]
     return tuple(_build_field(name, field, values.get(name), method) for name, field in fields if not field.read_only)
 
 
-def _is_method_permitted(view: Any, request: Request, method: str) -> bool:
-    """Return whether the caller may use the method on this page; False also if writing is refused at the moment."""
+def _explain_refusal(view: Any, request: Request, method: str, rule: str = "") -> str:
+    """Return why the caller may not use the method on this page, or do what needs `rule` with it; '' if the caller may.
+    The answer is also a reason while everything is read only."""
     with override_method(view, request, method) as override_request:
-        try:
-            view.check_permissions(override_request)
-        except (exceptions.APIException, PermissionDenied):
-            return False
-    return True
+        return str(view.explain_refusal(override_request, rule))
 
 
 def _build_field(name: str, field: serializers.Field[Any, Any, Any, Any], value: Any, method: str) -> FormField:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from datetime import UTC, datetime
 from typing import Any
+from urllib.parse import urlencode
 
 from django.urls import reverse
 from django.utils.html import format_html, format_html_join
@@ -21,6 +22,7 @@ from accelerators.runtime import database_clock
 
 GLYPHS: dict[Tone, str] = {"good": "●", "busy": "◐", "calm": "○", "warn": "▲", "bad": "✕"}
 DASH = SafeString('<span class="faint">–</span>')
+"""What an empty cell of a table shows."""
 
 ACTION_TONES: dict[str, Tone] = {
     "found": "good",
@@ -66,8 +68,9 @@ def render_choice(choice: Choice, tooltip: str = "") -> SafeString:
 
 
 def join_badges(*badges: SafeString | str) -> SafeString:
-    """Render several badges beside each other; empty ones are left out."""
-    return format_html('<span class="marks">{}</span>', format_html_join("", "{}", ((one,) for one in badges if one)))
+    """Render several badges beside each other; empty ones are left out. Returns '' if all are empty."""
+    shown = [(one,) for one in badges if one]
+    return format_html('<span class="marks">{}</span>', format_html_join("", "{}", shown)) if shown else SafeString()
 
 
 def render_device_state(device_state: str, tooltip: str = "") -> SafeString:
@@ -175,6 +178,31 @@ def render_short_uuid(uuid: Any) -> SafeString:
 def render_page_link(model: str, key: Any, text: Any) -> SafeString:
     """Render a link to the page of an object of this app; `key` is its id, its uuid, or the name of a host."""
     return format_html('<a href="{}">{}</a>', page_url(model, key), text)
+
+
+def render_host_link(name: str | None) -> SafeString:
+    """Render a link to the page of the host with this name; a dash if the name is empty."""
+    return render_page_link("host", name, name) if name else DASH
+
+
+def render_instance_link(instance: Any) -> SafeString:
+    """Render the shortened uuid of an instance as a link to its requests; a dash if it is empty."""
+    if not instance:
+        return DASH
+    return format_html('<a href="{}">{}</a>', request_list_url(instance), render_short_uuid(instance))
+
+
+def render_whole_instance_link(instance: Any) -> SafeString:
+    """Render the whole uuid of an instance as a link to its requests; a dash if it is empty."""
+    if not instance:
+        return DASH
+    return format_html('<a href="{}">{}</a>', request_list_url(instance), render_identifier(instance))
+
+
+def request_list_url(instance: Any) -> str:
+    """Return the URL of the list of requests, searched for an instance; '' if `instance` is empty."""
+    url = reverse("admin:accelerators_acceleratorrequest_changelist")
+    return f"{url}?{urlencode({'q': str(instance)})}" if instance else ""
 
 
 def page_url(model: str, key: Any) -> str:

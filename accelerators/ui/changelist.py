@@ -32,7 +32,7 @@ from unfold.admin import ModelAdmin, checkbox
 from unfold.decorators import display
 from unfold.views import ChangeList
 
-from accelerators.ui import empty_lists, export, keyset
+from accelerators.ui import badges, empty_lists, export, keyset
 from accelerators.ui.explained_admin import ExplainedModelAdmin, Rights
 from accelerators.ui.extensions import FIELD_SENTENCE, LIST_MEMORY, USER_PROJECT
 from accelerators.ui.search import build_exact_condition, build_prefix_condition
@@ -232,6 +232,7 @@ class ConsoleModelAdmin(ExplainedModelAdmin):
     list_fullwidth = True
     list_before_template = "console/filter_chips.html"
     actions: Sequence[Callable[..., Any] | str] | None = None
+    empty_value_display = badges.DASH
     empty = "There are none yet."
     indexed_search_fields: ClassVar[Sequence[str]] = ()
     """Lookup paths of fields that have an index for their beginnings; a search looks there first."""
@@ -418,10 +419,11 @@ class ConsoleModelAdmin(ExplainedModelAdmin):
         return format_html(_checkbox_template(), obj.pk)
 
     def formfield_for_dbfield(self, db_field: Any, request: HttpRequest, **kwargs: Any) -> Any:
-        """Build the form field; if it has no help text, use the sentence that FIELD_SENTENCE has for it."""
+        """Build the form field, with the help text that FIELD_SENTENCE has for it."""
         form_field = super().formfield_for_dbfield(db_field, request, **kwargs)
-        if form_field and not form_field.help_text:
-            form_field.help_text = FIELD_SENTENCE.only()(self.opts.model_name or "", db_field.name)
+        if form_field:
+            help_text = FIELD_SENTENCE.only()(self.opts.model_name or "", db_field.name, str(form_field.help_text))
+            form_field.help_text = help_text
         return form_field
 
     def column_heading(self, column: str) -> str:

@@ -21,8 +21,9 @@ LIST_MEMORY: Registry[Callable[[Any, str], Any]] = Registry("list memory", singl
 SAVED_VIEW: Registry[Callable[[Any, str, str], QuerySet[Any]]] = Registry("saved view", single=True)
 """Function that returns the rows that a saved view of a list shows, given the caller, the model (`app.model`) and the
 view's name. It raises RefusedError INVALID if the caller has no such view."""
-FIELD_SENTENCE: Registry[Callable[[str, str], str]] = Registry("field sentence", single=True)
-"""Function that returns the description of a model's field. Forms show it if the model has no help text."""
+FIELD_SENTENCE: Registry[Callable[[str, str, str], str]] = Registry("field sentence", single=True)
+"""Function that returns the description of a model's field, given the model's name, the field's name and the model's
+help text."""
 PAGE_SECTIONS: Registry[Callable[[Any], Any]] = Registry("page section")
 """Functions that return the content of a section for a row. The name of an entry is that of the page and that of the
 template's variable: `host.load`. The pages of hosts, devices and requests call `build_sections`."""

@@ -62,7 +62,7 @@ def render_subject(event: Event) -> SafeString | str:
 
 def render_host(event: Event) -> SafeString | str:
     """Render the host of an event as a link; a dash if it has none."""
-    return badges.render_page_link("host", event.host, event.host) if event.host else badges.DASH
+    return badges.render_host_link(event.host)
 
 
 def describe_actor(event: Event) -> str:

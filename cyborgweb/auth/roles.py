@@ -35,16 +35,28 @@ SESSION_KEY = "keystone"
 
 @dataclass(frozen=True)
 class ConsoleRole:
-    """A role of the console. Without Keystone, members of `group` have the roles `keystone_roles` for the APIs."""
+    """A role of the console. Without Keystone, members of `group` have the roles `keystone_roles` for the APIs.
+
+    `meaning` says in a few words what the role sees and does.
+    """
 
     group: str
     keystone_roles: frozenset[str]
+    meaning: str
 
 
-ADMINISTRATORS = ConsoleRole("role:administrator", frozenset({ADMIN_ROLE, "manager", "member", "reader"}))
-OPERATORS = ConsoleRole("role:operator", frozenset({OPERATOR, "member", "reader"}))
-AUDITORS = ConsoleRole("role:auditor", frozenset({AUDITOR, "reader"}))
-VIEWERS = ConsoleRole("role:viewer", frozenset({"manager", "member", "reader"}))
+ADMINISTRATORS = ConsoleRole(
+    "role:administrator", frozenset({ADMIN_ROLE, "manager", "member", "reader"}), "sees and does everything"
+)
+OPERATORS = ConsoleRole(
+    "role:operator",
+    frozenset({OPERATOR, "member", "reader"}),
+    "sees all hosts and projects; rescans hosts, rolls out drivers, attaches, detaches and labels accelerators",
+)
+AUDITORS = ConsoleRole(
+    "role:auditor", frozenset({AUDITOR, "reader"}), "sees all hosts and projects, events, and who has access"
+)
+VIEWERS = ConsoleRole("role:viewer", frozenset({"manager", "member", "reader"}), "sees all hosts and projects")
 ROLES = (ADMINISTRATORS, OPERATORS, AUDITORS, VIEWERS)
 """A person with several roles has the rights of all of them. The prefix `role:` keeps a group that somebody made from
 having a role's name by chance."""
@@ -73,6 +85,15 @@ def set_permissions(group: Group) -> None:
         if name == AUDITORS.group:
             permissions |= view_permissions.filter(content_type__model__in=AUDITOR_MODELS)
         group.permissions.set(permissions)
+
+
+def describe_group(name: str) -> str:
+    """Return what the members of a group see and do, in a few words, according to the group's name."""
+    if role := _ROLE_BY_GROUP.get(name):
+        return role.meaning
+    if project := name.removeprefix(PROJECT_PREFIX) if name.startswith(PROJECT_PREFIX) else "":
+        return f"sees the requests of the project {project}, and device profiles"
+    return "has the permissions that were chosen for it"
 
 
 def choose_group(roles: Iterable[str], project: str, viewers: Iterable[str], tenants: Iterable[str]) -> str:

@@ -11,7 +11,7 @@ import click
 from cyborgweb.cli import bulk, completion, names, options
 from cyborgweb.cli.backends import describe_ended_command
 from cyborgweb.cli.confirmation import order_after_preview
-from cyborgweb.cli.conflicts import show_changes, show_conflict
+from cyborgweb.cli.conflicts import change_based_on
 from cyborgweb.cli.exit_codes import ExitCode
 from cyborgweb.cli.following import wait_for_commands
 from cyborgweb.cli.many_targets import show_and_exit
@@ -297,10 +297,7 @@ def _label_one(cli_context: CliContext, uuid: str, body: dict[str, Any], generat
     """
     path = f"accelerators/{uuid}/"
     present = cli_context.api.get(path)
-    wanted = {**present, "label": body["label"]}
-    show_changes(present, wanted)
-    with show_conflict(lambda current: (current, wanted)):
-        based_on = {"generation": options.choose_generation(present, generation)}
+    with change_based_on(present, {"label": body["label"]}, generation) as based_on:
         shown = cli_context.api.patch(path, body | based_on)
     is_unchanged = shown["generation"] == present["generation"]
     return {

@@ -11,7 +11,6 @@ from typing import Any
 
 import click
 
-from cyborgweb.cli.connection import ApiClient
 from cyborgweb.cli.exit_codes import CliError, to_printable_line
 from cyborgweb.cli.options import choose_generation
 
@@ -37,13 +36,12 @@ def show_conflict(
 
 @contextmanager
 def change_based_on(
-    api: ApiClient, path: str, changes: Mapping[str, Any], generation: int | None
+    present: dict[str, Any], changes: Mapping[str, Any], generation: int | None
 ) -> Iterator[dict[str, int]]:
-    """Read the row at `path`, print what `changes` will do to it, and yield the field `generation` for the request.
+    """Print what `changes` will do to the row `present`, and yield the field `generation` for the request.
 
     If the request is refused because somebody else changed the row, the difference is printed, as `show_conflict` does.
     """
-    present = api.get(path)
     wanted = {**present, **changes}
     with show_conflict(lambda current: (current, wanted), present):
         yield {"generation": choose_generation(present, generation)}

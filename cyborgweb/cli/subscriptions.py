@@ -60,7 +60,8 @@ def subscription_hand_over(
     The difference is shown. If somebody changes the subscription meanwhile, it stays as it is.
     """
     changes = {"owner": owner} | ({"target": target} if target else {})
-    with change_based_on(cli_context.api, f"subscriptions/{subscription}/", changes, generation) as based:
+    present = cli_context.api.get(f"subscriptions/{subscription}/")
+    with change_based_on(present, changes, generation) as based:
         body = {**changes, "reason": reason, **based}
         row = cli_context.api.post(f"subscriptions/{subscription}/hand_over/", body)
     click.echo(f"The subscription {row['name']} is handed over to {owner}.", err=True)

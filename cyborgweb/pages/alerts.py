@@ -98,8 +98,7 @@ def _device_alerts(system_state: SystemState) -> Iterator[Alert]:
         yield Alert("bad", "failed", count_noun(n, "device"), why, list_url("device", state__exact="failed"))
     if n := work.broken:
         broken = (
-            "whose health is failed: their free units are not offered. Read the reason, then reset, or drain and"
-            " replace."
+            "whose health is failed: free units are not offered. Read the reason, then reset, or drain and replace."
         )
         yield Alert("bad", "broken", count_noun(n, "device"), broken, list_url("device", status__exact="failed"))
     if n := by_state["quarantined"]:

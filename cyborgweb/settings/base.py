@@ -174,6 +174,7 @@ AUTHENTICATION_BACKENDS = [
 USE_TZ = True
 TIME_ZONE = "UTC"
 USE_I18N = False
+FORMAT_MODULE_PATH = ["cyborgweb.settings.formats"]
 AUTH_PASSWORD_VALIDATORS = [
     {"NAME": "django.contrib.auth.password_validation.MinimumLengthValidator", "OPTIONS": {"min_length": 10}},
     {"NAME": "django.contrib.auth.password_validation.CommonPasswordValidator"},

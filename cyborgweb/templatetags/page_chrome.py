@@ -16,6 +16,8 @@ from django.utils.html import format_html
 from django.utils.safestring import SafeString
 from django.utils.text import capfirst
 
+from accelerators.models import AttachHandle
+from accelerators.ui.badges import describe_handle
 from cyborgweb.auth import read_only as maintenance
 from cyborgweb.manual.places import find_manual_place
 from cyborgweb.manual.site import SERVED_EDITION
@@ -76,10 +78,13 @@ def manual(context: Context) -> SafeString:
 def crumb(part: dict[str, Any], place: dict[str, Any]) -> str:
     """Return the text of one part of Django's breadcrumbs; `place` is Django's `forloop`.
 
-    It is the sidebar's title for a list, the unchanged name of an object, and '' for the app that Django puts before
-    the list, because our console has no page for it. Any other text gets a capital first letter.
+    It is the sidebar's title for a list, the unchanged name of an object, the readable name of an attach handle, and ''
+    for the app that Django puts before the list, because our console has no page for it. Any other text gets a capital
+    first letter.
     """
     title = part["title"]
+    if isinstance(title, AttachHandle):
+        return describe_handle(title.attach_info)
     if isinstance(title, Model):
         return str(title)
     if place["first"] and not place["last"]:

@@ -299,8 +299,8 @@ class DiscrepancyAdmin(ReadOnlyModelAdmin):
 
     @display(description="Instance")
     def shown_instance(self, row: Discrepancy) -> SafeString:
-        """Render the uuid of the instance or other consumer."""
-        return badges.render_identifier(row.instance) if row.instance else badges.DASH
+        """Render the uuid of the instance or other consumer as a link to its requests; a dash if there is none."""
+        return badges.render_whole_instance_link(row.instance)
 
     @display(description="Since", ordering="-since")
     def shown_since(self, row: Discrepancy) -> SafeString:

@@ -35,7 +35,6 @@ class NovaEndpointAdmin(ReadOnlyModelAdmin):
 
     actions = ("confirm", "withdraw")
     list_before_template = "placement_sync/admin/nova_header.html"
-    empty_value_display = badges.DASH
     list_display = ("url", "shown_trust", "unknown_instances", "shown_proven", "shown_confirmed", "confirmed_by")
     ordering = ("id",)
     search_fields = ("url__icontains",)

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import re
+
+import orjson
 import pytest
-from playwright.sync_api import expect
+from playwright.sync_api import Page, Route, expect
 
 from tests.browser.conftest import ConsoleDesk
+from tests.browser.pages import find_colour_violations, find_violations
+from tests.browser.people import PASSWORD
 
 pytestmark = pytest.mark.browser
 INSTALLATION = "cloud"
@@ -80,3 +85,96 @@ def test_a_form_that_changes_a_member_sends_only_the_choices_that_were_edited(de
         change.get_by_role("button", name="Change").click()
     expect(change.get_by_label("enabled", exact=True)).to_have_value("false")
     assert sent.value.post_data_json == {"enabled": False, "generation": 1}
+
+
+NO_DEVICE = "/api/devices/00000000-0000-4000-8000-000000000000/"
+PRESENT_VERSION = "Show the present version"
+
+
+def show_answer(page: Page, path: str, status: int, method: str = "GET", body: object = None) -> None:
+    """Show the page that a browser gets as the answer to this request; check its status."""
+
+    def send(route: Route) -> None:
+        cookies = {one["name"]: one["value"] for one in page.context.cookies()}
+        headers = route.request.headers | {
+            "x-csrftoken": cookies.get("csrftoken", ""),
+            "content-type": "application/json",
+            "referer": route.request.url,
+        }
+        route.fulfill(response=route.fetch(method=method, headers=headers, post_data=orjson.dumps(body)))
+
+    page.route(f"**{path}", send)
+    answer = page.goto(path)
+    page.unroute(f"**{path}")
+    assert answer is not None and answer.status == status, f"{method} {path}: {answer and answer.text()}"
+
+
+def test_pages_of_refusals_say_what_would_allow_the_action_and_meet_wcag_level_aa(desk: ConsoleDesk) -> None:
+    page, viewer = desk.open_as_administrator(), desk.open_as("viewer", PASSWORD)
+    rule = f"/api/rules/{desk.product.rows('SELECT uuid::text FROM accelerators_admissionrule')[0][0]}/"
+    ((held,),) = desk.product.rows(HELD_DEVICE)
+    new_rule = {"name": "new", "action": "ready"}
+    cases = (
+        (viewer, "/api/rules/", 403, "POST", new_rule, "The role admin would be sufficient."),
+        (page, NO_DEVICE, 404, "GET", None, "the address one level above lists what you may see"),
+        (page, f"/api/devices/{held}/disable/", 409, "POST", {}, "Read the preview, and send the request again"),
+        (page, rule, 409, "PATCH", {"vendor": "10de", "generation": 99}, "somebody changed it. Read it again"),
+        (page, rule, 428, "PATCH", {"vendor": "10de"}, "Send the generation that you have read"),
+    )
+    found: dict[str, list[str]] = {}
+
+    def check(person: Page, path: str, status: int, method: str, body: object, text: str) -> None:
+        show_answer(person, path, status, method, body)
+        expect(person.locator(".refusal")).to_contain_text(text)
+        problems = find_violations(person)
+        person.emulate_media(color_scheme="dark")
+        problems += find_colour_violations(person)
+        person.emulate_media(color_scheme="light")
+        if problems:
+            found[f"{status} {path}"] = problems
+
+    for case in cases:
+        check(*case)
+    desk.product.manage("read_only", "on", "--reason", "the database moves")
+    try:
+        check(page, "/api/rules/", 503, "POST", new_rule, "read only since")
+    finally:
+        desk.product.manage("read_only", "off")
+    assert found == {}
+    desk.drop_complaints("status of (40[349]|428|503)")
+
+
+def test_a_page_says_why_its_actions_are_not_offered(desk: ConsoleDesk) -> None:
+    page = desk.open_as("viewer", PASSWORD)
+    page.goto("/api/rules/")
+    expect(page.get_by_role("button", name="Create")).to_have_count(0)
+    page.get_by_text("Why can’t I do more here?").click()
+    expect(page.get_by_role("definition")).to_contain_text("The role admin would be sufficient.")
+    assert find_violations(page) == []
+
+
+def test_a_form_based_on_an_older_version_links_to_the_present_one(desk: ConsoleDesk) -> None:
+    uuid = desk.product.rows("SELECT uuid::text FROM accelerators_admissionrule ORDER BY id")[0][0]
+    page, other = desk.open_as_administrator(), desk.open_as_administrator()
+    for one in (page, other):
+        one.goto(f"/api/rules/{uuid}/")
+    for one, vendor in ((other, "10de"), (page, "1af4")):
+        form = one.locator('form[data-method="PATCH"]')
+        form.locator("[name=vendor]").fill(vendor)
+        form.get_by_role("button", name="Change").click()
+    expect(form.locator("output")).to_contain_text("409 – ")
+    form.get_by_role("link", name=PRESENT_VERSION).click()
+    expect(form.locator("[name=vendor]")).to_have_value("10de")
+    desk.drop_complaints("status of 409")
+
+
+def test_empty_filters_are_not_in_the_address_and_can_be_used_after_going_back(desk: ConsoleDesk) -> None:
+    page = desk.open_as_administrator()
+    page.goto("/api/devices/")
+    page.get_by_text("Filter", exact=True).click()
+    page.locator("#filter-type").select_option("GPU")
+    page.get_by_role("button", name="Show", exact=True).click()
+    page.wait_for_url(re.compile(r"/api/devices/\?(.*&)?type=GPU"))
+    assert "=&" not in page.url and not page.url.endswith("=")
+    page.go_back()
+    expect(page.locator("form[data-filter] :disabled")).to_have_count(0)

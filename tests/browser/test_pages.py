@@ -39,7 +39,6 @@ AXE_PAGES = (
 DARK_AXE_PAGES = ("login", "overview", "usage", "census", "switches", "devices", "device", "rule", "request", "event")
 UNLINKED_PAGES = (
     "/admin/auth/user/add/",
-    "/admin/auth/group/",
     "/admin/auth/group/add/",
     "/admin/password_change/",
     "/admin/accelerators/admissionrule/add/",

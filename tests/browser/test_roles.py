@@ -27,7 +27,7 @@ ADMIN_BUTTONS = {
     MAIN["host"]: ("Rescan", "Fetch its log", "Ask for the raw report"),
 }
 """Page → buttons that an administrator sees there; a role that may not use a button does not see it."""
-ACCESS_ENTRIES = {"API tokens", "Users", "Maintenance"}
+ACCESS_ENTRIES = {"API tokens", "Users", "Groups", "Maintenance"}
 TENANT_ENTRIES = {"Overview", "Requests", "Device profiles", "Inbox", "Subscriptions", "Deliveries", "Manual"}
 NOT_SEEN = "You need membership in the group role:{} or the permission "
 TAKES_ADMIN = "You need the role admin or membership in the group role:administrator. Your roles: {}."

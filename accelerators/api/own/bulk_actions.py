@@ -466,7 +466,8 @@ class BulkActionView(BulkReadingView):
             return
         is_own = bool(bulk.project_id) and bulk.project_id == self.caller.project_id
         if not is_own and not (bulk.target in SELECTABLES and self._may_change_all_projects(BulkTarget(bulk.target))):
-            raise PermissionDenied
+            text = f"Some of its {bulk.target}s belong to other projects. Ask an administrator to do this."
+            raise PermissionDenied(text)
 
     def _preview_or_start(
         self, values: Mapping[str, Any], described: Mapping[str, Any], make_draft: Callable[[], Bulk]

@@ -21,7 +21,7 @@ from django.db.models import QuerySet
 from django.http import HttpResponse
 from django.utils.cache import get_conditional_response, patch_vary_headers
 from django_filters.rest_framework import DjangoFilterBackend
-from rest_framework.exceptions import ParseError, PermissionDenied
+from rest_framework.exceptions import APIException, ParseError, PermissionDenied
 from rest_framework.generics import get_object_or_404
 from rest_framework.parsers import BaseParser
 from rest_framework.request import Request
@@ -217,6 +217,21 @@ class CollectionView(GenericViewSet[Any]):
         if not all(permission.has_permission(self.request, rule_holder) for permission in self.get_permissions()):
             raise PermissionDenied
 
+    def explain_refusal(self, request: Request, rule: str = "") -> str:
+        """Return why the caller may not send this request now, with what would allow it; '' if the caller may.
+
+        It is checked for the rule of the request's method, or for `rule`. Says the same as the answer to the request,
+        also while everything is read only.
+        """
+        try:
+            if rule:
+                self.require_rule(rule)
+            else:
+                self.check_permissions(request)
+        except APIException as error:
+            return errors.explain_error(error)[1]
+        return ""
+
     def can_see_all_projects(self) -> bool:
         """Return whether the caller may see the rows of all projects: an administrator, or a caller whom
         `elevated_rule` allows."""
@@ -228,7 +243,7 @@ class CollectionView(GenericViewSet[Any]):
         if self.caller.is_admin or (project_id and project_id == self.caller.project_id):
             return
         if not self.elevated_write_rule:
-            raise PermissionDenied
+            raise PermissionDenied("This belongs to another project. Use a token of that project.")
         self.require_rule(self.elevated_write_rule)
 
     def list_orderings(self) -> Sequence[str]:

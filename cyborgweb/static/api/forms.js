@@ -52,6 +52,15 @@ function showPreview(form, text, preview, sent) {
   form.querySelector("output").append(list, button);
 }
 
+// The form is based on an older version: show a link to this page with the present one.
+function offerPresentVersion(form) {
+  const line = document.createElement("p"), link = document.createElement("a");
+  link.href = location.href;
+  link.textContent = "Show the present version";
+  line.append(link, ", then make your change again.");
+  form.querySelector("output").append(line);
+}
+
 async function send(form, confirmed) {
   const method = form.dataset.method;
   const headers = {
@@ -75,7 +84,11 @@ async function send(form, confirmed) {
     showPreview(form, response.status + " – " + (response.ok ? "Nothing was done." : sentence(answer)), preview, again);
     return;
   }
-  if (!response.ok) { say(form, response.status + " – " + sentence(answer), "bad"); return; }
+  if (!response.ok) {
+    say(form, response.status + " – " + sentence(answer), "bad");
+    if (answer.current) { offerPresentVersion(form); }
+    return;
+  }
   say(form, response.status + " – done.", "good");
   const made = response.status === 201 && (answer.url || (answer.links || [{}])[0].href);
   location.assign(form.dataset.then || made || location.href);
@@ -104,7 +117,7 @@ function submit(form, confirmed, button) {
 
 // Empty filters are left out of the address.
 document.querySelectorAll("form[data-filter]").forEach(function (form) {
-  form.addEventListener("submit", function () {
-    form.querySelectorAll("[name]").forEach(function (input) { input.disabled = !input.value; });
+  form.addEventListener("formdata", function (event) {
+    Array.from(event.formData).forEach(function ([name, value]) { if (!value) { event.formData.delete(name); } });
   });
 });

@@ -52,6 +52,8 @@
     if (key && key[1] === location.pathname)
       rows.set(key[2].replace(/_([0-9A-F]{2})/g, (_, code) => String.fromCharCode(parseInt(code, 16))), link.closest("tr"));
   }
+  // Rows without a page of their own.
+  for (const mark of list?.querySelectorAll("#result_list tbody [data-row]") ?? []) rows.set(mark.dataset.row, mark.closest("tr"));
   function patch(key, cells) {
     for (const [column, html] of Object.entries(cells)) {
       const cell = Array.from(rows.get(key)?.children ?? []).find(one => one.classList.contains(column));

@@ -124,7 +124,8 @@ def test_the_page_of_a_host_shows_the_same_holders_in_picture_and_table(operator
     page = get_page(operator, host)
     assert "NUMA node 0" in page
     assert page.count(f"instance {request.instance_uuid}") == 1, "in the picture"
-    assert f'<td class="mono">{request.instance_uuid}</td>' in page, "and in the table"
+    link = f"/admin/accelerators/acceleratorrequest/?q={request.instance_uuid}"
+    assert f'<a href="{link}">{request.instance_uuid}</a></td>' in page, "and in the table"
     assert page.count(f'href="{row_page(request)}"') == 2
     for device in host.devices.all():
         assert page.count(f'href="{row_page(device)}"') >= 2

@@ -224,8 +224,8 @@ def test_the_feed_sends_a_tenant_only_the_rows_of_its_project(port: int) -> None
     with conductor.writing():
         AcceleratorRequest.objects.update(hostname="cmp77")
         conductor.record_event("request.bound", EventSource.SYSTEM, "test")
-    admin.receive_until(lambda: all("cmp77" in cells["field-hostname"] for cells in admin.cells.values()))
-    tenant.receive_until(lambda: "cmp77" in tenant.cells[mine]["field-hostname"])
+    admin.receive_until(lambda: all("cmp77" in cells["field-shown_hostname"] for cells in admin.cells.values()))
+    tenant.receive_until(lambda: "cmp77" in tenant.cells[mine]["field-shown_hostname"])
     assert not admin.gone_rows and set(tenant.cells) == {mine}
 
 

@@ -9,7 +9,10 @@ import pytest
 from django.test import Client
 
 from accelerators.api import browsable
-from accelerators.models import AcceleratorRequest
+from accelerators.domain.caller import Caller
+from accelerators.domain.states import EventSource
+from accelerators.models import AcceleratorRequest, Device
+from cyborgweb.auth import read_only
 from tests.accelerators.api.own.conftest import Ask, Fill
 
 pytestmark = pytest.mark.django_db
@@ -84,6 +87,39 @@ def test_pages_offer_only_the_forms_that_the_caller_may_use(ask: Ask, fill: Fill
     assert list_forms(labelled) == {("PATCH", f"/api/accelerators/{uuid}/")}
     assert 'name="label" value="" maxlength="255"' in labelled
     assert "csrfmiddlewaretoken" in labelled
+
+
+def read_refusals(text: str) -> dict[str, str]:
+    """Return the actions that a page does not offer, each with the reason that the page gives."""
+    _, _, part = text.partition("Why can’t I do more here?")
+    return dict(re.findall(r"<dt>([^<]+)</dt><dd>([^<]+)</dd>", part.partition("</section>")[0]))
+
+
+def test_pages_say_which_role_the_actions_need_that_they_do_not_offer(ask: Ask, fill: Fill) -> None:
+    fill(1)
+    accelerator = AcceleratorRequest.objects.filter(project_id="p1").first()
+    device = Device.objects.first()
+    create = (
+        "Access was denied to the following resource: cyborg:device_profile:create. The role admin would be sufficient."
+    )
+    assert read_refusals(get_page(ask, "/api/profiles/", "reader")) == {"Create": create}
+    assert read_refusals(get_page(ask, "/api/profiles/")) == {}
+    labelled = read_refusals(get_page(ask, f"/api/accelerators/{accelerator.uuid}/", "reader"))
+    assert set(labelled) >= {"Change"} and all("would be sufficient." in reason for reason in labelled.values())
+    decided = read_refusals(get_page(ask, f"/api/devices/{device.uuid}/", "manager"))
+    assert "Enable" in decided and all("The role admin would be sufficient." in reason for reason in decided.values())
+
+
+def test_pages_offer_no_action_while_everything_is_read_only_and_say_so(ask: Ask, fill: Fill) -> None:
+    fill(1)
+    path = f"/api/devices/{Device.objects.get().uuid}/"
+    assert list_forms(get_page(ask, path))
+    read_only.switch_read_only(True, Caller("olga", "1", frozenset(), ""), "the database moves", EventSource.PERSON)
+    read_only._drop_cached(None)  # the notification after the commit
+    text = get_page(ask, path)
+    assert list_forms(text) == set()
+    assert all("by olga: the database moves" in reason for reason in read_refusals(text).values())
+    assert read_refusals(text)
 
 
 def test_pages_without_a_token_link_to_the_login(client: Client, ask: Ask) -> None:

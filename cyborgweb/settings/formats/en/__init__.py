@@ -1,0 +1,1 @@
+"""Formats for English, the only language of the console."""
