@@ -35,28 +35,26 @@ class AcceleratorsConfig(AppConfig):
         JOBS.register("removals", Job("accelerators.workflows.host_removal.run", periodic=True, intent_kind="removal"))
         JOBS.register("rollouts", Job("accelerators.workflows.driver_rollouts.run", periodic=True))
         for provider in (
-            SearchProvider(models.Host, ("uuid",), ("name",), F("name"), F("node")),
+            SearchProvider(models.Host, ("uuid", "name"), F("name"), F("node")),
             SearchProvider(
                 models.Device,
-                ("uuid",),
-                ("address", "key"),
+                ("uuid", "address", "key"),
                 JSONObject(vendor="vendor", model="model", subsystem="subsystem", key="key"),
                 F("host__name"),
                 devices.describe_hit,
                 devices.find_by_name,
             ),
-            SearchProvider(models.Deployable, ("uuid", "rp_uuid"), (), F("name"), F("device__host__name")),
+            SearchProvider(models.Deployable, ("uuid", "rp_uuid"), F("name"), F("device__host__name")),
             SearchProvider(
                 models.AttachHandle,
-                ("uuid",),
-                ("attach_info",),
+                ("uuid", "attach_info"),
                 F("attach_info"),
                 F("deployable__device__host__name"),
                 badges.describe_handle,
             ),
-            SearchProvider(models.AcceleratorRequest, ("uuid", "instance_uuid"), (), F("uuid"), F("state")),
-            SearchProvider(models.DeviceProfile, ("uuid",), ("name",), F("name"), Value("")),
-            SearchProvider(models.Command, ("uuid",), (), Concat("op", Value(" "), "device_name"), F("host__name")),
+            SearchProvider(models.AcceleratorRequest, ("uuid", "instance_uuid"), F("uuid"), F("state")),
+            SearchProvider(models.DeviceProfile, ("uuid", "name"), F("name"), Value("")),
+            SearchProvider(models.Command, ("uuid",), Concat("op", Value(" "), "device_name"), F("host__name")),
         ):
             SEARCH_PROVIDERS.register(provider.model._meta.label_lower, provider)
 

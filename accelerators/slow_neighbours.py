@@ -1,7 +1,7 @@
 """Record as events which neighbours are slow: services of the cloud, the database, and clients that hold connections.
 
 Whoever notices something slow calls `note`, which only counts in memory, also on the event loop. `record` writes the
-events: the gateway's writer and the workers of the clusters call it. The overview shows the events of the last
+events: the processes that serve HTTP and the workers of the clusters call it. The overview shows the events of the last
 SHOWN_S seconds (`cyborgweb.monitoring.backlog`).
 """
 

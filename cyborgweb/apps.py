@@ -47,7 +47,7 @@ class CyborgwebConfig(AppConfig):
         from cyborgweb.server.tls import choose_agent_address
         from placement_sync.cloud import SERVICE_SESSION
 
-        post_execute_in_worker.connect(_record_slow_neighbours)
+        post_execute_in_worker.connect(_record_counts)
         pre_migrate.connect(_refuse_development_database, sender=self)
         post_migrate.connect(_create_role_groups, sender=self)
         JOBS.register("messages", Job("cyborgweb.notify.fanout.run", periodic=True))
@@ -66,19 +66,11 @@ class CyborgwebConfig(AppConfig):
         resume_after_loading()
 
 
-def _record_slow_neighbours(**signal_arguments: Any) -> None:
-    """Record, after each task of a worker, which neighbours its calls have found slow.
+def _record_counts(**signal_arguments: Any) -> None:
+    """Record, after each task of a worker, what it has counted: slow neighbours, and binds that were refused."""
+    from cyborgweb.monitoring.event_recorder import record_counts
 
-    If the database fails, this is only logged: the counts are kept, and the next task records them.
-    """
-    from django.db import Error
-
-    from accelerators import slow_neighbours
-
-    try:
-        slow_neighbours.record()
-    except Error as error:
-        log.warning("Slow neighbours cannot be recorded now: %s", type(error).__name__)
+    record_counts()
 
 
 def _refuse_development_database(using: str, **about: Any) -> None:

@@ -10,8 +10,8 @@ from cyborgweb.wsgi import application as wsgi  # sets up Django, which the next
 from cyborgweb.http.connection_guard import ConnectionGuard  # isort: skip
 from cyborgweb.http.deadlines import make_client_limits  # isort: skip
 from cyborgweb.http.django_threads import DjangoThreads  # isort: skip
-from cyborgweb.http.slow_clients import start_recording  # isort: skip
 from cyborgweb.http.file_limit import raise_file_limit  # isort: skip
+from cyborgweb.monitoring.event_recorder import start_recording  # isort: skip
 
 raise_file_limit(0, get_keys().http_connections)
 django_threads = DjangoThreads(wsgi, get_keys())

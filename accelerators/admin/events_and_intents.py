@@ -25,7 +25,6 @@ from accelerators.models.records import event_has_words
 from accelerators.ui import badges, first_events, timeline
 from accelerators.ui.changelist import (
     AFTER_PARAM,
-    BEGINNING_MARK,
     MAX_LISTED_KEYS,
     ConsoleChangeList,
     ReadOnlyModelAdmin,
@@ -33,7 +32,7 @@ from accelerators.ui.changelist import (
     parse_uuid,
 )
 from accelerators.ui.empty_lists import Source
-from accelerators.ui.search import build_prefix_condition, list_search_prefixes
+from accelerators.ui.search import BEGINNING_MARK, build_word_conditions, list_search_prefixes
 
 STUCK_AFTER = 10
 """Failures after which an intent is shown as stuck."""
@@ -299,9 +298,7 @@ def _find_hosts_and_devices(words: Sequence[str]) -> dict[str, tuple[list[str], 
     for word in words:
         hosts = Host.objects.filter(name__startswith=word).order_by("name")
         queries.append(_select_texts(word, False, hosts, "name")[:2])
-        text = word.removesuffix(BEGINNING_MARK)
-        conditions = [built for path in ("address", "key") if (built := build_prefix_condition(path, text))]
-        if conditions:
+        if conditions := build_word_conditions(("address", "key"), word).beginnings:
             devices = Device.objects.filter(reduce(or_, conditions)).order_by()
             queries.append(_select_texts(word, True, devices, "uuid")[: MAX_LISTED_KEYS + 1])
     if queries:

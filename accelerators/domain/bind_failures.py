@@ -77,8 +77,16 @@ ADVICE: Mapping[BindFailure, str] = {
     BindFailure.INVALID_GROUP: "Correct the device profile.",
     BindFailure.HOST_FAILED: "Read the host's answer and the log of its agent.",
     BindFailure.DEADLINE: "Look whether the host's agent is up and why it answers slowly.",
+    BindFailure.UNKNOWN_REQUEST: "The client binds requests that were deleted meanwhile, or that its project may not"
+    " see: find the request id in the client's log.",
+    BindFailure.INSTANCE_HAS_REQUESTS: "The instance still has requests of an earlier bind: look at them in the list of"
+    " requests, and in the log of Nova why they were not deleted.",
+    BindFailure.WRONG_STATE: "The client binds requests that are bound or being bound already: look whether it sends a"
+    " bind again after a time-out.",
+    BindFailure.CONTENTION: "Many binds compete for the last free units, and Nova tries other hosts by itself: if it"
+    " goes on, offer more units.",
 }
-"""Advice for the operator, for each failure that makes a request BindFailed."""
+"""Advice for the operator, for each failure."""
 
 
 class BindRefusedError(RefusedError):

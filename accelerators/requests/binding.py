@@ -37,7 +37,7 @@ from accelerators.domain.errors import AcceleratorsError, RefusalReason, Refused
 from accelerators.domain.states import BINDABLE_STATES, CommandState, EventSource, RequestState
 from accelerators.models import Command, Host, Intent
 from accelerators.requests import binding_sql as sql
-from accelerators.requests import notices, profiles, releases
+from accelerators.requests import notices, profiles, refused_binds, releases
 from accelerators.runtime import jobs, metrics
 from accelerators.runtime.after_commit import call_after_commit
 
@@ -195,18 +195,18 @@ def bind_requests(specs: Sequence[BindSpec], caller: Caller, allow_existing: boo
     and with WRONG_STATE, nothing is changed. If other transactions keep the needed handles, the bind is retried with a
     back-off for RETRY_TIMEOUT_S seconds, then UNAVAILABLE is raised and nothing is changed.
 
-    Every failure is logged and counted by its reason. A refusal that has nothing to do with the bind itself, such as
-    that of `conductor.checking_writes`, is neither.
+    Every failure is logged and counted by its reason, and events have it, so that the overview shows those that repeat.
+    A refusal that has nothing to do with the bind itself, such as that of `conductor.checking_writes`, is not reported.
     """
     try:
         _bind_or_refuse(specs, caller, allow_existing)
     except BindRefusedError as error:
-        if error.failure not in STORED_FAILURES:  # the others were logged and counted where they were stored
+        if error.failure not in STORED_FAILURES:  # the others were reported where they were stored
             metrics.count_bind_failures([error.failure] * len(specs))
             for spec in specs:
-                _log_failure(
-                    error.failure, spec.uuid, spec.instance_uuid, spec.hostname, spec.device_rp_uuid, error.text
-                )
+                subject = (spec.uuid, spec.instance_uuid, spec.hostname, spec.device_rp_uuid)
+                refused_binds.note_refused_bind(error.failure, *subject, error.text)
+                _log_failure(error.failure, *subject, error.text)
         raise
 
 

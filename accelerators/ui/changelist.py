@@ -35,7 +35,7 @@ from unfold.views import ChangeList
 from accelerators.ui import badges, empty_lists, export, keyset
 from accelerators.ui.explained_admin import ExplainedModelAdmin, Rights
 from accelerators.ui.extensions import FIELD_SENTENCE, LIST_MEMORY, USER_PROJECT
-from accelerators.ui.search import build_exact_condition, build_prefix_condition
+from accelerators.ui.search import BEGINNING_MARK, build_word_conditions
 
 AFTER_PARAM = "after"
 """Name of the URL parameter with the primary key of the row behind which the list begins."""
@@ -52,9 +52,6 @@ MAX_SEARCH_WORDS = 8
 """Words of a search term that are used; further ones are ignored."""
 MAX_LISTED_KEYS = 1000
 """If at most this number of rows matches a word of a search, the query lists their keys."""
-
-BEGINNING_MARK = "*"
-"""The last character of a search word that is always taken for a beginning, also if a row has exactly this word."""
 
 Column = str | Callable[[Any], str | bool]
 Columns = list[Column] | tuple[Column, ...] | tuple[()]
@@ -349,9 +346,7 @@ class ConsoleModelAdmin(ExplainedModelAdmin):
         matches: dict[tuple[str, bool], Q] = {}
         queries = []
         for word in dict.fromkeys(words):
-            text = word.removesuffix(BEGINNING_MARK)
-            exact = [built for path in paths if text == word and (built := build_exact_condition(path, text))]
-            beginnings = [built for path in paths if (built := build_prefix_condition(path, text))]
+            exact, beginnings = build_word_conditions(paths, word)
             for is_exact, conditions in ((True, exact), (False, beginnings)):
                 if conditions:
                     matches[word, is_exact] = self._join_conditions(conditions)

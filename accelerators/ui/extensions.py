@@ -46,15 +46,14 @@ def build_sections(page: str, row: Any) -> dict[str, Any]:
 class SearchProvider:
     """Rows that the search page finds; their model has a list in the console.
 
-    `uuid_fields` and `name_fields` are fields that are searched by prefix. `result_text` and `side_text` are database
-    expressions for the result's text and the text next to it; `describe` turns the value of `result_text` into the text
-    that is shown. `find_by_name` returns the condition for rows that people call by a term that no field contains, None
-    if there are none; it may run one statement.
+    `fields` are searched by prefix (`accelerators.ui.search`). `result_text` and `side_text` are database expressions
+    for the result's text and the text next to it; `describe` turns the value of `result_text` into the text that is
+    shown. `find_by_name` returns the condition for rows that people call by a term that no field contains, None if
+    there are none; it may run one statement.
     """
 
     model: type[Any]
-    uuid_fields: tuple[str, ...]
-    name_fields: tuple[str, ...]
+    fields: tuple[str, ...]
     result_text: Any
     side_text: Any
     describe: Callable[[str], str] = str

@@ -3,12 +3,36 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
+from typing import NamedTuple
 
 from django.db.models import Q
 
 from accelerators.domain.uuids import uuid_bounds
 
 PCI_ADDRESS = re.compile(r"(?:([0-9a-f]{4}):)?([0-9a-f]{2}):([0-9a-f]{2})(?:\.([0-7])?)?", re.IGNORECASE)
+
+BEGINNING_MARK = "*"
+"""The last character of a search word that is always taken for a beginning, also if a row has exactly this word."""
+
+
+class WordConditions(NamedTuple):
+    """Conditions for a search word: that a field is exactly the word, and that a field begins with it."""
+
+    exact: list[Q]
+    beginnings: list[Q]
+
+
+def build_word_conditions(paths: Iterable[str], word: str) -> WordConditions:
+    """Build the conditions that the field at the end of one of the lookup paths is exactly `word`, and those that it
+    begins with it. Fields of which no value can do so have none. For a word with the mark of a beginning, which is not
+    part of the text, there are no exact ones.
+    """
+    text = word.removesuffix(BEGINNING_MARK)
+    return WordConditions(
+        [built for path in paths if text == word and (built := build_exact_condition(path, text))],
+        [built for path in paths if (built := build_prefix_condition(path, text))],
+    )
 
 
 def build_prefix_condition(path: str, term: str) -> Q | None:

@@ -698,7 +698,6 @@ class DatabaseWriter(JobWriter):
         for do_part in (
             self._flush_leases,
             self._refusals.flush,
-            slow_neighbours.record,
             self._read_changes,
             self._measure_spool,
             self._look_for_spooled_reports,

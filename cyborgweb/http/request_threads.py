@@ -25,7 +25,7 @@ from cyborgweb.http.bodies import BodyReader, has_body, read_content_length
 from cyborgweb.http.deadlines import ClientLimits, make_client_limits
 from cyborgweb.http.fair_queue import FairQueue
 from cyborgweb.http.refusals import ClientDisconnectedError, RefusedRequestError, build_refusal
-from cyborgweb.http.refused_clients import RefusedClients
+from cyborgweb.http.refused_clients import note_refused_client
 from cyborgweb.http.slow_clients import note_slow_client
 from cyborgweb.monitoring.served import busy_refusals
 from cyborgweb.settings.keys import Keys, get_keys
@@ -79,14 +79,12 @@ def _refuse_write(data: bytes) -> None:
 class ClientMemory:
     """What all clients of a process use together, in one or several RequestThreads: their bodies and answers.
 
-    `refused` counts and reports the clients that were refused because they used more than their share. `served_peers`
-    are the address and port of each client whose request has arrived and waits for a thread or has one, with the number
-    of these requests.
+    `served_peers` are the address and port of each client whose request has arrived and waits for a thread or has one,
+    with the number of these requests.
     """
 
     bodies: BodyReader
     answers: AnswerSender
-    refused: RefusedClients
     keys: Keys
     served_peers: Counter[tuple[str, int]] = field(default_factory=Counter)
 
@@ -108,7 +106,6 @@ def make_client_memory(limits: ClientLimits, keys: Keys) -> ClientMemory:
     return ClientMemory(
         BodyReader(limits.body_s, limits.body_buffer_bytes),
         AnswerSender(limits.write_s, limits.answer_buffer_bytes),
-        RefusedClients(),
         keys,
     )
 
@@ -167,7 +164,7 @@ class RequestThreads:
             elif refused.status == 408:
                 note_slow_client(scope.get("client"))
             if refused.over_share:
-                self._memory.refused.add(refused.over_share)
+                note_refused_client(refused.over_share)
             await send_refusal(scope, receive, send, refused)
 
     async def _read_body_and_run(self, client: str, scope: Any, receive: Any, send: Any) -> Answer:

@@ -11,6 +11,7 @@ from django.db import connection
 
 from accelerators import slow_neighbours
 from accelerators.admin.events_and_intents import STUCK_AFTER
+from accelerators.requests import refused_binds
 
 NEAR_DEADLINE_S = 10
 """Seconds before its deadline from which a bind counts as close to failing."""
@@ -26,9 +27,10 @@ REFUSED_CLIENTS: dict[str, str | int] = {
     "minutes": REFUSED_MINUTES,
 }
 FAILED_BINDS_MINUTES, MAX_FAILED_BINDS = 15, 10
-"""Minutes for which failed binds are counted, and the number of (reason, host) pairs that are listed."""
+"""Minutes for which failed and refused binds are counted, and the maximum number of entries that are listed."""
 REPEATED_FAILURES = 3
-"""The number of failed binds with the same reason on the same host that is listed."""
+"""The number of binds from which they are listed: those that failed for the same reason on the same host, or that were
+refused for the same reason."""
 BIND_FAILED_ACTION = "request.bind_failed"
 SELECT_BACKLOG = """
 SELECT json_build_object(
@@ -72,11 +74,17 @@ SELECT json_build_object(
     SELECT DISTINCT ON (subject_name) subject_name, reason FROM accelerators_event
     WHERE host = %(neighbours)s AND at > now() - make_interval(secs => %(shown)s)
     ORDER BY subject_name, at DESC LIMIT %(most)s) s),
-  'failed_binds', (SELECT coalesce(json_agg(f ORDER BY number DESC, host, failure), '[]') FROM (
-    SELECT changes->'failure'->>1 AS failure, host, count(*) AS number, (array_agg(reason ORDER BY at DESC))[1] AS text
-    FROM accelerators_event WHERE at > now() - make_interval(mins => %(failed_minutes)s) AND action = %(bind_failed)s
-      AND changes ? 'failure'
-    GROUP BY 1, 2 HAVING count(*) >= %(repeated)s ORDER BY 3 DESC, 2, 1 LIMIT %(most_failed)s) f),
+  'failed_binds', (SELECT coalesce(json_agg(json_build_object('failure', failure, 'is_refused', is_refused,
+      'number', number, 'text', text, 'host', coalesce(newest->'hostname'->>1, host),
+      'instance', coalesce(newest->'instance_uuid'->>1, ''), 'provider', coalesce(newest->'device_rp_uuid'->>1, ''))
+      ORDER BY number DESC, host, failure), '[]') FROM (
+    SELECT changes->'failure'->>1 AS failure, host, action = %(bind_refused)s AS is_refused,
+      sum(coalesce((changes->'number'->>1)::bigint, 1)) AS number, (array_agg(reason ORDER BY at DESC))[1] AS text,
+      (array_agg(changes ORDER BY at DESC))[1] AS newest
+    FROM accelerators_event WHERE at > now() - make_interval(mins => %(failed_minutes)s)
+      AND action IN (%(bind_failed)s, %(bind_refused)s) AND changes ? 'failure'
+    GROUP BY 1, 2, 3 HAVING sum(coalesce((changes->'number'->>1)::bigint, 1)) >= %(repeated)s
+    ORDER BY 4 DESC, 2, 1 LIMIT %(most_failed)s) f),
   'intents', (SELECT coalesce(json_object_agg(kind, i), '{}') FROM (
     SELECT kind, count(*) AS number, count(*) FILTER (WHERE attempts >= %(stuck)s) AS stuck, min(created_at) AS oldest,
       coalesce((array_agg(last_error ORDER BY attempts DESC) FILTER (WHERE last_error <> ''))[1], '') AS error
@@ -99,15 +107,20 @@ class IntentBacklog:
 
 @dataclass(frozen=True)
 class FailedBinds:
-    """Binds on one host that failed for the same reason within the last FAILED_BINDS_MINUTES.
+    """Binds that failed for the same reason on one host, or that were refused for the same reason on any host, within
+    the last FAILED_BINDS_MINUTES.
 
-    `failure` is the reason as a code, `text` the sentence of the newest one.
+    `failure` is the reason as a code. `text`, `instance`, `host` and `provider` are those of the newest bind. With
+    `is_refused`, nothing was changed.
     """
 
     failure: str
-    host: str
+    is_refused: bool
     number: int
     text: str
+    host: str
+    instance: str
+    provider: str
 
 
 @dataclass(frozen=True)
@@ -167,7 +180,7 @@ class Backlog:
     slow_neighbours: list[tuple[str, str]] = field(default_factory=list)
     """Name of each slow neighbour, and what is slow (`accelerators.slow_neighbours`)."""
     failed_binds: list[FailedBinds] = field(default_factory=list)
-    """Reasons and hosts with REPEATED_FAILURES or more failed binds, those with the most first."""
+    """Reasons with REPEATED_FAILURES or more failed or refused binds, those with the most first."""
     audit: AuditState | None = None
     """None if the jobs have not run yet."""
     intents: dict[str, IntentBacklog] = field(default_factory=dict)
@@ -196,6 +209,7 @@ def read_backlog() -> Backlog:
         parameters = REFUSED_CLIENTS | {"near": NEAR_DEADLINE_S, "stuck": STUCK_AFTER}
         parameters |= {"neighbours": slow_neighbours.NEIGHBOURS, "most": MAX_SLOW_NEIGHBOURS}
         parameters |= {"failed_minutes": FAILED_BINDS_MINUTES, "bind_failed": BIND_FAILED_ACTION}
+        parameters |= {"bind_refused": refused_binds.ACTION}
         parameters |= {"repeated": REPEATED_FAILURES, "most_failed": MAX_FAILED_BINDS}
         cursor.execute(SELECT_BACKLOG, parameters | {"shown": slow_neighbours.SHOWN_S})
         document: Any = cursor.fetchone()[0]

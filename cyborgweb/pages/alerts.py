@@ -15,6 +15,7 @@ from django.urls import reverse
 from accelerators import slow_neighbours
 from accelerators.domain.bind_failures import ADVICE
 from accelerators.domain.choices import Tone
+from accelerators.requests import refused_binds
 from accelerators.runtime import jobs
 from accelerators.ui.badges import format_duration
 from cyborgweb.monitoring.backlog import (
@@ -33,13 +34,16 @@ MAX_WORKER_DELAY = timedelta(seconds=15)
 SHOW_RESTORE_FOR = timedelta(days=3)
 """How long a restore is shown."""
 MAX_ERROR_LENGTH = 160
+BINDS_PLACE = "troubleshooting.md#binds-fail-or-are-refused"
+"""The part of the manual about failed and refused binds."""
 _ADVICE_BY_CODE = {failure.value: advice for failure, advice in ADVICE.items()}
 
 
 @dataclass(frozen=True)
 class Alert:
     """Something that needs an operator, as one line: its tone, a label, the text of the link (`link_text`), the rest of
-    the sentence (`explanation`), and the link's address.
+    the sentence (`explanation`), and the link's address. `manual_place` is the part of the manual that says what to do,
+    '' if the sentence says all of it.
     """
 
     tone: Tone
@@ -47,6 +51,7 @@ class Alert:
     link_text: str
     explanation: str
     url: str
+    manual_place: str = ""
 
 
 @dataclass(frozen=True)
@@ -200,14 +205,23 @@ def _worker_alerts(system_state: SystemState) -> Iterator[Alert]:
 
 
 def _bind_alerts(system_state: SystemState) -> Iterator[Alert]:
-    """Yield an alert for each reason for which binds on one host failed repeatedly, with advice."""
+    """Yield an alert for each reason for which binds on one host failed repeatedly, or binds were refused repeatedly,
+    with advice.
+    """
     for failed in system_state.backlog.failed_binds:
-        url = list_url("event", q=f"action:{BIND_FAILED_ACTION} host:{failed.host}")
+        if failed.is_refused:
+            verb, query = "were refused without a change", f"action:{refused_binds.ACTION}"
+        else:
+            verb, query = f"failed on {failed.host}", f"action:{BIND_FAILED_ACTION} host:{failed.host}"
         text = failed.text.rstrip(".")
         text = text if len(text) <= MAX_ERROR_LENGTH else f"{text[:MAX_ERROR_LENGTH]}…"
+        newest = f"instance {failed.instance}, host {failed.host}, provider {failed.provider}"
         advice = _ADVICE_BY_CODE.get(failed.failure, "")
-        why = f"failed on {failed.host} within {FAILED_BINDS_MINUTES} minutes, the last because: {text}. {advice}"
-        yield Alert("bad", "binds", count_noun(failed.number, "bind"), why, url)
+        why = (
+            f"{verb} within {FAILED_BINDS_MINUTES} minutes ({failed.failure}), the last ({newest}) because:"
+            f" {text}. {advice}"
+        )
+        yield Alert("bad", "binds", count_noun(failed.number, "bind"), why, list_url("event", q=query), BINDS_PLACE)
 
 
 def _neighbour_alerts(system_state: SystemState) -> Iterator[Alert]:

@@ -17,17 +17,15 @@ from urllib.parse import urlencode
 
 from django.contrib import admin, messages
 from django.contrib.admin.utils import quote
-from django.db.models import BooleanField, Case, CharField, Q, QuerySet, Value, When
+from django.db.models import BooleanField, Case, CharField, QuerySet, Value, When
 from django.db.models.functions import Cast
 from django.http import HttpRequest, HttpResponse, HttpResponseRedirect
 from django.template.response import TemplateResponse
 from django.urls import reverse
 from django.utils.html import format_html
 
-from accelerators.domain.uuids import uuid_bounds
-from accelerators.ui.changelist import BEGINNING_MARK
 from accelerators.ui.extensions import SEARCH_PROVIDERS
-from accelerators.ui.search import list_search_prefixes
+from accelerators.ui.search import BEGINNING_MARK, build_word_conditions
 
 MAX_HITS_PER_KIND = 20
 """Results that are listed for each kind."""
@@ -40,9 +38,8 @@ def show_search(request: HttpRequest) -> HttpResponse:
     ends in `*` has no exact results. Without a term show only the form.
     """
     term = request.GET.get("q", "").strip().replace("\0", "")[:MAX_TERM_LENGTH]
-    beginning = term.removesuffix(BEGINNING_MARK)
-    hits = list(_iterate_hits(request, beginning)) if beginning else []
-    exact_hits = [hit for hit in hits if hit["exact"] and term == beginning]
+    hits = list(_iterate_hits(request, term)) if term.removesuffix(BEGINNING_MARK) else []
+    exact_hits = [hit for hit in hits if hit["exact"]]
     if len(exact_hits) == 1 or len(hits) == 1:
         if len(hits) > 1:
             url = f"{reverse('find')}?{urlencode({'q': f'{term}{BEGINNING_MARK}'})}"
@@ -104,22 +101,15 @@ def _build_query(name: str, term: str, rows: QuerySet[Any]) -> QuerySet[Any, tup
     The columns are the kind, the key, the text, the side text, and whether the match is exact.
     """
     provider = SEARCH_PROVIDERS[name]
-    exact_conditions, prefix_conditions = [], []
-    if bounds := uuid_bounds(term):
-        prefix_conditions += [Q(**{f"{field}__range": bounds}) for field in provider.uuid_fields]
-        exact_conditions += [Q(**{field: bounds[0]}) for field in provider.uuid_fields if bounds[0] == bounds[1]]
-    for field in provider.name_fields:
-        for word in list_search_prefixes(field, term):
-            prefix_conditions.append(Q(**{f"{field}__startswith": word}))
-            exact_conditions.append(Q(**{field: word}))
-    if by_name := provider.find_by_name(term):
-        prefix_conditions.append(by_name)
-    if not prefix_conditions:
+    exact, conditions = build_word_conditions(provider.fields, term)
+    if by_name := provider.find_by_name(term.removesuffix(BEGINNING_MARK)):
+        conditions.append(by_name)
+    if not conditions:
         return None
-    is_exact = Case(When(reduce(or_, exact_conditions), then=True), default=False) if exact_conditions else Value(False)
+    is_exact = Case(When(reduce(or_, exact), then=True), default=False) if exact else Value(False)
     text = CharField()
     return (
-        rows.filter(reduce(or_, prefix_conditions))
+        rows.filter(reduce(or_, conditions))
         .order_by()
         .values_list(
             Value(name, text),

@@ -74,6 +74,12 @@ def manual(context: Context) -> SafeString:
     )
 
 
+@register.filter
+def manual_url(place: str) -> str:
+    """Return the address of a part of the manual, such as `first-day.md#admit-devices`."""
+    return SERVED_EDITION.docs_url(place)
+
+
 @register.simple_tag
 def crumb(part: dict[str, Any], place: dict[str, Any]) -> str:
     """Return the text of one part of Django's breadcrumbs; `place` is Django's `forloop`.

@@ -27,6 +27,7 @@ The driver reads its control file at every call, and searches for devices again 
   set busy '[0]'                        another program on the host uses device 0
   set stats '{{"power_watts": 12.5}}'     the load of every device; with `null` it changes by itself
   set slow_s '{{"stats": 9}}'             the load is not read in time; everything else works
+  set hardware '["10ee", "7038", "17aa:402f"]'   vendor, model and board, whose names the PCI ID database has
   misbehave hang                        the driver itself fails; five times in ten minutes: it is not started again
   reset                                 go back to one healthy device
 """

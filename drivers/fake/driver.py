@@ -14,14 +14,14 @@ import re
 import time
 import zlib
 from pathlib import Path
-from typing import Annotated, ClassVar, Literal, get_args
+from typing import Annotated, ClassVar, Literal, NamedTuple, get_args
 
 import msgspec
 from msgspec import Meta, Struct
 
 from drivers.base import Driver, Findings, Settings
 from drivers.errors import KINDS, Busy, Failed, Gone, Invalid
-from drivers.inventory import AttachHandle, Attribute, Deployable, Device, HandleType, Sample, Word
+from drivers.inventory import AttachHandle, Attribute, Deployable, Device, HandleType, Name, PciSubsystem, Sample, Word
 from drivers.machine import Machine
 from drivers.plan import Act, Ask, Check, Plan, Signal, Step, Vitals, Write
 
@@ -38,6 +38,18 @@ InstallName = Annotated[str, Meta(pattern=r"^[a-z0-9_]{1,32}$")]
 DelaySeconds = Annotated[float, Meta(ge=0, le=3600)]
 
 
+class Hardware(NamedTuple):
+    """What names the model of the devices: the vendor, the model and the board, as `drivers.inventory.Device` has them.
+
+    The vendor and the model are upstream's. The PCI ID database has this board, of Lenovo with an FPGA of Xilinx
+    (10ee:7038).
+    """
+
+    vendor: Name = "0xABCD"
+    model: Name = "miss model info"
+    subsystem: PciSubsystem = "17aa:402f"
+
+
 class Script(Struct, forbid_unknown_fields=True):
     """The content of the control file. Devices are identified by their numbers; as JSON keys these are strings.
 
@@ -47,7 +59,7 @@ class Script(Struct, forbid_unknown_fields=True):
     install. `handle_type`: MDEV handles must be attached. `refuse`: act → kind and text of the error it raises.
     `wrong`: acts that get a last step whose check never succeeds. `slow_s`: act or `stats` → seconds that it sleeps.
     `busy`: numbers of devices that another program uses. `signals`: the readings of `health`. `stats`: the load of
-    every device; if it is None, it changes by itself (`simulate_load`).
+    every device; if it is None, it changes by itself (`simulate_load`). `hardware`: what names their model.
     """
 
     count: Annotated[int, Meta(ge=0, le=4096)] = 1
@@ -65,6 +77,7 @@ class Script(Struct, forbid_unknown_fields=True):
     busy: list[int] = []
     signals: tuple[Signal, ...] = (Signal("temperature", "40", "°C", "90"),)
     stats: dict[Word, float] | None = None
+    hardware: Hardware = Hardware()
 
 
 class FakeSettings(Struct, frozen=True):
@@ -204,7 +217,8 @@ class FakeDriver(Driver):
 class FakeDevice:
     """Device `n` in its present state, which is read once, when this object is created.
 
-    Device 0 equals upstream's (contract section 6.3); the others have their own PCI buses and names.
+    Device 0 equals upstream's (contract section 6.3); the others have their own PCI buses and names. Upstream does not
+    report boards.
     """
 
     def __init__(self, machine: Machine, script: Script, n: int, home: str) -> None:
@@ -238,8 +252,9 @@ class FakeDevice:
         return Device(
             key=self.key,
             type="FPGA",
-            vendor="0xABCD",
-            model="miss model info",
+            vendor=self.script.hardware.vendor,
+            model=self.script.hardware.model,
+            subsystem=self.script.hardware.subsystem,
             address=self.address,
             std_board_info='{"device_id": "0xabcd", "class": "Fake class"}',
             vendor_board_info="fake_vendor_info",

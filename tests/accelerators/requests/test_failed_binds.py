@@ -8,7 +8,7 @@ from uuid import uuid4
 
 import pytest
 
-from accelerators import conductor
+from accelerators import conductor, refusal_counts
 from accelerators.domain.bind_failures import ADVICE, REFUSAL_BY_FAILURE, BindFailure
 from accelerators.domain.caller import request_id
 from accelerators.domain.errors import RefusalReason, RefusedError
@@ -146,5 +146,66 @@ def test_a_write_that_is_refused_for_its_author_is_not_counted_as_an_unknown_req
     assert "unknown_request" not in caplog.text
 
 
-def test_every_failure_that_is_stored_has_advice() -> None:
-    assert ADVICE.keys() == binding.STORED_FAILURES | {BindFailure.HOST_FAILED, BindFailure.DEADLINE}
+def refuse_to_bind(uuid: str, instance: str) -> None:
+    """Bind the request, and check that it is refused."""
+    with pytest.raises(RefusedError):
+        binding.bind_requests([BindSpec(uuid, "cmp1", PROVIDER, instance)], NOVA)
+
+
+def test_binds_that_are_refused_without_a_change_are_recorded_as_one_event_for_each_reason(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    refusal_counts.forget()
+    (bound,) = bind_new_requests("plain", PROVIDER, INSTANCE)
+    (free,) = binding.create_requests("plain", NOVA)
+    events_before = Event.objects.count()
+    for _ in range(50):
+        refuse_to_bind(str(uuid4()), str(uuid4()))  # unknown_request
+        refuse_to_bind(str(bound.uuid), str(uuid4()))  # wrong_state
+        refuse_to_bind(free, INSTANCE)  # instance_has_requests
+
+    def find_handles_locked(*arguments: Any) -> None:
+        raise binding._HandlesContendedError
+
+    monkeypatch.setattr(binding, "RETRY_TIMEOUT_S", 0)
+    monkeypatch.setattr(binding, "_reserve_handles", find_handles_locked)
+    token = request_id.set("req-42")
+    try:
+        refuse_to_bind(free, LEFT_BEHIND)  # contention
+    finally:
+        request_id.reset(token)
+    assert Event.objects.count() == events_before, "a refusal writes no event itself"
+    refusal_counts.record()
+    events = {event.subject_name: event for event in Event.objects.filter(action="request.bind_refused")}
+    assert {failure: event.changes["number"][1] for failure, event in events.items()} == {
+        "unknown_request": 50,
+        "wrong_state": 50,
+        "instance_has_requests": 50,
+        "contention": 1,
+    }
+    assert events.keys() == {failure.value for failure in BindFailure} - {
+        failure.value for failure in binding.STORED_FAILURES | {BindFailure.HOST_FAILED, BindFailure.DEADLINE}
+    }
+    newest = events["contention"]
+    assert newest.request_id == "req-42" and newest.reason.startswith("Others are taking the same accelerators")
+    assert newest.changes == {
+        "failure": [None, "contention"],
+        "number": [None, 1],
+        "uuid": [None, free],
+        "hostname": [None, "cmp1"],
+        "device_rp_uuid": [None, PROVIDER],
+        "instance_uuid": [None, LEFT_BEHIND],
+    }
+
+
+def test_a_bind_that_fails_with_events_is_not_counted_as_refused_too() -> None:
+    refusal_counts.forget()
+    (uuid,) = binding.create_requests("plain", NOVA)
+    with pytest.raises(RefusedError):
+        binding.bind_requests([BindSpec(uuid, "cmp1", LEFT_BEHIND, INSTANCE)], NOVA)
+    refusal_counts.record()
+    assert not Event.objects.filter(action="request.bind_refused").exists()
+
+
+def test_every_failure_has_advice() -> None:
+    assert ADVICE.keys() == set(BindFailure)

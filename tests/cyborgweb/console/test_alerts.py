@@ -12,16 +12,19 @@ from django.db import connection
 from django.test import Client
 from django.test.utils import CaptureQueriesContext
 
-from accelerators import conductor
+from accelerators import conductor, refusal_counts
+from accelerators.domain.bind_failures import BindFailure
 from accelerators.domain.errors import RefusedError
 from accelerators.models import AcceleratorRequest, AttachHandle, Device, DeviceProfile, Intent
+from accelerators.requests import binding
 from accelerators.runtime import jobs
 from cyborgweb.http import refused_clients
+from cyborgweb.manual import contents, site
 from cyborgweb.monitoring import backlog
 from cyborgweb.pages import alerts, capacity
 from tests.cyborgweb.console.conftest import Fill
 from tests.support.reports import apply_report, get_or_create_host, make_card, make_driver_report
-from tests.support.requests import bind_new_requests, create_profiles
+from tests.support.requests import NOVA, bind_new_requests, create_profiles
 
 NOW = datetime(2026, 11, 1, tzinfo=UTC)
 NOTHING_TO_DO = dict.fromkeys(
@@ -88,9 +91,13 @@ def test_instances_that_an_unproven_nova_does_not_know_are_an_alert_that_says_wh
 @pytest.mark.django_db(transaction=True)
 def test_clients_that_were_refused_lately_are_named_with_a_link_to_their_events() -> None:
     assert backlog.read_backlog().refused_clients == ""
-    refused_clients._write_report(Counter({"address 192.0.2.7": 23, "project p1": 2}))
+    refusal_counts.forget()
+    for client in ["address 192.0.2.7"] * 23 + ["project p1"] * 2 + [f"address 198.51.100.{n}" for n in range(20)]:
+        refused_clients.note_refused_client(client)
+    refusal_counts.record()
     named = backlog.read_backlog().refused_clients
-    assert named == "address 192.0.2.7 (23 times), project p1 (2 times)"
+    assert named.startswith("address 192.0.2.7 (23 times), project p1 (2 times), address ")
+    assert named.count("times") == refused_clients.MAX_NAMED
     (line,) = list_alert_lines(refused_clients=named)
     assert line.startswith("warn busy: Clients were refused") and line.endswith(named)
 
@@ -193,6 +200,48 @@ def test_binds_that_fail_repeatedly_for_one_reason_on_a_host_are_an_alert_with_a
         assert len(backlog.read_backlog().failed_binds) == (number == 3), "one or two failures are not shown"
     (line,) = list_alert_lines(failed_binds=backlog.read_backlog().failed_binds)
     assert line.startswith(
-        "bad binds: 3 binds failed on cmp1 within 15 minutes, the last because: Deployable not found with resource"
-        f" provider uuid={left_behind}. Placement offers a provider that no device has: the list of contradictions"
+        "bad binds: 3 binds failed on cmp1 within 15 minutes (unknown_provider), the last (instance "
     )
+    assert (
+        f", host cmp1, provider {left_behind}) because: Deployable not found with resource provider uuid={left_behind}."
+        " Placement offers a provider that no device has: the list of contradictions"
+    ) in line
+
+
+def refuse_unknown_requests(number: int, instance: str, provider: str) -> None:
+    """Bind requests that do not exist, and record the refusals as another process would do."""
+    refusal_counts.forget()
+    for _ in range(number):
+        with pytest.raises(RefusedError):
+            binding.bind_requests([binding.BindSpec(str(uuid4()), "cmp1", provider, instance)], NOVA)
+    refusal_counts.record()
+
+
+@pytest.mark.django_db
+def test_binds_that_are_refused_repeatedly_without_a_change_are_an_alert_with_the_newest_bind_and_advice(
+    operator: Client,
+) -> None:
+    first, second, provider = str(uuid4()), str(uuid4()), str(uuid4())
+    refuse_unknown_requests(1, first, provider)
+    assert backlog.read_backlog().failed_binds == [], "a single refusal is not shown"
+    refuse_unknown_requests(4, second, provider)
+    (found,) = backlog.read_backlog().failed_binds
+    assert (found.failure, found.is_refused, found.number, found.instance) == ("unknown_request", True, 5, second)
+    (line,) = list_alert_lines(failed_binds=[found])
+    assert line.startswith(
+        "bad binds: 5 binds were refused without a change within 15 minutes (unknown_request), the last (instance"
+        f" {second}, host cmp1, provider {provider}) because: ExtArq not found with uuid="
+    )
+    assert line.endswith("find the request id in the client's log.")
+    page = operator.get("/admin/")
+    (need,) = (need for _, need in page.context["needs"] if need.label == "binds")
+    assert 'href="/help/troubleshooting/#binds-fail-or-are-refused">What to do</a>' in page.content.decode()
+    events = operator.get(need.url).content.decode()
+    assert events.count("ExtArq not found with uuid=") == 2
+
+
+def test_the_manual_has_the_part_to_which_alerts_about_binds_lead_and_explains_each_reason() -> None:
+    name, _, anchor = alerts.BINDS_PLACE.partition(".md#")
+    assert anchor in [section.anchor for section in site.render_body(name, site.SERVED_EDITION).sections]
+    rows = (contents.DOCS_FOLDER / f"{name}.md").read_text()
+    assert [failure for failure in BindFailure if f"| `{failure.value}` |" not in rows] == []

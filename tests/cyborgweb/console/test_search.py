@@ -64,7 +64,7 @@ def test_an_exact_hit_opens_its_page_in_at_most_eight_statements(operator: Clien
 
 def test_rows_of_a_model_that_another_package_registers_are_found(operator: Client, known: dict[str, object]) -> None:
     agent = Agent.objects.create(host=Host.objects.get(name="lonely"), public_key="key-of-lonely", boot_id="b")
-    provider = SearchProvider(Agent, (), ("public_key",), F("public_key"), F("host__name"))
+    provider = SearchProvider(Agent, ("public_key",), F("public_key"), F("host__name"))
     assert operator.get(reverse("find"), {"q": "key-of"}).status_code == 200
     with SEARCH_PROVIDERS.replaced("agents.agent", provider):
         answered = operator.get(reverse("find"), {"q": "key-of"})
@@ -191,6 +191,7 @@ def test_the_search_page_opens_an_exact_host_and_leads_to_those_that_begin_with_
     answered = operator.get(reverse("find"), {"q": "cmp1"}, follow=True)
     assert answered.redirect_chain == [(row_page(similar[0]), 302)]
     link = re.search('href="([^"]*)">Show also what begins with it', answered.content.decode())
-    hits = operator.get(unescape(link[1])).context["groups"][0]["hits"]
-    assert [hit["shown"] for hit in hits] == ["cmp1", "cmp10", "cmp11"]
+    group = operator.get(unescape(link[1])).context["groups"][0]
+    assert [hit["shown"] for hit in group["hits"]] == ["cmp1", "cmp10", "cmp11"]
+    assert list_hosts(operator.get(group["all"])) == {"cmp1", "cmp10", "cmp11"}
     assert "Show also" not in operator.get(reverse("find"), {"q": "cmp10"}, follow=True).content.decode()

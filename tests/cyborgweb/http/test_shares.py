@@ -10,14 +10,16 @@ from typing import Any
 
 import pytest
 from django.contrib.auth.models import User
+from django.db import OperationalError
 
-from accelerators import slow_neighbours
+from accelerators import refusal_counts, slow_neighbours
 from accelerators.models import Event
 from cyborgweb.auth import clients
 from cyborgweb.auth.clients import KnownTokens, known_tokens, name_client
 from cyborgweb.http import refused_clients, slow_clients
 from cyborgweb.http.django_threads import DjangoThreads
 from cyborgweb.models import ApiToken
+from cyborgweb.monitoring import event_recorder
 from cyborgweb.settings.keys import Keys
 from cyborgweb.wsgi import application
 from tests.support.webserver import serving, until
@@ -86,6 +88,7 @@ def test_X5_a_flood_from_one_address_leaves_a_thread_and_a_place_for_others(
     service: Service, caplog: pytest.LogCaptureFixture
 ) -> None:
     answers: list[tuple[int, dict[str, str], bytes]] = []
+    refusal_counts.forget()
     with caplog.at_level(logging.WARNING):
         flooders = flood(service, answers, address=FLOODER)
         assert service.get("/healthz")[0] == 200
@@ -96,8 +99,8 @@ def test_X5_a_flood_from_one_address_leaves_a_thread_and_a_place_for_others(
         until(lambda: service.threads.short.active_requests == THREADS - 1 + QUEUE)
         waiting = threading.Thread(target=lambda: service.get("/v2/slow"))
         waiting.start()
-        until(lambda: any(f"address {FLOODER}" in record.message for record in caplog.records))
-        until(lambda: Event.objects.filter(action="client.refused").exists())
+        until(lambda: refusal_counts.record() or Event.objects.filter(action="client.refused").exists())
+        assert any(f"address {FLOODER}" in record.message for record in caplog.records)
         finish(service, [*flooders, blocked, waiting])
     statuses = sorted(status for status, _, _ in answers)
     assert statuses[-1] == 503 and statuses.count(200) >= THREADS - 2
@@ -186,41 +189,32 @@ def test_a_known_token_that_is_not_used_any_more_expires() -> None:
     assert tokens.find_project(b"t") == ""
 
 
-@pytest.mark.slow
-def test_refusals_are_reported_at_once_and_then_once_in_an_interval(monkeypatch: pytest.MonkeyPatch) -> None:
-    import asyncio
-
-    reported: list[dict[str, int]] = []
-    monkeypatch.setattr(refused_clients, "_write_report", lambda counts: reported.append(dict(counts)))
-
-    async def report(number: int) -> float:
-        """Wait until there are so many reports, and return the time."""
-        async with asyncio.timeout(20):
-            while len(reported) < number:
-                await asyncio.sleep(0.005)
-        return asyncio.get_running_loop().time()
-
-    async def story() -> float:
-        refused = refused_clients.RefusedClients(interval_s=0.3)
-        begin = asyncio.get_running_loop().time()
-        for client in ("address a", "address a"):
-            refused.add(client)
-        await report(1)
-        for client in ("address a", "project b"):
-            refused.add(client)
-        return await report(2) - begin
-
-    assert asyncio.run(story()) >= 0.3
-    assert reported == [{"address a": 2}, {"address a": 1, "project b": 1}]
-
-
-def test_a_process_without_a_gateway_records_its_slow_clients() -> None:
+def test_a_process_that_serves_http_records_its_slow_and_refused_clients() -> None:
     slow_neighbours.forget()
+    refusal_counts.forget()
     for _ in range(slow_clients.SLOW_REQUESTS):
         slow_clients.note_slow_client(("192.0.2.77", 1))
-    stop = slow_clients.start_recording(interval_s=0.05)
+    refused_clients.note_refused_client("address 192.0.2.78")
+    stop = event_recorder.start_recording(interval_s=0.05)
     try:
         until(lambda: Event.objects.filter(action=slow_neighbours.ACTION).exists())
+        until(lambda: Event.objects.filter(action="client.refused").exists())
     finally:
         stop()
         slow_neighbours.forget()
+        refusal_counts.forget()
+
+
+def test_counts_that_one_part_cannot_record_do_not_keep_the_others_from_being_recorded(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail() -> None:
+        raise OperationalError("the database is down")
+
+    refusal_counts.forget()
+    refused_clients.note_refused_client("address 192.0.2.78")
+    fail.__module__ = slow_neighbours.__name__
+    monkeypatch.setattr(slow_neighbours, "record", fail)
+    event_recorder.record_counts()
+    assert Event.objects.filter(action="client.refused").exists()
+    assert "What accelerators.slow_neighbours has counted cannot be recorded now: OperationalError" in caplog.text

@@ -42,6 +42,17 @@ def test_without_a_control_file_the_fake_driver_reports_the_device_of_upstream()
     assert {(place["domain"], place["bus"]) for place in places} == {("0000", "0c")}
 
 
+def test_the_devices_have_the_names_that_the_control_file_gives_them(tmp_path: Path) -> None:
+    assert discover_devices()[0].subsystem == "17aa:402f"
+    control = tmp_path / "fake.json"
+    control.write_text('{"hardware": ["10ee", "7038", "17aa:402f"]}')
+    (device,) = discover_devices(control)
+    assert (device.vendor, device.model, device.subsystem) == ("10ee", "7038", "17aa:402f")
+    control.write_text('{"hardware": ["10ee", "7038", "a board"]}')
+    with pytest.raises(Invalid, match="hardware"):
+        discover_devices(control)
+
+
 @pytest.mark.system
 def test_the_fake_command_unplugs_fails_degrades_and_restores_devices(tmp_path: Path) -> None:
     control = tmp_path / "deep/fake.json"
