@@ -26,6 +26,6 @@ class AgentsConfig(AppConfig):
         JOBS.register("merge", Job("agents.jobs.merge", cluster="ingest"))
         JOBS.register("leases", Job("agents.jobs.watch_leases", periodic=True))
         AGENT_REVOKERS.register("agents", key_revocation.revoke_host)
-        REACH_CHECKS.register("agent", command_dispatch.explain_unreachable)
+        REACH_CHECKS.register("agent", command_dispatch.find_agent_obstacles)
         WRITER_STATUSES.register("agents", liveness.get_writer_statuses)
         PAGE_SECTIONS.register("host.agent", admin.build_host_section)

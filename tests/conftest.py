@@ -8,12 +8,16 @@ from __future__ import annotations
 import gc
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from hypothesis import settings
+
+if TYPE_CHECKING:
+    from accelerators.commands.command_queue import Obstacle
+    from accelerators.models import Host
 
 # No deadline: the test machine's cores are shared, so a slow example is not a fault.
 settings.register_profile("few", max_examples=15, deadline=None)
@@ -143,7 +147,10 @@ def agents_need_not_be_up() -> Iterator[None]:
     from accelerators.commands.command_queue import REACH_CHECKS
     from agents.gateway import command_dispatch
 
-    with REACH_CHECKS.replaced("agent", lambda hosts, _: command_dispatch.explain_unreachable(hosts, True)):
+    def find_obstacles(hosts: Collection[Host], *, may_wait: bool) -> dict[int, Obstacle]:
+        return command_dispatch.find_agent_obstacles(hosts, may_wait=True)
+
+    with REACH_CHECKS.replaced("agent", find_obstacles):
         yield
 
 

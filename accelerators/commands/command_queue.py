@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 from uuid import UUID
 
 import msgspec
@@ -69,10 +69,31 @@ _ORDER_COLUMNS = ("op", "device", "handle", "part", "host", "arguments", "exclus
 _json = msgspec.json.Encoder()
 CommandId = tuple[int, int]
 """How an agent identifies a command: the host's id and the command's number (its primary key)."""
-REACH_CHECKS: Registry[Callable[[Collection[Host], bool], dict[int, str]]] = Registry("reach check")
-"""Functions that return, by host id, why the agents of these hosts take no commands; hosts without a reason are left
-out. If the second argument is true, the command may wait for an agent that is away. `explain_unreachable` calls
-them."""
+
+
+class Obstacle(NamedTuple):
+    """The reason why the agent of a host takes no commands. `may_pass` is True if the agent is only down: it may come
+    back by itself, for example after the conductor was away."""
+
+    text: str
+    may_pass: bool = False
+
+
+class ReachCheck(Protocol):
+    """A function that finds out why the agents of hosts take no commands."""
+
+    def __call__(self, hosts: Collection[Host], *, may_wait: bool) -> dict[int, Obstacle]:
+        """Return the obstacles by host id; hosts without one are left out. If `may_wait` is True, an agent that is away
+        is none."""
+        ...
+
+
+REACH_CHECKS: Registry[ReachCheck] = Registry("reach check")
+"""Functions that tell why the agents of hosts take no commands. `explain_unreachable` calls them."""
+
+
+class AgentDownError(RefusedError):
+    """The command was refused because the host's agent is down. The agent may come back by itself."""
 
 
 @dataclass(frozen=True)
@@ -598,7 +619,10 @@ def _choose_deployable(device: Device, deployable_uuid: UUID | None) -> int:
 
 
 def _refuse_if_impossible(
-    op: str, device: Device, unreachable: Mapping[int, str] | None = None, busy_ops: Mapping[UUID, str] | None = None
+    op: str,
+    device: Device,
+    unreachable: Mapping[int, Obstacle] | None = None,
+    busy_ops: Mapping[UUID, str] | None = None,
 ) -> None:
     """Raise RefusedError CONFLICT if the state of the device, its driver, another command or its agent does not allow
     the command `op` now. `unreachable` are the reasons of `explain_unreachable`, and `busy_ops` those of
@@ -660,26 +684,30 @@ def refuse_if_busy(device: Device, op: str, busy_ops: Mapping[UUID, str] | None 
         raise RefusedError(RefusalReason.CONFLICT, text)
 
 
-def explain_unreachable(hosts: Collection[Host], *, may_wait: bool = True) -> dict[int, str]:
-    """Return, by host id, why the agents of these hosts take no commands; hosts without a reason are left out.
+def explain_unreachable(hosts: Collection[Host], *, may_wait: bool = True) -> dict[int, Obstacle]:
+    """Return, by host id, why the agents of these hosts take no commands; hosts without an obstacle are left out.
 
-    If `may_wait` is False, that an agent is away, or that none has joined, is a reason. Costs one statement per check.
+    If `may_wait` is False, that an agent is away, or that none has joined, is an obstacle. Costs one statement per
+    check.
     """
-    reasons: dict[int, str] = {}
+    obstacles: dict[int, Obstacle] = {}
     for check in REACH_CHECKS.values():
-        reasons = check(hosts, may_wait) | reasons
-    return reasons
+        obstacles = check(hosts, may_wait=may_wait) | obstacles
+    return obstacles
 
 
 def refuse_if_unreachable(host: Host, *, may_wait: bool = True) -> None:
-    """Raise RefusedError CONFLICT if the host's agent takes no commands, with the reason of `explain_unreachable`."""
+    """Raise RefusedError CONFLICT if the host's agent takes no commands, with the reason of `explain_unreachable`; it
+    is an AgentDownError if the agent is only down."""
     _refuse_if_explained(host, explain_unreachable([host], may_wait=may_wait))
 
 
-def _refuse_if_explained(host: Host, reasons: Mapping[int, str]) -> None:
-    """Raise RefusedError CONFLICT if `reasons`, those of `explain_unreachable`, has one for this host."""
-    if text := reasons.get(host.pk):
-        raise RefusedError(RefusalReason.CONFLICT, f"{text[0].upper()}{text[1:]}.")
+def _refuse_if_explained(host: Host, obstacles: Mapping[int, Obstacle]) -> None:
+    """Raise RefusedError CONFLICT if `obstacles`, those of `explain_unreachable`, has one for this host; it is an
+    AgentDownError if the agent is only down."""
+    if obstacle := obstacles.get(host.pk):
+        error = AgentDownError if obstacle.may_pass else RefusedError
+        raise error(RefusalReason.CONFLICT, f"{obstacle.text[0].upper()}{obstacle.text[1:]}.")
 
 
 def check_reason(text: str) -> str:

@@ -4,6 +4,7 @@ All exceptions of this package, each with the module that defines it:
 
     AcceleratorsError                   accelerators.domain.errors
       RefusedError                      accelerators.domain.errors
+        AgentDownError                  accelerators.commands.command_queue
         BindRefusedError                accelerators.domain.bind_failures
         RuleNotConfirmedError           accelerators.admin.admission_rules
         GenerationError                 accelerators.domain.generations

@@ -173,5 +173,13 @@ class RolloutStep(models.Model):
         constraints = [fields.one_of_constraint("state", RolloutStepState, "rollout_step_state_known")]
         indexes = [models.Index(fields=["rollout", "id"], condition=STEP_IS_OPEN, name="rollout_step_open")]
 
+    @property
+    def has_foreseen_refusal(self) -> bool:
+        """Return whether it was foreseen when the draft was stored that the host would refuse the change.
+
+        `text` is then the reason; later it is that of the last attempt.
+        """
+        return bool(self.text) and not self.attempts
+
     def __str__(self) -> str:
         return f"{self.host_name}: {self.state}"

@@ -17,12 +17,12 @@ import msgspec
 
 from accelerators import conductor, safety
 from accelerators.commands import command_queue
-from accelerators.commands.command_queue import CommandOrder
+from accelerators.commands.command_queue import CommandOrder, Obstacle
 from accelerators.domain import driver_status, generations, setting_edits
 from accelerators.domain.errors import RefusalReason, RefusedError
 from accelerators.domain.setting_edits import NO_EDITS, SettingEdits
 from accelerators.domain.states import DeviceOutcome, DriverState, EventSource, RolloutOp
-from accelerators.models import Command, Device, DriverWish, Host
+from accelerators.models import Command, Device, DriverWish, Host, Rollout
 from accelerators.runtime import database_clock
 from accelerators.workflows import driver_settings
 from drivers.inventory import WORD
@@ -71,6 +71,12 @@ class ChangeOrigin(NamedTuple):
     actor: str
     reason: str
     source: EventSource
+
+
+def build_change(rollout: Rollout) -> DriverChange:
+    """Return the change that a rollout makes on each host."""
+    edits = SettingEdits(**rollout.edits) if rollout.edits else NO_EDITS
+    return DriverChange(RolloutOp(rollout.op), rollout.driver, rollout.enabled, rollout.settings, edits)
 
 
 def check_driver_change(change: DriverChange) -> DriverChange:
@@ -196,10 +202,10 @@ def order_driver_change(
     The change must have passed `check_driver_change`. Returns None if nothing has to be changed. Locks the host and the
     driver's devices; the devices are busy until the command has ended. Raises RefusedError: CONFLICT if the driver to
     be updated is not installed, another change of it or an exclusive command on one of its devices is under way, the
-    agent takes no commands or is down, or the host has no agent; IN_USE, naming the holder, if a device of a running
-    driver is held; UNAVAILABLE if the `answers` of `ask_holders_for_change` do not tell whether a device is held.
-    Raises ChangedMeanwhileError if the wanted configuration has another generation than `generation`, unless it is as
-    wanted already.
+    agent takes no commands or is down (AgentDownError), or the host has no agent; IN_USE, naming the holder, if a
+    device of a running driver is held; UNAVAILABLE if the `answers` of `ask_holders_for_change` do not tell whether a
+    device is held. Raises ChangedMeanwhileError if the wanted configuration has another generation than `generation`,
+    unless it is as wanted already.
     """
     with conductor.writing():
         host = Host.objects.select_for_update(no_key=True).get(pk=host.pk)
@@ -222,13 +228,13 @@ def order_driver_change(
 
 
 def forecast_change(
-    host: Host, change: DriverChange, wish: DriverWish | None, unreachable: str, is_busy: bool, is_held: bool
+    host: Host, change: DriverChange, wish: DriverWish | None, obstacle: Obstacle | None, is_busy: bool, is_held: bool
 ) -> tuple[DeviceOutcome, str]:
     """Predict what `order_driver_change` would do on this host, with a text that does not name the host.
 
-    `wish` has its command loaded; `unreachable` is the host's reason of `command_queue.explain_unreachable`, '' for
-    none; `is_busy` and `is_held` say whether a device of the driver is. The holder checks and the agent are not asked.
-    This function sends no statement.
+    `wish` has its command loaded; `obstacle` is that of the host in `command_queue.explain_unreachable`; `is_busy` and
+    `is_held` say whether a device of the driver is. The holder checks and the agent are not asked. This function sends
+    no statement.
     """
     entry = host.drivers.get(change.driver)
     try:
@@ -241,7 +247,7 @@ def forecast_change(
         return DeviceOutcome.UNCHANGED, "it is configured like this already"
     refusals = {
         "it is being changed": bool(wish and wish.command and wish.command.ended_at is None),
-        unreachable.replace(f" {host.name}", " the host", 1): bool(unreachable),
+        obstacle.text.replace(f" {host.name}", " the host", 1) if obstacle else "": bool(obstacle),
         "one of its devices is busy with a command": is_busy,
         "one of its devices is held": is_held and _is_running(entry),
     }

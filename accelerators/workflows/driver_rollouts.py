@@ -25,14 +25,20 @@ from accelerators.domain import driver_status
 from accelerators.domain.caller import Caller, request_id
 from accelerators.domain.errors import RefusalReason, RefusedError
 from accelerators.domain.generations import require_generation
-from accelerators.domain.setting_edits import NO_EDITS, SettingEdits
-from accelerators.domain.states import CommandState, EventSource, RolloutOp, RolloutState, RolloutStepState
+from accelerators.domain.states import (
+    CommandState,
+    DeviceOutcome,
+    EventSource,
+    RolloutOp,
+    RolloutState,
+    RolloutStepState,
+)
 from accelerators.models import DriverWish, Host, Rollout, RolloutStep
 from accelerators.models.drivers import ROLLOUT_IS_OPEN
 from accelerators.runtime import database_clock, jobs
 from accelerators.runtime.after_commit import call_after_commit
-from accelerators.workflows import driver_config, driver_settings
-from accelerators.workflows.driver_config import ChangeOrigin, DriverChange
+from accelerators.workflows import driver_config, driver_settings, rollout_previews
+from accelerators.workflows.driver_config import ChangeOrigin, DriverChange, build_change
 
 ROLLOUTS_JOB = "rollouts"
 MAX_ROLLOUT_HOSTS = 10_000
@@ -42,6 +48,10 @@ ROLLOUT_RETENTION = timedelta(days=90)
 """Ended rollouts are deleted after this time; their events stay."""
 DRAFT_RETENTION = timedelta(days=1)
 """Drafts that nobody has confirmed are deleted after this time."""
+AGENT_ATTEMPTS = 5
+"""How often the order for a host is tried while its agent is down. With the pauses of HOLDER_CHECK_PAUSE, the agent has
+144 s to come back: longer than agents need to connect again after the database or the conductor was away, and than
+their leases need to be stored."""
 HOLDER_CHECK_PAUSE = outbox.build_retry_pause(safety.HOLDER_CHECK_PAUSE_S, safety.LONGEST_HOLDER_CHECK_PAUSE_S)
 _R, _S = RolloutState, RolloutStepState
 
@@ -99,7 +109,8 @@ def start_rollout(
 ) -> Rollout:
     """Start a rollout of `change` on these hosts and return it.
 
-    A draft is only stored, with the generation of the driver's desired state on each host; `confirm_rollout` starts it.
+    A draft is only stored, with the generation of the driver's desired state and the foreseen refusal of each host;
+    `confirm_rollout` starts it.
     For a single host the order is placed when this returns; for more, the job `rollouts` places them. Raises
     RefusedError INVALID for a wrong change, reason or pace, and for a single host whatever
     `driver_config.order_driver_change` raises; then nothing is stored. `generation`, only for a single host, is the
@@ -145,7 +156,9 @@ def start_rollout(
             for host in hosts
         ]
         RolloutStep.objects.bulk_create(steps, batch_size=1000)
-        if not is_draft:
+        if is_draft:
+            _store_foreseen_refusals(rollout, steps)
+        else:
             _begin_rollout(rollout)
         if is_ordered_now:
             _order_host(rollout, steps[0], answers)
@@ -213,6 +226,18 @@ def query_failed_steps(rollout: Rollout) -> QuerySet[RolloutStep]:
     return rollout.steps.filter(state__in=[_S.FAILED.value, _S.SKIPPED.value], host__isnull=False)
 
 
+def _store_foreseen_refusals(rollout: Rollout, steps: Sequence[RolloutStep]) -> None:
+    """Store the text of each refusal that the preview of a draft shows, so that it does not stop the rollout later.
+
+    `steps` are all of the draft, by id. Costs as many statements as the preview, and one for 1000 refusals.
+    """
+    forecasts = rollout_previews.forecast_hosts(rollout)
+    refused = [pair for pair in zip(steps, forecasts, strict=True) if pair[1].outcome == DeviceOutcome.REFUSED]
+    for step, forecast in refused:
+        step.text = forecast.text[:4096]
+    RolloutStep.objects.bulk_update([step for step, _ in refused], ["text"], batch_size=1000)
+
+
 def _begin_rollout(rollout: Rollout) -> None:
     """Record that a rollout has started, and wake the job."""
     _record_rollout_event(rollout, "started", rollout.actor, {"hosts": [None, rollout.total]})
@@ -270,8 +295,9 @@ def _order_next_host() -> bool:
     """Place one more order of the oldest rollout that may begin another host; return False if none may.
 
     The holder checks are made before the transaction that places the order. If they do not tell whether a device is
-    held, the host waits, and they are made again after a pause, HOLDER_CHECK_ATTEMPTS times in all. If the order is
-    refused for another reason, the host is marked as failed. Locks the rollout.
+    held, or if the agent is down, the host waits, and the order is tried again after a pause: HOLDER_CHECK_ATTEMPTS or
+    AGENT_ATTEMPTS times in all. If the order is refused for another reason, the host is marked as failed. A host whose
+    refusal the preview has shown is marked as skipped at once. Locks the rollout.
     """
     open_rollouts = _query_open_rollouts()
     found = next((step for rollout in open_rollouts if (step := _find_next_step(rollout))), None)
@@ -291,13 +317,22 @@ def _order_next_host() -> bool:
             with transaction.atomic():
                 _order_host(step_row.rollout, step_row, answers)
         except RefusedError as refused:
-            if refused.reason is RefusalReason.UNAVAILABLE and step_row.attempts + 1 < safety.HOLDER_CHECK_ATTEMPTS:
+            if step_row.has_foreseen_refusal:
+                _end_step(step_row, _S.SKIPPED, refused.text)
+            elif step_row.attempts + 1 < _count_allowed_attempts(refused):
                 RolloutStep.objects.filter(pk=step_row.pk).update(
                     attempts=F("attempts") + 1, next_at=Now() + HOLDER_CHECK_PAUSE, text=refused.text[:4096]
                 )
             else:
                 _end_step(step_row, _S.FAILED, refused.text)
     return True
+
+
+def _count_allowed_attempts(refused: RefusedError) -> int:
+    """Return how often an order may be tried that ends with this refusal."""
+    if isinstance(refused, command_queue.AgentDownError):
+        return AGENT_ATTEMPTS
+    return safety.HOLDER_CHECK_ATTEMPTS if refused.reason is RefusalReason.UNAVAILABLE else 1
 
 
 def _query_open_rollouts() -> QuerySet[Rollout]:
@@ -316,12 +351,6 @@ def _find_next_step(rollout: Rollout) -> RolloutStep | None:
         return None
     waiting = rollout.steps.filter(state=_S.WAITING).select_related("host", "rollout")
     return waiting.filter(Q(next_at=None) | Q(next_at__lte=Now())).order_by("id").first()
-
-
-def build_change(rollout: Rollout) -> DriverChange:
-    """Return the change that a rollout makes on each host."""
-    edits = SettingEdits(**rollout.edits) if rollout.edits else NO_EDITS
-    return DriverChange(RolloutOp(rollout.op), rollout.driver, rollout.enabled, rollout.settings, edits)
 
 
 def delete_oldest_ended_rollout(now: datetime | None = None) -> bool:

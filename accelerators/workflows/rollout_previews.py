@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from accelerators import safety
 from accelerators.commands import command_queue
 from accelerators.domain.states import DeviceOutcome
 from accelerators.models import Device, DriverWish, Rollout
-from accelerators.workflows import driver_config, driver_rollouts
+from accelerators.workflows import driver_config
 
 
 @dataclass(frozen=True)
@@ -57,11 +57,27 @@ class RolloutPreview:
 
 
 def preview_rollout(rollout: Rollout) -> RolloutPreview:
-    """Predict what a rollout would do now on each of its hosts. Costs a constant number of statements.
+    """Predict what a rollout that is a draft would do now on each of its hosts. Costs a constant number of statements.
 
-    The holder checks and the agents are not asked, only the database.
+    A refusal that was not foreseen when the draft was stored may stop the rollout; its text says so. The holder checks
+    and the agents are not asked, only the database.
     """
-    change = driver_rollouts.build_change(rollout)
+    foreseen = {step.host_name for step in rollout.steps.all() if step.has_foreseen_refusal}
+    hosts = forecast_hosts(rollout)
+    if rollout.stop_on_failure:
+        hosts = [
+            replace(one, text=f"{one.text}; the rollout may stop there")
+            if one.outcome == DeviceOutcome.REFUSED and one.host not in foreseen
+            else one
+            for one in hosts
+        ]
+    return RolloutPreview(hosts)
+
+
+def forecast_hosts(rollout: Rollout) -> list[HostForecast]:
+    """Predict what a rollout would do now on each of its hosts, in the order of its steps. Costs a constant number of
+    statements."""
+    change = driver_config.build_change(rollout)
     steps = list(rollout.steps.select_related("host").order_by("id"))
     host_ids = [step.host_id for step in steps if step.host_id is not None]
     wishes = DriverWish.objects.filter(driver=rollout.driver, host__in=host_ids).select_related("command")
@@ -79,10 +95,10 @@ def preview_rollout(rollout: Rollout) -> RolloutPreview:
         if step.host is not None:
             wish, pk = wish_by_host.get(step.host.pk), step.host.pk
             outcome, text = driver_config.forecast_change(
-                step.host, change, wish, unreachable.get(pk, ""), pk in busy_hosts, held_counts[pk] > 0
+                step.host, change, wish, unreachable.get(pk), pk in busy_hosts, held_counts[pk] > 0
             )
             if outcome == DeviceOutcome.MOVED and step.generation not in (None, wish.generation if wish else 0):
                 outcome, text = DeviceOutcome.REFUSED, "somebody has changed it since the hosts were chosen"
         counts = (device_counts[step.host_id or 0], held_counts[step.host_id or 0])
         forecasts.append(HostForecast(step.host_name, outcome, text, step.generation, *counts))
-    return RolloutPreview(forecasts)
+    return forecasts

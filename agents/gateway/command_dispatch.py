@@ -22,7 +22,7 @@ import psycopg
 from django.db import DatabaseError, InterfaceError, close_old_connections, connection
 
 from accelerators.commands import command_queue, placement_delegation
-from accelerators.commands.command_queue import CommandAnswer, CommandId, CommandProgress
+from accelerators.commands.command_queue import CommandAnswer, CommandId, CommandProgress, Obstacle
 from accelerators.domain.states import AgentState
 from accelerators.models import Host
 from accelerators.runtime import database_outage, pubsub
@@ -95,31 +95,31 @@ def store_messages(messages: Sequence[CommandMessage]) -> set[CommandId]:
     return command_queue.store_answers(answers) if answers else set()
 
 
-def explain_unreachable(hosts: Collection[Host], may_wait: bool) -> dict[int, str]:
-    """Return, by host id, why the agents of these hosts accept no commands; hosts without a reason are left out.
+def find_agent_obstacles(hosts: Collection[Host], *, may_wait: bool) -> dict[int, Obstacle]:
+    """Return, by host id, why the agents of these hosts accept no commands; hosts without an obstacle are left out.
 
-    That an agent is down or barred, or that none has joined, is a reason unless the command may wait for it. Costs one
-    query.
+    That an agent is down or barred, or that none has joined, is an obstacle unless the command may wait for it. Costs
+    one query.
     """
     agents = Agent.objects.filter(host__in=hosts).order_by().select_related("host__lease")
     agent_by_host = {agent.host_id: agent for agent in agents}
-    reasons = {host.pk: _describe_obstacle(host.name, agent_by_host.get(host.pk), may_wait) for host in hosts}
-    return {pk: reason for pk, reason in reasons.items() if reason}
+    obstacles = {host.pk: _find_obstacle(host.name, agent_by_host.get(host.pk), may_wait) for host in hosts}
+    return {pk: obstacle for pk, obstacle in obstacles.items() if obstacle}
 
 
-def _describe_obstacle(host: str, agent: Agent | None, may_wait: bool) -> str:
-    """Return why the agent of `host` accepts no commands, '' if it does; None stands for a host without an agent."""
+def _find_obstacle(host: str, agent: Agent | None, may_wait: bool) -> Obstacle | None:
+    """Return why the agent of `host` accepts no commands, None if it does. `agent` is None if none has joined."""
     if agent is not None and agent.ops == "":
-        return _describe_no_commands(host, agent.version)
+        return Obstacle(_describe_no_commands(host, agent.version))
     if may_wait:
-        return ""
+        return None
     if agent is None:
-        return f"no agent has joined for {host}: let it join with a join token, then try again"
+        return Obstacle(f"no agent has joined for {host}: let it join with a join token, then try again")
     if agent.barred:
-        return f"the agent of {host} may not connect ({agent.barred}): admit it, or let it join again"
+        return Obstacle(f"the agent of {host} may not connect ({agent.barred}): admit it, or let it join again")
     if liveness.get_agent_state(agent) == AgentState.DOWN:
-        return f"the agent of {host} is down: start it, then try again"
-    return ""
+        return Obstacle(f"the agent of {host} is down: start it, then try again", may_pass=True)
+    return None
 
 
 def _describe_no_commands(host: str, release: str) -> str:

@@ -259,7 +259,7 @@ def rollout_show(cli_context: CliContext, rollout: UUID | None, wait: bool) -> N
         _follow_rollout(cli_context, shown, f"{shown['op']} {shown['driver']}")
     shown = cli_context.api.get(f"rollouts/{rollout}/")
     print_row(shown, cli_context.output)
-    if wait and (shown["counts"]["failed"] or shown["state"] != "done"):
+    if wait and (shown["counts"]["failed"] or shown["counts"]["skipped"] or shown["state"] != "done"):
         sys.exit(ExitCode.REFUSED)
 
 

@@ -1,15 +1,18 @@
-"""Test that a driver rollout does not wait for agents that are absent: it fails there at once, with the reason."""
+"""Test what a driver rollout does on hosts whose agents are absent: it waits for one that may come back by itself."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 
 import pytest
 
+from accelerators import conductor
 from accelerators.domain.caller import Caller
 from accelerators.domain.errors import RefusedError
 from accelerators.domain.states import EventSource, RolloutOp
-from accelerators.models import Command, DriverWish, Host
+from accelerators.models import Command, DriverWish, Host, RolloutStep
+from accelerators.runtime import database_clock
 from accelerators.workflows import driver_rollouts, rollout_previews
 from accelerators.workflows.driver_config import DriverChange
 from accelerators.workflows.driver_rollouts import RolloutPace
@@ -43,7 +46,7 @@ def hosts() -> list[Host]:
 
 
 def test_the_preview_and_the_result_of_a_rollout_name_at_once_why_an_agent_takes_no_command(hosts: list[Host]) -> None:
-    pace = RolloutPace(stop_on_failure=False)
+    pace = RolloutPace(max_parallel=1)
     draft = driver_rollouts.start_rollout(INSTALL, hosts, OLGA, pace=pace, source=EventSource.PERSON, is_draft=True)
     forecasts = {one.host: (str(one.outcome), one.text) for one in rollout_previews.preview_rollout(draft).hosts}
     refused = {name: ("refused", text.format("the host")) for name, text in REASONS.items()}
@@ -55,7 +58,9 @@ def test_the_preview_and_the_result_of_a_rollout_name_at_once_why_an_agent_takes
     assert states.pop("up") == ("ordered", "")
     for name, text in REASONS.items():
         expected = text.format(name)
-        assert states[name] == ("failed", f"{expected[0].upper()}{expected[1:]}.")
+        assert states[name] == ("skipped", f"{expected[0].upper()}{expected[1:]}.")
+    draft.refresh_from_db()
+    assert draft.state == "running", "a refusal that the preview has shown does not stop the rollout"
     assert Command.objects.get().host.name == "up", "no other host has got a command"
     assert [wish.host.name for wish in DriverWish.objects.all()] == ["up"]
 
@@ -65,3 +70,53 @@ def test_a_change_on_one_host_whose_agent_is_down_is_refused(hosts: list[Host]) 
     with pytest.raises(RefusedError, match="The agent of down is down: start it"):
         driver_rollouts.start_rollout(INSTALL, [down], OLGA, source=EventSource.PERSON)
     assert not DriverWish.objects.exists() and not Command.objects.exists()
+
+
+def start_on_down_and_up(hosts: list[Host]) -> Callable[[], RolloutStep]:
+    """Start a rollout on the host whose agent is down and on the one whose agent is up, without a preview. Return a
+    function that runs the job after the pause of the first host, and returns the step of this host."""
+    chosen = [host for host in hosts if host.name in ("down", "up")]
+    rollout = driver_rollouts.start_rollout(INSTALL, chosen, OLGA, source=EventSource.PERSON)
+
+    def run_after_pause() -> RolloutStep:
+        with conductor.writing():
+            rollout.steps.exclude(next_at=None).update(next_at=database_clock.now())
+        driver_rollouts.run()
+        return rollout.steps.get(host_name="down")
+
+    return run_after_pause
+
+
+def test_L2_a_rollout_waits_for_an_agent_that_comes_back_after_an_outage(hosts: list[Host]) -> None:
+    run_after_pause = start_on_down_and_up(hosts)
+    step = run_after_pause()
+    assert (step.state, step.attempts) == ("waiting", 1) and "down" in step.text
+    assert step.rollout.steps.get(host_name="up").state == "ordered", "the other host does not wait"
+    Lease.objects.filter(host=step.host_id).update(seen_at=database_clock.now())
+    step = run_after_pause()
+    assert (step.state, step.text) == ("ordered", "")
+    step.rollout.refresh_from_db()
+    assert step.rollout.state == "running"
+
+
+def test_a_rollout_waits_longer_after_each_attempt_and_fails_if_the_agent_stays_down(hosts: list[Host]) -> None:
+    run_after_pause = start_on_down_and_up(hosts)
+    pauses = []
+    while (step := run_after_pause()).state == "waiting":
+        assert step.next_at
+        pauses.append(round((step.next_at - database_clock.now()).total_seconds()))
+    assert pauses == pytest.approx([12, 24, 48, 60], abs=3)
+    assert (step.state, step.attempts) == ("failed", 4) and "down" in step.text
+
+
+def test_the_preview_says_that_a_refusal_which_arose_after_the_choice_may_stop_the_rollout(hosts: list[Host]) -> None:
+    draft = driver_rollouts.start_rollout(INSTALL, hosts, OLGA, source=EventSource.PERSON, is_draft=True)
+    Agent.objects.filter(host__name="up").update(ops="")
+    texts = {one.host: one.text for one in rollout_previews.preview_rollout(draft).hosts}
+    assert [name for name, text in texts.items() if text.endswith("; the rollout may stop there")] == ["up"]
+    Agent.objects.filter(host__name="down").update(ops="configure")
+    Lease.objects.update(seen_at=database_clock.now())
+    driver_rollouts.confirm_rollout(draft, "")
+    driver_rollouts.run()
+    assert draft.steps.get(host_name="down").state == "ordered", "its agent has come back"
+    assert draft.steps.get(host_name="up").state == "failed"
