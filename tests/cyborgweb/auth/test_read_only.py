@@ -112,7 +112,7 @@ def test_the_switch_waits_for_a_write_that_began_before_it(device: Device) -> No
     for thread in threads:
         thread.join(10)
     actions = Event.objects.filter(action__in=["device.ready", "maintenance.begun"]).order_by("id")
-    assert results == [200, True]
+    assert {*results} == {200, True}, "both have succeeded; which thread notes its result first says nothing"
     assert [*actions.values_list("action", flat=True)] == ["device.ready", "maintenance.begun"]
 
 

@@ -369,7 +369,7 @@ def test_accelerators_are_labelled_by_filter_and_by_name(cyborg: Cyborg, host: H
     one = ("accelerator-label", first, "--label", "trial")
     refused = cyborg(*one, "--generation", "1")
     assert_refused(refused, 1, "is at generation 3 now, not 1")
-    assert refused.stderr.count('+  "label": "trial",') == 2
+    assert refused.stderr.count('+  "label": "trial",') == 1, "the difference is still the same when it is refused"
     assert [row["outcome"] for row in json.loads(cyborg(*one, "--generation", "3", "-f", "json").stdout)] == ["done"]
     assert cyborg("accelerator-label", first, "--label", "").exit_code == 0
     assert_refused(cyborg("accelerator-label", UNKNOWN_UUID, "--label", ""), 3)

@@ -46,13 +46,13 @@ def test_every_collection_and_element_has_an_html_page(ask: Ask, fill: Fill) -> 
         assert member, name
         assert 'aria-current="page"' in get_page(ask, member[1])
     selects = re.findall(r'<select id="POST-(\w+)".*?</select>', get_page(ask, "/api/accelerators/"))
-    assert {*selects} == {"dry_run", "keep"}, "no field loads rows to choose from"
+    assert {*selects} == {"dry_run", "store_draft"}, "no field loads rows to choose from"
 
 
 def test_yes_or_no_and_one_of_fixed_values_are_chosen_from_a_list(ask: Ask) -> None:
     page = get_page(ask, "/api/bulk_actions/")
     lists = dict(re.findall(r'<select id="POST-(\w+)"([^>]*>.*?)</select>', page))
-    assert {*lists} == {"action", "then", "dry_run", "keep"}
+    assert {*lists} == {"action", "then", "dry_run", "store_draft"}
     options = '<option value=""></option><option value="true">yes</option><option value="false">no</option>'
     assert lists["dry_run"] == f' name="dry_run" data-kind="json">{options}'
     assert " required>" in lists["action"] and '<option value="partition">partition</option>' in lists["action"]
