@@ -132,7 +132,7 @@ def admit_its_devices(olga: Shell) -> None:
     rule = ("rule-create", "hall3", "--host", "new-*.hall3.example", "--driver", "fake_driver", "--action", "ready")
     shown = olga.run(*rule, "--dry-run", "-f", "json").rows()
     assert [(one["number"], one["text"]) for one in shown] == [(NEW_DEVICES, "becomes ready")]
-    assert olga.run(*rule).code == 0
+    assert olga.run(*rule, "--yes").code == 0
     admitted = olga.run("device-admit", "--filter", f"host={HOST}", "-f", "json")
     assert admitted.code == 0, admitted.err
     assert len(admitted.rows()) == NEW_DEVICES
