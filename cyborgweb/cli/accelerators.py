@@ -54,7 +54,7 @@ PARTITION = "partition"
     default="attached",
     help="Units that are held; the default of cyborg.",
 )
-@click.option("--free", "which", flag_value="free", help="Units that nobody holds.")
+@click.option("--free", "which", flag_value="free", help="Units that are free. --all shows the released ones, too.")
 @click.option("--all", "which", flag_value="all", help="All units; the default of manage.py.")
 @options.saved_view_option
 @options.limit_option
