@@ -272,6 +272,9 @@ def accelerator_label(
 ) -> None:
     """Set the label of accelerators that are held. Name them by uuid, or write - to read uuids from standard input.
 
+    The uuid is that of the request that holds the accelerator: `accelerator-list -c uuid,unit,host,instance.uuid`
+    lists it.
+
     Several are labelled by one job of the service; you are asked to type their number first if they are on several
     hosts. Members of a project label those of their project. An accelerator whose label changes after the preview is
     refused. --generation is only for a single accelerator that is named.
