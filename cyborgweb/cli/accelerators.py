@@ -54,7 +54,7 @@ PARTITION = "partition"
     default="attached",
     help="Units that are held; the default of cyborg.",
 )
-@click.option("--free", "which", flag_value="free", help="Units that nobody holds.")
+@click.option("--free", "which", flag_value="free", help="Units that are free. --all shows the released ones, too.")
 @click.option("--all", "which", flag_value="all", help="All units; the default of manage.py.")
 @options.saved_view_option
 @options.limit_option
@@ -271,6 +271,9 @@ def accelerator_label(
     wait: bool,
 ) -> None:
     """Set the label of accelerators that are held. Name them by uuid, or write - to read uuids from standard input.
+
+    The uuid is that of the request that holds the accelerator: `accelerator-list -c uuid,unit,host,instance.uuid`
+    lists it.
 
     Several are labelled by one job of the service; you are asked to type their number first if they are on several
     hosts. Members of a project label those of their project. An accelerator whose label changes after the preview is

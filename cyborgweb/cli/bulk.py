@@ -387,9 +387,9 @@ def _build_result_row(kind: ObjectKind, result: Mapping[str, Any]) -> dict[str, 
 def bulk_show(cli_context: CliContext, bulk: UUID | None, wait: bool) -> None:
     """Show a bulk action, which changes many devices, attachments or accelerators; without a uuid list the newest.
 
-    --wait also waits for the commands, installations and detachments that it has ordered. The result of each object is
-    in the list that `results` names. The verb that began the bulk action repeats it with --retry-failed for the objects
-    that failed.
+    --wait also waits for the commands, installations and detachments that it has ordered. The field `results` is the
+    URL of the list with the result of each object; with &outcome=refused at its end, the list has only those that were
+    refused. The verb that began the bulk action repeats it with --retry-failed for the objects that failed.
     """
     if bulk is None:
         return cli_context.print_list(

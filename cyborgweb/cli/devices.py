@@ -151,9 +151,10 @@ device_reinstate = _make_action_verb(
 @verb_command(
     "device-drain",
     'device-drain 3f1c --then retired --reason "end of lease"',
-    "Stop offering devices, and change their state when they are free. Nobody is evicted.\n\nThe command does not wait"
-    " until the devices are free. It shows how many requests still hold each device; the state given in --then applies"
-    f" when the last of them ends.\n\n{DASH_HELP}",
+    "Stop offering devices, and change their state when they are free. Nobody is evicted.\n\n--wait waits until"
+    " the drain of each device has begun, and not until the devices are free: `device-list --draining --watch` shows"
+    " those that are not free yet. The rows show how many requests still hold each device; the state given in --then"
+    f" applies when the last of them ends.\n\n{DASH_HELP}",
 )
 @bulk.add_device_options
 @click.option(

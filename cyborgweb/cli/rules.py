@@ -40,14 +40,15 @@ def add_rule_options(function: Callable[..., Any]) -> Callable[..., Any]:
     """Add the name of a rule, the options that describe it and those of its confirmation; return the decorated
     function."""
     pattern = "; * stands for any text, ? for one character. Without it, or empty, every one matches."
+    reported = "as its driver reports it, for example {}; * and ? are wildcards, as in --host."
     for option in reversed(
         (
             click.argument("rule"),
             click.option("--order", type=click.IntRange(0), help="The rule with the lowest number is tried first."),
             click.option("--host", help=f"Name of the host{pattern}"),
             click.option("--driver", help="Name of the driver, as a pattern, too."),
-            click.option("--vendor", help="The vendor, as device-list shows it, as a pattern, too."),
-            click.option("--model", help="The model, as device-list shows it, as a pattern, too."),
+            click.option("--vendor", help=f"The vendor, {reported.format('10de')}"),
+            click.option("--model", help=f"The model, {reported.format('20b5')}"),
             click.option("--type", type=click.Choice(["", *DEVICE_TYPES]), help="The type of the device."),
             click.option("--enabled/--disabled", default=None, help="Whether the rule is in force."),
             click.option("--dry-run", is_flag=True, help="Only print how many inactive devices it would move."),

@@ -72,12 +72,23 @@ def test_verbs_that_read_names_from_standard_input_say_so() -> None:
     assert [verb.name for verb in readers if "standard input" not in " ".join((verb.help or "").split())] == []
 
 
+def read_verbs_of_manual(heading: str) -> list[set[str]]:
+    """Return the verbs in the first cell of each row of the table of `docs/cli.md` with this heading."""
+    table = (ROOT / "docs" / "cli.md").read_text().partition(f"{heading}\n|---|---|\n")[2].partition("\n\n")[0]
+    cells = [line.split("|")[1].partition("for example")[0] for line in table.splitlines()]
+    return [set(cell.split("`")[1::2]) - {"--count"} for cell in cells]
+
+
 def test_the_manual_names_exactly_the_verbs_that_ask_for_confirmation() -> None:
     asking = {verb.name for verb in VERB_COMMANDS if any("--yes" in one.opts for one in verb.params)}
-    sentence = (
-        (ROOT / "docs" / "cli.md").read_text().partition("These verbs ask for confirmation:")[2].partition(";")[0]
-    )
-    assert set(sentence.split("`")[1::2]) - {"--count"} == asking
+    assert set.union(*read_verbs_of_manual("| verbs | ask |")) == asking
+
+
+def test_the_manual_names_exactly_the_verbs_whose_dry_run_does_more_than_print_the_request() -> None:
+    dry_runs = {verb.name: one for verb in VERB_COMMANDS for one in verb.params if "--dry-run" in one.opts}
+    asking_service, using_no_service, others = read_verbs_of_manual("| verbs | `--dry-run` |")
+    assert using_no_service == {"announcement-key", "announce-certificate"} and not others
+    assert asking_service | using_no_service == {name for name, one in dry_runs.items() if one.expose_value}
 
 
 def test_every_verb_that_changes_something_has_a_dry_run() -> None:
