@@ -110,21 +110,27 @@ def find_agent_obstacles(hosts: Collection[Host], *, may_wait: bool) -> dict[int
 def _find_obstacle(host: str, agent: Agent | None, may_wait: bool) -> Obstacle | None:
     """Return why the agent of `host` accepts no commands, None if it does. `agent` is None if none has joined."""
     if agent is not None and agent.ops == "":
-        return Obstacle(_describe_no_commands(host, agent.version))
+        return _build_obstacle(host, _describe_no_commands(agent.version))
     if may_wait:
         return None
     if agent is None:
-        return Obstacle(f"no agent has joined for {host}: let it join with a join token, then try again")
+        remedy = "let it join with a join token, then try again"
+        return Obstacle(f"no agent has joined for {host}: {remedy}", f"no agent has joined for it: {remedy}")
     if agent.barred:
-        return Obstacle(f"the agent of {host} may not connect ({agent.barred}): admit it, or let it join again")
+        return _build_obstacle(host, f"may not connect ({agent.barred}): admit it, or let it join again")
     if liveness.get_agent_state(agent) == AgentState.DOWN:
-        return Obstacle(f"the agent of {host} is down: start it, then try again", may_pass=True)
+        return _build_obstacle(host, "is down: start it, then try again", may_pass=True)
     return None
 
 
-def _describe_no_commands(host: str, release: str) -> str:
-    """Return the sentence that says that the agent of `host`, of this release, accepts no commands."""
-    return f"the agent of {host} (release {release or 'unknown'}) accepts no commands: update it"
+def _build_obstacle(host: str, predicate: str, *, may_pass: bool = False) -> Obstacle:
+    """Return an Obstacle whose texts say this about the agent of `host`."""
+    return Obstacle(f"the agent of {host} {predicate}", f"its agent {predicate}", may_pass)
+
+
+def _describe_no_commands(release: str) -> str:
+    """Return the predicate which says that an agent of this release accepts no commands."""
+    return f"(release {release or 'unknown'}) accepts no commands: update it"
 
 
 class CommandDispatcher(threading.Thread):
@@ -304,7 +310,7 @@ class CommandDispatcher(threading.Thread):
                 state.sent_at |= dict.fromkeys((id for id, *_ in unsent), now)
                 outgoing.append((state.session, [_encode_command(*row) for row in unsent]))
             else:
-                reason = _describe_no_commands(state.session.identity.host, state.release)
+                reason = _build_obstacle(state.session.identity.host, _describe_no_commands(state.release)).text
                 with suppressing_lock_timeouts():  # they are found again by the next poll
                     command_queue.refuse_undelivered_commands([id for id, *_ in unsent], reason)
         if len(rows) == MAX_COMMANDS_PER_QUERY:

@@ -24,10 +24,10 @@ pytestmark = pytest.mark.django_db
 OLGA = Caller("olga", "u", frozenset({"admin"}), "p1")
 INSTALL = DriverChange(RolloutOp.INSTALL, "test_driver")
 REASONS = {
-    "barred": "the agent of {} may not connect (revoked): admit it, or let it join again",
-    "down": "the agent of {} is down: start it, then try again",
-    "never-joined": "no agent has joined for {}: let it join with a join token, then try again",
-    "old": "the agent of {} (release 0.0.9) accepts no commands: update it",
+    "barred": "its agent may not connect (revoked): admit it, or let it join again",
+    "down": "its agent is down: start it, then try again",
+    "never-joined": "no agent has joined for it: let it join with a join token, then try again",
+    "old": "its agent (release 0.0.9) accepts no commands: update it",
 }
 
 
@@ -49,7 +49,7 @@ def test_the_preview_and_the_result_of_a_rollout_name_at_once_why_an_agent_takes
     pace = RolloutPace(max_parallel=1)
     draft = driver_rollouts.start_rollout(INSTALL, hosts, OLGA, pace=pace, source=EventSource.PERSON, is_draft=True)
     forecasts = {one.host: (str(one.outcome), one.text) for one in rollout_previews.preview_rollout(draft).hosts}
-    refused = {name: ("refused", text.format("the host")) for name, text in REASONS.items()}
+    refused = {name: ("refused", text) for name, text in REASONS.items()}
     assert forecasts == refused | {"up": ("moved", "it is installed")}
     assert driver_rollouts.confirm_rollout(draft, "")
     while driver_rollouts.advance_oldest_rollout():
@@ -57,7 +57,7 @@ def test_the_preview_and_the_result_of_a_rollout_name_at_once_why_an_agent_takes
     states = {step.host_name: (step.state, step.text) for step in draft.steps.all()}
     assert states.pop("up") == ("ordered", "")
     for name, text in REASONS.items():
-        expected = text.format(name)
+        expected = text.replace("its agent", f"the agent of {name}").replace("for it:", f"for {name}:")
         assert states[name] == ("skipped", f"{expected[0].upper()}{expected[1:]}.")
     draft.refresh_from_db()
     assert draft.state == "running", "a refusal that the preview has shown does not stop the rollout"
@@ -70,6 +70,19 @@ def test_a_change_on_one_host_whose_agent_is_down_is_refused(hosts: list[Host]) 
     with pytest.raises(RefusedError, match="The agent of down is down: start it"):
         driver_rollouts.start_rollout(INSTALL, [down], OLGA, source=EventSource.PERSON)
     assert not DriverWish.objects.exists() and not Command.objects.exists()
+
+
+@pytest.mark.parametrize("name", ["a", "n", "agent", "the"])
+def test_the_preview_does_not_cut_the_name_of_a_host_out_of_other_words(name: str) -> None:
+    host = get_or_create_host(name)
+    apply_report(host, DriverReport("test_driver", state="absent"))
+    update = DriverChange(RolloutOp.UPDATE, "test_driver", settings={})
+    for change, text in (
+        (INSTALL, REASONS["never-joined"]),
+        (update, "test_driver is not installed there: install it there first."),
+    ):
+        draft = driver_rollouts.start_rollout(change, [host], OLGA, source=EventSource.PERSON, is_draft=True)
+        assert [one.text for one in rollout_previews.forecast_hosts(draft)] == [text]
 
 
 def start_on_down_and_up(hosts: list[Host]) -> Callable[[], RolloutStep]:
