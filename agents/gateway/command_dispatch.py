@@ -26,7 +26,7 @@ from accelerators.commands.command_queue import CommandAnswer, CommandId, Comman
 from accelerators.domain.states import AgentState
 from accelerators.models import Host
 from accelerators.runtime import database_outage, pubsub
-from agents import liveness, wire
+from agents import key_revocation, liveness, wire
 from agents.gateway.row_locks import limiting_lock_waits, suppressing_lock_timeouts
 from agents.gateway.sessions import AgentSession
 from agents.models import Agent
@@ -98,29 +98,32 @@ def store_messages(messages: Sequence[CommandMessage]) -> set[CommandId]:
 def find_agent_obstacles(hosts: Collection[Host], *, may_wait: bool) -> dict[int, Obstacle]:
     """Return, by host id, why the agents of these hosts accept no commands; hosts without an obstacle are left out.
 
-    That an agent is down or barred, or that none has joined, is an obstacle unless the command may wait for it. Costs
-    one query.
+    That an agent is down or barred, that none has joined, or that the host is being removed, is an obstacle unless the
+    command may wait for it. Costs one query.
     """
     agents = Agent.objects.filter(host__in=hosts).order_by().select_related("host__lease")
     agent_by_host = {agent.host_id: agent for agent in agents}
-    obstacles = {host.pk: _find_obstacle(host.name, agent_by_host.get(host.pk), may_wait) for host in hosts}
+    obstacles = {host.pk: _find_obstacle(host, agent_by_host.get(host.pk), may_wait) for host in hosts}
     return {pk: obstacle for pk, obstacle in obstacles.items() if obstacle}
 
 
-def _find_obstacle(host: str, agent: Agent | None, may_wait: bool) -> Obstacle | None:
+def _find_obstacle(host: Host, agent: Agent | None, may_wait: bool) -> Obstacle | None:
     """Return why the agent of `host` accepts no commands, None if it does. `agent` is None if none has joined."""
     if agent is not None and agent.ops == "":
-        return _build_obstacle(host, _describe_no_commands(agent.version))
+        return _build_obstacle(host.name, _describe_no_commands(agent.version))
     if may_wait:
         return None
+    if host.removing_since:  # its agent is revoked, and none can join
+        remedy = "wait until it is gone, or cancel its removal"
+        return Obstacle(f"host {host.name} is being removed: {remedy}", f"it is being removed: {remedy}")
     if agent is None:
         remedy = "let it join with a join token, then try again"
-        return Obstacle(f"no agent has joined for {host}: {remedy}", f"no agent has joined for it: {remedy}")
+        return Obstacle(f"no agent has joined for {host.name}: {remedy}", f"no agent has joined for it: {remedy}")
     if agent.barred:
-        return _build_obstacle(host, f"may not connect ({agent.barred}): admit it, or let it join again")
-    if liveness.get_agent_state(agent) == AgentState.DOWN:
-        return _build_obstacle(host, "is down: start it, then try again", may_pass=True)
-    return None
+        bar = agent.barred, agent.barred_reason
+        return Obstacle(key_revocation.explain_bar(*bar, host.name), key_revocation.explain_bar(*bar, ""))
+    is_down = liveness.get_agent_state(agent) == AgentState.DOWN
+    return _build_obstacle(host.name, "is down: start it, then try again", may_pass=True) if is_down else None
 
 
 def _build_obstacle(host: str, predicate: str, *, may_pass: bool = False) -> Obstacle:
