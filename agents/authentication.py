@@ -19,7 +19,7 @@ import msgspec
 from django.conf import settings
 from django.core.signing import BadSignature, Signer
 from django.db import connection, transaction
-from django.db.models.functions import Now
+from django.db.models.functions import Greatest, Now
 
 from accelerators import conductor
 from accelerators.domain.errors import RefusalReason, RefusedError
@@ -394,10 +394,12 @@ def _enrol_with_token(credential: credentials.Credential) -> EnrolledAgent:
 
 
 def _renew_lease(host: Host) -> None:
-    """Store that the agent of the host was heard now; create the lease if there is none."""
-    Lease.objects.bulk_create(
-        [Lease(host=host, seen_at=Now())], update_conflicts=True, unique_fields=["host"], update_fields=["seen_at"]
-    )
+    """Store that the agent of the host was heard now; create the lease if there is none.
+
+    Another transaction may renew the lease while this one waits for the row, so the lease only moves forward.
+    """
+    Lease.objects.bulk_create([Lease(host=host, seen_at=Now())], ignore_conflicts=True)
+    Lease.objects.filter(host=host).update(seen_at=Greatest("seen_at", Now()))
 
 
 def _check_bar(agent: Agent | None, token: JoinToken, credential: credentials.Credential) -> None:

@@ -208,13 +208,15 @@ def describe_both(first: ConnectionIdentity, second: ConnectionIdentity) -> str:
 def explain_bar(barred: str, reason: str, host: str) -> str:
     """Return the sentence for a barred agent: why it is barred, and how an operator lets the host join again.
 
-    `barred` is a `BarKind`, `reason` the stored reason of the bar.
+    `barred` is a `BarKind`, `reason` the stored reason of the bar. If `host` is '', the sentence does not name
+    it.
     """
-    make_token = f"make a token with `manage.py join_token {host}`"
+    argument = host or "HOST"
+    make_token = f"make a token with `manage.py join_token {argument}`"
     if barred == BarKind.CLONE:
-        remedy = f"find out which one is right, then {make_token}, or run `manage.py agents --admit {host}`"
-        return f"two machines use the key of {host} ({reason}): {remedy}"
-    return f"the agent of {host} was revoked ({reason}): to have it back, {make_token}"
+        remedy = f"find out which one is right, then {make_token}, or run `manage.py agents --admit {argument}`"
+        return f"two machines use {f'the key of {host}' if host else 'its key'} ({reason}): {remedy}"
+    return f"{f'the agent of {host}' if host else 'its agent'} was revoked ({reason}): to have it back, {make_token}"
 
 
 def _lock_agent(host_id: int) -> Agent:

@@ -11,6 +11,7 @@ from django.db.models import Q
 from accelerators.commands.placement_delegation import WriterStatus
 from accelerators.domain.states import AgentState
 from accelerators.runtime import database_clock
+from agents.key_revocation import explain_bar
 from agents.models import Agent
 
 LIVENESS_STATES = (AgentState.UP, AgentState.LATE, AgentState.DOWN)
@@ -110,7 +111,7 @@ def _is_silent(agent: Agent) -> bool:
 def explain_cannot_write(agent: Agent) -> str:
     """Return why the agent cannot write to Placement now, '' if it can."""
     if agent.barred:
-        return f"its agent may not connect: {agent.barred}"
+        return explain_bar(agent.barred, agent.barred_reason, "")
     if _is_silent(agent):
         return "its agent is down"
     if agent.writes is None:

@@ -72,10 +72,14 @@ CommandId = tuple[int, int]
 
 
 class Obstacle(NamedTuple):
-    """The reason why the agent of a host takes no commands. `may_pass` is True if the agent is only down: it may come
-    back by itself, for example after the conductor was away."""
+    """The reason why the agent of a host takes no commands.
+
+    `text` names the host; `nameless_text` does not, so that hosts with the same reason can be counted together.
+    `may_pass` is True if the agent is only down: it may come back by itself, for example after the conductor was away.
+    """
 
     text: str
+    nameless_text: str
     may_pass: bool = False
 
 

@@ -173,7 +173,7 @@ def ask_holders_for_change(host: Host, change: DriverChange) -> safety.HolderAns
     entry = host.drivers.get(change.driver)
     devices = list(Device.objects.filter(host=host, driver=change.driver).select_related("host"))
     try:
-        wanted = _resolve_wanted(change, wish, entry, host)
+        wanted = _resolve_wanted(change, wish, entry, f"on {host.name}")
         if wanted is None or _is_in_effect(wish, wanted, entry) or not _is_running(entry):
             return safety.NO_ANSWERS
         _refuse_if_being_changed(wish, host)
@@ -211,7 +211,7 @@ def order_driver_change(
         host = Host.objects.select_for_update(no_key=True).get(pk=host.pk)
         wish = DriverWish.objects.filter(host=host, driver=change.driver).select_related("command").first()
         entry = host.drivers.get(change.driver)
-        wanted = _resolve_wanted(change, wish, entry, host)
+        wanted = _resolve_wanted(change, wish, entry, f"on {host.name}")
         if wanted is None or _is_in_effect(wish, wanted, entry):
             return None
         present = wish.generation if wish else 0
@@ -238,21 +238,20 @@ def forecast_change(
     """
     entry = host.drivers.get(change.driver)
     try:
-        wanted = _resolve_wanted(change, wish, entry, host)
+        wanted = _resolve_wanted(change, wish, entry, "there")
     except RefusedError as refused:
-        return DeviceOutcome.REFUSED, refused.text.replace(f" on {host.name}", " there")
+        return DeviceOutcome.REFUSED, refused.text
     if wanted is None:
         return DeviceOutcome.UNCHANGED, "it is not installed there"
     if _is_in_effect(wish, wanted, entry):
         return DeviceOutcome.UNCHANGED, "it is configured like this already"
-    refusals = {
-        "it is being changed": bool(wish and wish.command and wish.command.ended_at is None),
-        obstacle.text.replace(f" {host.name}", " the host", 1) if obstacle else "": bool(obstacle),
-        "one of its devices is busy with a command": is_busy,
-        "one of its devices is held": is_held and _is_running(entry),
-    }
-    refusal = next((text for text, applies in refusals.items() if applies), "")
-    if refusal:
+    refusals = (
+        (wish and wish.command and wish.command.ended_at is None, "it is being changed"),
+        (obstacle, obstacle.nameless_text if obstacle else ""),
+        (is_busy, "one of its devices is busy with a command"),
+        (is_held and _is_running(entry), "one of its devices is held"),
+    )
+    if refusal := next((text for applies, text in refusals if applies), ""):
         return DeviceOutcome.REFUSED, refusal
     participles = {RolloutOp.INSTALL: "installed", RolloutOp.UNINSTALL: "uninstalled"}
     return DeviceOutcome.MOVED, f"it is {participles.get(change.op, 'changed')}"
@@ -272,10 +271,11 @@ def is_reported_as_wanted(entry: Mapping[str, Any] | None, generation: int, shou
 
 
 def _resolve_wanted(
-    change: DriverChange, wish: DriverWish | None, entry: Mapping[str, Any] | None, host: Host
+    change: DriverChange, wish: DriverWish | None, entry: Mapping[str, Any] | None, place: str
 ) -> WantedDriver | None:
     """Work out the configuration that a change leads to; None if there is nothing to uninstall.
 
+    `place` says in the texts of refusals where the driver is: "on " and the name of the host, or "there".
     Raises RefusedError: CONFLICT for an update of a driver that is not installed on the host, and for edits of settings
     that stand in the host's own file, because they are not known here; INVALID for edits that do not fit the settings,
     and for settings that the driver cannot use.
@@ -286,25 +286,23 @@ def _resolve_wanted(
         has_to_uninstall = is_installed or bool(wish and not is_reported_as_wanted(entry, wish.generation, False))
         return WantedDriver(installed=False, enabled=False) if has_to_uninstall else None
     if change.op is RolloutOp.UPDATE and not is_installed:
-        raise RefusedError(
-            RefusalReason.CONFLICT, f"{change.driver} is not installed on {host.name}: install it there first."
-        )
+        raise RefusedError(RefusalReason.CONFLICT, f"{change.driver} is not installed {place}: install it there first.")
     enabled = change.enabled if change.enabled is not None else change.op is RolloutOp.INSTALL or before.enabled
     settings = before.settings if change.settings is None else change.settings
     if change.edits:
-        settings = _edit_settings(change, before.settings if is_installed else {}, host)
+        settings = _edit_settings(change, before.settings if is_installed else {}, place)
     if settings is not None and settings != before.settings and driver_settings.is_checked_here(change.driver, entry):
         driver_settings.refuse_unusable_settings(change.driver, settings)
     return WantedDriver(True, enabled, settings)
 
 
-def _edit_settings(change: DriverChange, settings: WantedSettings | None, host: Host) -> WantedSettings:
+def _edit_settings(change: DriverChange, settings: WantedSettings | None, place: str) -> WantedSettings:
     """Return the settings after the change's edits; None stands for the settings of the host's own file.
 
     Raises RefusedError CONFLICT for None, INVALID if the edits do not fit, or if the result is not allowed.
     """
     if settings is None:
-        text = f"{change.driver} on {host.name} runs with the settings of the host's own file, which are not known here"
+        text = f"{change.driver} {place} runs with the settings of the host's own file, which are not known here"
         raise RefusedError(RefusalReason.CONFLICT, f"{text}: send all its settings once, then change single ones.")
     edited = setting_edits.apply_edits(settings, change.edits)
     check_settings(edited)

@@ -26,7 +26,7 @@ from accelerators.commands.command_queue import CommandAnswer, CommandId, Comman
 from accelerators.domain.states import AgentState
 from accelerators.models import Host
 from accelerators.runtime import database_outage, pubsub
-from agents import liveness, wire
+from agents import key_revocation, liveness, wire
 from agents.gateway.row_locks import limiting_lock_waits, suppressing_lock_timeouts
 from agents.gateway.sessions import AgentSession
 from agents.models import Agent
@@ -98,33 +98,42 @@ def store_messages(messages: Sequence[CommandMessage]) -> set[CommandId]:
 def find_agent_obstacles(hosts: Collection[Host], *, may_wait: bool) -> dict[int, Obstacle]:
     """Return, by host id, why the agents of these hosts accept no commands; hosts without an obstacle are left out.
 
-    That an agent is down or barred, or that none has joined, is an obstacle unless the command may wait for it. Costs
-    one query.
+    That an agent is down or barred, that none has joined, or that the host is being removed, is an obstacle unless the
+    command may wait for it. Costs one query.
     """
     agents = Agent.objects.filter(host__in=hosts).order_by().select_related("host__lease")
     agent_by_host = {agent.host_id: agent for agent in agents}
-    obstacles = {host.pk: _find_obstacle(host.name, agent_by_host.get(host.pk), may_wait) for host in hosts}
+    obstacles = {host.pk: _find_obstacle(host, agent_by_host.get(host.pk), may_wait) for host in hosts}
     return {pk: obstacle for pk, obstacle in obstacles.items() if obstacle}
 
 
-def _find_obstacle(host: str, agent: Agent | None, may_wait: bool) -> Obstacle | None:
+def _find_obstacle(host: Host, agent: Agent | None, may_wait: bool) -> Obstacle | None:
     """Return why the agent of `host` accepts no commands, None if it does. `agent` is None if none has joined."""
     if agent is not None and agent.ops == "":
-        return Obstacle(_describe_no_commands(host, agent.version))
+        return _build_obstacle(host.name, _describe_no_commands(agent.version))
     if may_wait:
         return None
+    if host.removing_since:  # its agent is revoked, and none can join
+        remedy = "wait until it is gone, or cancel its removal"
+        return Obstacle(f"host {host.name} is being removed: {remedy}", f"it is being removed: {remedy}")
     if agent is None:
-        return Obstacle(f"no agent has joined for {host}: let it join with a join token, then try again")
+        remedy = "let it join with a join token, then try again"
+        return Obstacle(f"no agent has joined for {host.name}: {remedy}", f"no agent has joined for it: {remedy}")
     if agent.barred:
-        return Obstacle(f"the agent of {host} may not connect ({agent.barred}): admit it, or let it join again")
-    if liveness.get_agent_state(agent) == AgentState.DOWN:
-        return Obstacle(f"the agent of {host} is down: start it, then try again", may_pass=True)
-    return None
+        bar = agent.barred, agent.barred_reason
+        return Obstacle(key_revocation.explain_bar(*bar, host.name), key_revocation.explain_bar(*bar, ""))
+    is_down = liveness.get_agent_state(agent) == AgentState.DOWN
+    return _build_obstacle(host.name, "is down: start it, then try again", may_pass=True) if is_down else None
 
 
-def _describe_no_commands(host: str, release: str) -> str:
-    """Return the sentence that says that the agent of `host`, of this release, accepts no commands."""
-    return f"the agent of {host} (release {release or 'unknown'}) accepts no commands: update it"
+def _build_obstacle(host: str, predicate: str, *, may_pass: bool = False) -> Obstacle:
+    """Return an Obstacle whose texts say this about the agent of `host`."""
+    return Obstacle(f"the agent of {host} {predicate}", f"its agent {predicate}", may_pass)
+
+
+def _describe_no_commands(release: str) -> str:
+    """Return the predicate which says that an agent of this release accepts no commands."""
+    return f"(release {release or 'unknown'}) accepts no commands: update it"
 
 
 class CommandDispatcher(threading.Thread):
@@ -304,7 +313,7 @@ class CommandDispatcher(threading.Thread):
                 state.sent_at |= dict.fromkeys((id for id, *_ in unsent), now)
                 outgoing.append((state.session, [_encode_command(*row) for row in unsent]))
             else:
-                reason = _describe_no_commands(state.session.identity.host, state.release)
+                reason = _build_obstacle(state.session.identity.host, _describe_no_commands(state.release)).text
                 with suppressing_lock_timeouts():  # they are found again by the next poll
                     command_queue.refuse_undelivered_commands([id for id, *_ in unsent], reason)
         if len(rows) == MAX_COMMANDS_PER_QUERY:

@@ -18,6 +18,7 @@ from accelerators.admin.hosts import MAX_DEVICE_ROWS
 from accelerators.models import Device, Host
 from accelerators.ui import badges
 from agents import telemetry
+from agents.key_revocation import explain_bar
 from agents.liveness import get_agent_state
 from agents.models import Agent
 from agents.telemetry import HostLoad, LoadSnapshot
@@ -77,7 +78,7 @@ def explain_missing_samples(agent: Agent | None, loads: LoadSnapshot, host_load:
     if agent is None:
         return "no samples: no agent has joined for this host"
     if agent.barred:
-        return f"no samples: its agent may not connect ({agent.barred})"
+        return f"no samples: {explain_bar(agent.barred, agent.barred_reason, agent.host.name)}"
     if get_agent_state(agent) == "down":
         return "no samples: its agent is down"
     if host_load is not None:

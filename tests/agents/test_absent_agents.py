@@ -16,6 +16,7 @@ from accelerators.runtime import database_clock
 from accelerators.workflows import driver_rollouts, rollout_previews
 from accelerators.workflows.driver_config import DriverChange
 from accelerators.workflows.driver_rollouts import RolloutPace
+from agents import authentication, key_revocation
 from agents.models import Agent, Lease
 from drivers.inventory import DriverReport
 from tests.support.reports import apply_report, get_or_create_host
@@ -24,10 +25,10 @@ pytestmark = pytest.mark.django_db
 OLGA = Caller("olga", "u", frozenset({"admin"}), "p1")
 INSTALL = DriverChange(RolloutOp.INSTALL, "test_driver")
 REASONS = {
-    "barred": "the agent of {} may not connect (revoked): admit it, or let it join again",
-    "down": "the agent of {} is down: start it, then try again",
-    "never-joined": "no agent has joined for {}: let it join with a join token, then try again",
-    "old": "the agent of {} (release 0.0.9) accepts no commands: update it",
+    "barred": "its agent was revoked (by olga): to have it back, make a token with `manage.py join_token HOST`",
+    "down": "its agent is down: start it, then try again",
+    "never-joined": "no agent has joined for it: let it join with a join token, then try again",
+    "old": "its agent (release 0.0.9) accepts no commands: update it",
 }
 
 
@@ -39,8 +40,10 @@ def hosts() -> list[Host]:
         host = get_or_create_host(name)
         apply_report(host, DriverReport("test_driver", state="absent"))
         if name != "never-joined":
-            barred, ops = "revoked" if name == "barred" else "", "" if name == "old" else "configure"
-            Agent.objects.create(host=host, public_key=name, barred=barred, ops=ops, version="0.0.9")
+            ops = "" if name == "old" else "configure"
+            agent = Agent.objects.create(host=host, public_key=name, ops=ops, version="0.0.9")
+            if name == "barred":
+                key_revocation.revoke_agent(agent, "olga", "")
             Lease.objects.create(host=host, seen_at=now - timedelta(hours=name == "down"))
     return list(Host.objects.order_by("name"))
 
@@ -49,7 +52,7 @@ def test_the_preview_and_the_result_of_a_rollout_name_at_once_why_an_agent_takes
     pace = RolloutPace(max_parallel=1)
     draft = driver_rollouts.start_rollout(INSTALL, hosts, OLGA, pace=pace, source=EventSource.PERSON, is_draft=True)
     forecasts = {one.host: (str(one.outcome), one.text) for one in rollout_previews.preview_rollout(draft).hosts}
-    refused = {name: ("refused", text.format("the host")) for name, text in REASONS.items()}
+    refused = {name: ("refused", text) for name, text in REASONS.items()}
     assert forecasts == refused | {"up": ("moved", "it is installed")}
     assert driver_rollouts.confirm_rollout(draft, "")
     while driver_rollouts.advance_oldest_rollout():
@@ -57,7 +60,8 @@ def test_the_preview_and_the_result_of_a_rollout_name_at_once_why_an_agent_takes
     states = {step.host_name: (step.state, step.text) for step in draft.steps.all()}
     assert states.pop("up") == ("ordered", "")
     for name, text in REASONS.items():
-        expected = text.format(name)
+        expected = text.replace("its agent", f"the agent of {name}").replace("for it:", f"for {name}:")
+        expected = expected.replace("HOST", name)
         assert states[name] == ("skipped", f"{expected[0].upper()}{expected[1:]}.")
     draft.refresh_from_db()
     assert draft.state == "running", "a refusal that the preview has shown does not stop the rollout"
@@ -70,6 +74,51 @@ def test_a_change_on_one_host_whose_agent_is_down_is_refused(hosts: list[Host]) 
     with pytest.raises(RefusedError, match="The agent of down is down: start it"):
         driver_rollouts.start_rollout(INSTALL, [down], OLGA, source=EventSource.PERSON)
     assert not DriverWish.objects.exists() and not Command.objects.exists()
+
+
+@pytest.mark.parametrize("name", ["a", "n", "agent", "the"])
+def test_the_preview_does_not_cut_the_name_of_a_host_out_of_other_words(name: str) -> None:
+    host = get_or_create_host(name)
+    apply_report(host, DriverReport("test_driver", state="absent"))
+    update = DriverChange(RolloutOp.UPDATE, "test_driver", settings={})
+    for change, text in (
+        (INSTALL, REASONS["never-joined"]),
+        (update, "test_driver is not installed there: install it there first."),
+    ):
+        draft = driver_rollouts.start_rollout(change, [host], OLGA, source=EventSource.PERSON, is_draft=True)
+        assert [one.text for one in rollout_previews.forecast_hosts(draft)] == [text]
+
+
+def explain_refused_order(host: Host) -> str:
+    """Return the text with which a change of a driver on this host is refused."""
+    with pytest.raises(RefusedError) as refused:
+        driver_rollouts.start_rollout(INSTALL, [host], OLGA, source=EventSource.PERSON)
+    return refused.value.text
+
+
+def test_the_advice_for_a_host_whose_agent_is_barred_can_be_followed(hosts: list[Host]) -> None:
+    barred, up = hosts[0], hosts[-1]
+    assert "`manage.py join_token barred`" in (text := explain_refused_order(barred)) and "admit" not in text
+    assert authentication.create_join_token("barred", address="wss://cyborg.example", hours=1, created_by="olga")
+    agent = Agent.objects.get(host=up)
+    identities = (key_revocation.ConnectionIdentity(f"10.0.0.{n}", f"boot{n}", n) for n in (1, 2))
+    key_revocation.bar_cloned_key(up.pk, agent.public_key, *identities)
+    assert "`manage.py agents --admit up`" in explain_refused_order(up)
+    assert key_revocation.lift_clone_bar(agent, "olga")
+    driver_rollouts.start_rollout(INSTALL, [up], OLGA, source=EventSource.PERSON)
+
+
+@pytest.mark.parametrize("name", ["barred", "never-joined"])
+def test_a_host_that_is_being_removed_is_not_told_to_join(hosts: list[Host], name: str) -> None:
+    (host,) = (one for one in hosts if one.name == name)
+    with conductor.writing():
+        Host.objects.filter(pk=host.pk).update(removing_since=database_clock.now())
+    host.refresh_from_db()
+    expected = f"Host {name} is being removed: wait until it is gone, or cancel its removal."
+    assert explain_refused_order(host) == expected
+    draft = driver_rollouts.start_rollout(INSTALL, [host], OLGA, source=EventSource.PERSON, is_draft=True)
+    (forecast,) = rollout_previews.forecast_hosts(draft)
+    assert forecast.text == "it is being removed: wait until it is gone, or cancel its removal"
 
 
 def start_on_down_and_up(hosts: list[Host]) -> Callable[[], RolloutStep]:

@@ -89,6 +89,10 @@ def test_a_host_that_has_just_joined_is_up_before_its_first_heartbeat_and_become
     assert Host.objects.get().stale_since, "it has never sent a heartbeat"
     assert liveness.get_agent_state(join("k2")) == "up"
     assert Lease.objects.get().epoch == 7, "the highest epoch is kept"
+    later = datetime.now(UTC) + timedelta(seconds=1)
+    Lease.objects.update(seen_at=later)
+    join("k3")
+    assert Lease.objects.get().seen_at == later, "a lease that another transaction has renewed does not move backwards"
 
 
 @pytest.mark.parametrize(

@@ -130,7 +130,10 @@ def test_the_conductor_writes_after_the_command_of_an_agent_failed(host: Host) -
     [
         ({"writes": "the host has no credentials"}, "the host has no credentials"),
         ({"writes": None}, "its agent (release 0.2) does not support Placement writes: update it"),
-        ({"barred": "revoked"}, "its agent may not connect: revoked"),
+        (
+            {"barred": "revoked", "barred_reason": "by olga"},
+            "its agent was revoked (by olga): to have it back, make a token with `manage.py join_token HOST`",
+        ),
         ({}, "its agent is down"),
     ],
 )

@@ -137,7 +137,7 @@ def test_pages_of_devices_and_hosts_show_samples_or_why_there_are_none(
         ("nothing", "its agent has just connected, or its release"),
         ("away", "web-2 may have them, and does not answer"),
         ("down", "its agent is down"),
-        ("barred", "its agent may not connect (revoked)"),
+        ("barred", "was revoked (by olga): to have it back, make a token"),
         ("none", "no agent has joined"),
     ],
 )
@@ -151,7 +151,7 @@ def test_pages_of_devices_and_hosts_say_why_there_are_no_samples(
     if what == "down":
         Lease.objects.all().delete()
     elif what == "barred":
-        Agent.objects.update(barred="revoked")
+        Agent.objects.update(barred="revoked", barred_reason="by olga")
     elif what == "none":
         Agent.objects.all().delete()
     for model, key in (("device", host.devices.get().pk), ("host", host.pk)):
