@@ -255,26 +255,34 @@ def query_failed_objects(bulk: Bulk) -> QuerySet[Any]:
     return Device.objects.filter(pk__in=failed.values("device"))
 
 
+def query_commands_of_item() -> QuerySet[Command]:
+    """Return the commands that were ordered for the device of an item of a bulk action, for a subquery of items."""
+    return Command.objects.filter(
+        device=OuterRef("device"), op=OuterRef("bulk__action"), request_id=OuterRef("bulk__request_id")
+    )
+
+
+ITEM_HAS_FAILED = Q(outcome=DeviceOutcome.REFUSED) | Q(
+    Q(
+        Exists(query_commands_of_item().filter(ended_at__isnull=False).exclude(state=CommandState.SUCCEEDED)),
+        bulk__action__in=bulk_commands.BULK_OPS,
+    )
+    | Q(bulk__action__in=(Action.ENABLE, bulk_admission.ADMIT), device__state=DeviceState.FAILED),
+    outcome=DeviceOutcome.MOVED,
+)
+"""Selects items of bulk actions that were refused, or whose command or installation has failed since."""
+
+
 def query_failed_items(bulk: Bulk) -> QuerySet[BulkItem]:
     """Return the items of a bulk action that were refused, or whose command or installation has failed since."""
-    has_failed = Q(outcome=DeviceOutcome.REFUSED)
-    if bulk.action in bulk_commands.BULK_OPS:
-        of_device = Command.objects.filter(device=OuterRef("device"), op=bulk.action, request_id=bulk.request_id)
-        failed_commands = of_device.filter(ended_at__isnull=False).exclude(state=CommandState.SUCCEEDED)
-        has_failed |= Q(Exists(failed_commands), outcome=DeviceOutcome.MOVED)
-    elif bulk.action in (Action.ENABLE, bulk_admission.ADMIT):
-        has_failed |= Q(outcome=DeviceOutcome.MOVED, device__state=DeviceState.FAILED)
-    return bulk.items.filter(has_failed)
+    return bulk.items.filter(ITEM_HAS_FAILED)
 
 
 def annotate_with_commands(items: QuerySet[BulkItem]) -> QuerySet[BulkItem]:
     """Add to items of bulk actions the command that was ordered for the device, as `ordered_command`: its `id`, `uuid`,
     `state`, `text` and `ended_at`; None if none was ordered, or if it is not stored any more."""
-    of_item = Command.objects.filter(
-        device=OuterRef("device"), op=OuterRef("bulk__action"), request_id=OuterRef("bulk__request_id")
-    )
     command = JSONObject(id="id", uuid="uuid", state="state", text="text", ended_at="ended_at")
-    newest = Subquery(of_item.order_by("-id").values(command=command)[:1])
+    newest = Subquery(query_commands_of_item().order_by("-id").values(command=command)[:1])
     return items.annotate(ordered_command=Case(When(outcome=DeviceOutcome.MOVED, then=newest)))
 
 

@@ -441,7 +441,7 @@ def _follow_bulk_action(
     for one in api.iterate_rows("bulk_results/", bulk.MAX_OBJECTS, bulk_action=uuid):
         shown_devices.add(one["device"])
         target = target_by_device.get(one["device"], {"device": one["device"]})
-        text = one["text"] if one["outcome"] else "It was not changed: the bulk action was cancelled."
+        text = one["text"] if one["outcome"] else bulk.NOT_BEGUN_TEXT
         result = {"target": target, "device": one["device"], "command": one["command"]}
         row = _build_result_row(result | {"refused": text, "reason": one["reason"]}, name_by_uuid)
         if wait and one["command"] and one.get("command_state"):
