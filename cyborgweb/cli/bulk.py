@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 from uuid import UUID
 
@@ -21,6 +22,8 @@ from cyborgweb.cli.output import OutputOptions, format_row_lines, print_row, pri
 
 MAX_OBJECTS = 1_000_000
 MAX_LISTED_ACTIONS = 50
+MAX_SHOWN_FAILURES = 100
+"""How many objects that were refused or have failed `bulk-show` shows."""
 BULK_COLUMNS = (
     "uuid",
     "state",
@@ -75,12 +78,14 @@ def describe_attachment(shown: dict[str, Any]) -> dict[str, Any]:
 class ObjectKind:
     """A kind of objects of bulk actions.
 
-    `noun` is the word of the API for one object. `resolve` returns the uuids of the objects that a user named, and
-    raises UsageError or CliError for a wrong name. Objects in one of `changing_states` go on changing after a bulk
-    action; `describe` returns the columns of an output row that show such an object as the API shows it now.
+    `noun` is the word of the API for one object. `columns` are those of a table of results. `resolve` returns the uuids
+    of the objects that a user named, and raises UsageError or CliError for a wrong name. Objects in one of
+    `changing_states` go on changing after a bulk action; `describe` returns the columns of an output row that show such
+    an object as the API shows it now.
     """
 
     noun: str
+    columns: tuple[str, ...]
     resolve: Callable[[ApiClient, Iterable[str]], list[str]]
     changing_states: tuple[str, ...] = ()
     describe: Callable[[dict[str, Any]], dict[str, Any]] = dict
@@ -92,9 +97,21 @@ class ObjectKind:
         return f"{self.noun}s"
 
 
-DEVICES = ObjectKind("device", names.resolve_devices, ("installing",), describe_installed_device)
-ATTACHMENTS = ObjectKind("attachment", names.resolve_uuids, ("undoing", "detaching"), describe_attachment)
-ACCELERATORS = ObjectKind("accelerator", names.resolve_uuids)
+DEVICES = ObjectKind(
+    "device",
+    ("uuid=target", "outcome", "state", "host", "device", "text"),
+    names.resolve_devices,
+    ("installing",),
+    describe_installed_device,
+)
+ATTACHMENTS = ObjectKind(
+    "attachment",
+    ("attachment=target", "outcome", "state", "host", "text"),
+    names.resolve_uuids,
+    ("undoing", "detaching"),
+    describe_attachment,
+)
+ACCELERATORS = ObjectKind("accelerator", ("accelerator=target", "outcome", "host", "name", "text"), names.resolve_uuids)
 KIND_BY_ACTION = {"enable": DEVICES, "admit": DEVICES, "detach": ATTACHMENTS}
 """The kind of the objects of each action after which its objects go on changing."""
 KIND_BY_TARGET = {kind.noun: kind for kind in (DEVICES, ATTACHMENTS, ACCELERATORS)}
@@ -357,15 +374,20 @@ def find_exit_code(bulk: Mapping[str, Any], failed_rows: Sequence[Mapping[str, A
 def iterate_failed_rows(api: ApiClient, bulk: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     """Fetch the results of the objects of a bulk action that were refused, or that have failed since, as output rows.
 
-    Costs one request for each page of them.
+    Costs one request for each page of them, and one for each page of the devices whose installation has failed.
     """
     kind = KIND_BY_TARGET[bulk["target"]]
+    shown_by_uuid: dict[str, dict[str, Any]] | None = None
     for result in api.iterate_rows("bulk_results/", MAX_OBJECTS, bulk_action=bulk["uuid"], failed="true"):
         row = _build_result_row(kind, result)
         if result["outcome"] != "refused":
             row |= {"outcome": "failed", "code": ExitCode.REFUSED}
             if result["command_state"]:
                 row |= {"state": result["command_state"], "text": result["command_text"]}
+            else:
+                if shown_by_uuid is None:
+                    shown_by_uuid = {shown["uuid"]: shown for shown in _fetch_objects(api, kind, bulk, ("failed",))}
+                row |= kind.describe(shown_by_uuid[row["target"]]) if row["target"] in shown_by_uuid else {}
         yield row
 
 
@@ -410,9 +432,10 @@ def bulk_show(cli_context: CliContext, bulk: UUID | None, wait: bool) -> None:
     """Show a bulk action, which changes many devices, attachments or accelerators; without a uuid list the newest.
 
     --wait also waits for the commands, installations and detachments that it has ordered, and exits with the same code
-    as the verb that began the bulk action: 0 if all objects are done, 6 if only some are. The result of each object is
-    in the list that `results` names. The verb that began the bulk action repeats it with --retry-failed for the objects
-    that failed.
+    as the verb that began the bulk action: 0 if all objects are done, 6 if only some are. The first 100 objects that
+    were refused or have failed are shown, in JSON and YAML as the field `failed`; the result of each object is in the
+    list that `results` names. The verb that began the bulk action repeats it with --retry-failed for the objects that
+    failed.
     """
     if bulk is None:
         return cli_context.print_list(
@@ -421,9 +444,28 @@ def bulk_show(cli_context: CliContext, bulk: UUID | None, wait: bool) -> None:
     shown = cli_context.api.get(f"bulk_actions/{bulk}/")
     if wait:
         shown = follow_bulk_action(cli_context.api, shown)
-    print_row(shown, cli_context.output)
+    # The exit code needs all of them, the output only the first.
+    failed_rows = list(islice(iterate_failed_rows(cli_context.api, shown), None if wait else MAX_SHOWN_FAILURES + 1))
+    _print_bulk_action(shown, failed_rows, cli_context.output)
     if wait:
-        exit_unless_done(find_exit_code(shown, list(iterate_failed_rows(cli_context.api, shown))))
+        exit_unless_done(find_exit_code(shown, failed_rows))
+
+
+def _print_bulk_action(bulk: Mapping[str, Any], failed_rows: Sequence[dict[str, Any]], output: OutputOptions) -> None:
+    """Print a bulk action with the first of its objects that were refused or have failed.
+
+    As a table these are rows below the bulk action; otherwise, and with chosen columns, they are its field `failed`. If
+    there are more, standard error says where all of them are listed.
+    """
+    failed = [{name: row[name] for name in row if name != "code"} for row in failed_rows[:MAX_SHOWN_FAILURES]]
+    if output.format == "table" and not output.columns:
+        print_row(bulk, output)
+        print_rows(failed, KIND_BY_TARGET[bulk["target"]].columns, output)
+    else:
+        print_row({**bulk, "failed": failed}, output)
+    if len(failed_rows) > MAX_SHOWN_FAILURES:
+        text = f"Only the first {MAX_SHOWN_FAILURES} {bulk['target']}s that were refused or have failed are shown."
+        click.echo(f"{text} All of them are listed at {bulk['results']}&failed=true", err=True)
 
 
 @verb_command("bulk-cancel", "bulk-cancel 5d0c1d0e-0a53-4a0c-8f0e-1c2d3e4f5a6b")

@@ -306,7 +306,10 @@ def test_bulk_show_waits_for_the_commands_and_installations_that_the_bulk_action
         bulk = Bulk.objects.latest("id")
         with run_agents(outcome):
             shown = cyborg("bulk-show", str(bulk.uuid), "--wait", "-f", "json")
-        assert (shown.exit_code, json.loads(shown.stdout)["commands"]["open"]) == (code, 0), shown.output
+        told = json.loads(shown.stdout)
+        assert (shown.exit_code, told["commands"]["open"]) == (code, 0), shown.output
+        failed = [(row["outcome"], row["state"], row["text"]) for row in told["failed"]]
+        assert failed == [("failed", "failed", "done")] * 2 * code
     for outcome, code in (("failed", 6), ("succeeded", 0)):
         ordered = cyborg("device-ready", "--filter", "host=cmp1", "--no-wait", "-f", "json")
         assert [row["state"] for row in json.loads(ordered.stdout)] == ["installing", "ready"], ordered.output
@@ -314,6 +317,7 @@ def test_bulk_show_waits_for_the_commands_and_installations_that_the_bulk_action
         with run_agents(outcome):
             shown = cyborg("bulk-show", str(bulk.uuid), "--wait")
         assert shown.exit_code == code, shown.output
+        assert [line.split()[1:3] for line in shown.stdout.splitlines()].count(["failed", "failed"]) == bool(code)
         assert shown.stderr.endswith("enable: 2 of 2 devices\n")
         assert not Device.objects.filter(state="installing").exists()
 
