@@ -377,7 +377,7 @@ def _build_admission_forecaster(bulk: Bulk) -> Callable[..., BulkForecast]:
             return BulkForecast(DeviceOutcome.REFUSED, "does not exist any more", held=False)
         returns_to, drain_to = returns and DeviceState(returns), drains and DrainTarget(drains)
         state_now = LifecycleState(DeviceState(state), returns_to or None, drain_to or None, 0, installs)
-        outcome, text = bulk_admission.decide_admission(
+        outcome, text, _ = bulk_admission.decide_admission(
             *(chosen_rules, present_rules, AdmissionFacts(*facts), word_when_chosen, state_now),
             is_busy=busy,
             is_held=held,
