@@ -19,7 +19,7 @@ from typing import Any
 
 import msgspec
 from django.db import connection, transaction
-from django.db.models import Case, Count, Exists, F, OuterRef, Q, QuerySet, Subquery, When
+from django.db.models import Case, Count, Exists, F, OuterRef, Q, QuerySet, Subquery, Value, When
 from django.db.models.functions import JSONObject, Now
 
 from accelerators import conductor, outbox, safety
@@ -40,7 +40,7 @@ from accelerators.domain.states import (
     EventSource,
     IllegalTransitionError,
 )
-from accelerators.models import Bulk, BulkItem, Command, Device
+from accelerators.models import Bulk, BulkItem, Command, Device, Host
 from accelerators.models.bulks import BULK_IS_RUNNING, ITEM_IS_WAITING
 from accelerators.runtime import database_clock, jobs
 from accelerators.runtime.after_commit import call_after_commit
@@ -255,26 +255,34 @@ def query_failed_objects(bulk: Bulk) -> QuerySet[Any]:
     return Device.objects.filter(pk__in=failed.values("device"))
 
 
+def query_commands_of_item() -> QuerySet[Command]:
+    """Return the commands that were ordered for the device of an item of a bulk action, for a subquery of items."""
+    return Command.objects.filter(
+        device=OuterRef("device"), op=OuterRef("bulk__action"), request_id=OuterRef("bulk__request_id")
+    )
+
+
+ITEM_HAS_FAILED = Q(outcome=DeviceOutcome.REFUSED) | Q(
+    Q(
+        Exists(query_commands_of_item().filter(ended_at__isnull=False).exclude(state=CommandState.SUCCEEDED)),
+        bulk__action__in=bulk_commands.BULK_OPS,
+    )
+    | Q(bulk__action__in=(Action.ENABLE, bulk_admission.ADMIT), device__state=DeviceState.FAILED),
+    outcome=DeviceOutcome.MOVED,
+)
+"""Selects items of bulk actions that were refused, or whose command or installation has failed since."""
+
+
 def query_failed_items(bulk: Bulk) -> QuerySet[BulkItem]:
     """Return the items of a bulk action that were refused, or whose command or installation has failed since."""
-    has_failed = Q(outcome=DeviceOutcome.REFUSED)
-    if bulk.action in bulk_commands.BULK_OPS:
-        of_device = Command.objects.filter(device=OuterRef("device"), op=bulk.action, request_id=bulk.request_id)
-        failed_commands = of_device.filter(ended_at__isnull=False).exclude(state=CommandState.SUCCEEDED)
-        has_failed |= Q(Exists(failed_commands), outcome=DeviceOutcome.MOVED)
-    elif bulk.action in (Action.ENABLE, bulk_admission.ADMIT):
-        has_failed |= Q(outcome=DeviceOutcome.MOVED, device__state=DeviceState.FAILED)
-    return bulk.items.filter(has_failed)
+    return bulk.items.filter(ITEM_HAS_FAILED)
 
 
 def annotate_with_commands(items: QuerySet[BulkItem]) -> QuerySet[BulkItem]:
     """Add to items of bulk actions the command that was ordered for the device, as `ordered_command`: its `id`, `uuid`,
     `state`, `text` and `ended_at`; None if none was ordered, or if it is not stored any more."""
-    of_item = Command.objects.filter(
-        device=OuterRef("device"), op=OuterRef("bulk__action"), request_id=OuterRef("bulk__request_id")
-    )
     command = JSONObject(id="id", uuid="uuid", state="state", text="text", ended_at="ended_at")
-    newest = Subquery(of_item.order_by("-id").values(command=command)[:1])
+    newest = Subquery(query_commands_of_item().order_by("-id").values(command=command)[:1])
     return items.annotate(ordered_command=Case(When(outcome=DeviceOutcome.MOVED, then=newest)))
 
 
@@ -299,8 +307,8 @@ def forecast_bulk(bulk: Bulk) -> list[BulkForecast]:
     """Predict what confirming a set now would do: each kind of outcome with its number of objects.
 
     Sorted by outcome, and then by number, the largest first. Costs one statement, whatever the size of the set; for
-    admission rules, labels and a change of units two, and for detachments three. Returns [] for an action that this
-    release does not know.
+    admission rules and labels two, for detachments three, and for commands two and one for each of the
+    `command_queue.REACH_CHECKS`. Returns [] for an action that this release does not know.
     """
     if bulk.action not in KNOWN_ACTIONS:
         return []
@@ -369,7 +377,7 @@ def _build_admission_forecaster(bulk: Bulk) -> Callable[..., BulkForecast]:
             return BulkForecast(DeviceOutcome.REFUSED, "does not exist any more", held=False)
         returns_to, drain_to = returns and DeviceState(returns), drains and DrainTarget(drains)
         state_now = LifecycleState(DeviceState(state), returns_to or None, drain_to or None, 0, installs)
-        outcome, text = bulk_admission.decide_admission(
+        outcome, text, _ = bulk_admission.decide_admission(
             *(chosen_rules, present_rules, AdmissionFacts(*facts), word_when_chosen, state_now),
             is_busy=busy,
             is_held=held,
@@ -382,11 +390,20 @@ def _build_admission_forecaster(bulk: Bulk) -> Callable[..., BulkForecast]:
 
 def forecast_unit_change(change: partitioning.PartitionChange, device: Device) -> tuple[BulkForecast, str]:
     """Predict what a change of units would do to one device now; return the forecast and the device's
-    `describe_units`. Makes no holder checks. Costs two statements."""
+    `describe_units`. Makes no holder checks. Costs two statements, one if `host` is not loaded, and one for each of the
+    `command_queue.REACH_CHECKS`."""
     present_units = partitioning.count_units([device])[device.pk]
     seen = partitioning.describe_units(device.lifecycle_text, present_units)
-    is_held, is_able = bool(safety.find_requests_of_device(device)), bulk_commands.PARTITION in device.acts.split()
-    return _predict_unit_change(change, seen, device, present_units, is_held=is_held, is_able=is_able), seen
+    forecast = _predict_unit_change(
+        change,
+        seen,
+        device,
+        present_units,
+        is_held=bool(safety.find_requests_of_device(device)),
+        is_able=bulk_commands.PARTITION in device.acts.split(),
+        is_unreachable=bool(command_queue.explain_unreachable([device.host])),
+    )
+    return forecast, seen
 
 
 UNIT_FACT_COLUMNS = ("state", "returns_to", "drain_to", "busy_with", "driver", "changeable", "sized_by")
@@ -403,12 +420,24 @@ def _count_unit_changes(bulk: Bulk) -> Counter[BulkForecast]:
     items = partitioning.annotate_unit_count(_query_items_with_facts(bulk), "device__")
     if change.generation is not None:
         return Counter(one for _, one in _forecast_unit_changes(bulk, items))
-    columns = ("stood", "unit_count", "is_held", "able", *(f"device__{name}" for name in UNIT_FACT_COLUMNS))
+    columns = (
+        "stood",
+        "unit_count",
+        "is_held",
+        "able",
+        "unreachable",
+        *(f"device__{name}" for name in UNIT_FACT_COLUMNS),
+    )
     groups = items.order_by().values_list(*columns).annotate(number=Count("id"))
     numbers = Counter[BulkForecast]()
-    for stood, present_units, is_held, is_able, *facts, number in groups:
+    for stood, present_units, is_held, is_able, is_unreachable, *facts, number in groups:
         device = Device(**dict(zip(UNIT_FACT_COLUMNS, facts, strict=True))) if facts[0] else None
-        forecast = _predict_unit_change(change, stood, device, present_units, is_held=is_held, is_able=bool(is_able))
+        forecast = _predict_unit_change(
+            *(change, stood, device, present_units),
+            is_held=is_held,
+            is_able=bool(is_able),
+            is_unreachable=bool(is_unreachable),
+        )
         numbers[forecast] += number
     return numbers
 
@@ -421,7 +450,10 @@ def _forecast_unit_changes(bulk: Bulk, items: QuerySet[Any]) -> list[tuple[BulkI
         (
             item,
             _predict_unit_change(
-                change, item.stood, item.device, item.unit_count, is_held=item.is_held, is_able=item.able
+                *(change, item.stood, item.device, item.unit_count),
+                is_held=item.is_held,
+                is_able=item.able,
+                is_unreachable=item.unreachable,
             ),
         )
         for item in items.select_related("device")
@@ -436,6 +468,7 @@ def _predict_unit_change(
     *,
     is_held: bool,
     is_able: bool,
+    is_unreachable: bool,
 ) -> BulkForecast:
     """Predict what a change of units would do to one device, which has `present_units` units now; None is a device that
     is gone. `word_when_chosen` is its `describe_units` when it was chosen."""
@@ -449,6 +482,7 @@ def _predict_unit_change(
         is_supported=is_able,
         is_busy=device.busy_with is not None,
         is_held=is_held,
+        is_unreachable=is_unreachable,
     )
     try:
         layout = partitioning.plan_layout(device, change, present_units)
@@ -484,7 +518,7 @@ def forecast_first_items(bulk: Bulk, maximum: int, held_only: bool = False) -> l
     ]
 
 
-_FACTS = ("installs", "busy", "is_held", "able", "held", "removing")
+_FACTS = ("installs", "busy", "is_held", "able", "held", "removing", "unreachable")
 FACT_COLUMNS = ("device__state", "device__returns_to", "device__drain_to", *_FACTS)
 FACT_ATTRIBUTES = ("now_state", "now_returns", "now_drains", *_FACTS)
 """The arguments of `predict_outcome` after `word_when_chosen`: FACT_COLUMNS for queries, FACT_ATTRIBUTES the same as
@@ -492,7 +526,14 @@ attributes of loaded items."""
 
 
 def _query_items_with_facts(bulk: Bulk) -> QuerySet[BulkItem]:
-    """Return the items of a set, annotated with what `predict_outcome` needs to know of each device now."""
+    """Return the items of a set, annotated with what `predict_outcome` needs to know of each device now.
+
+    For commands, costs one statement to find the hosts, and one for each of the `command_queue.REACH_CHECKS`.
+    """
+    unreachable_ids: list[int] = []
+    if bulk.action in bulk_commands.BULK_OPS:
+        hosts = Host.objects.filter(pk__in=bulk.items.order_by().values("device__host")).defer("drivers")
+        unreachable_ids = [*command_queue.explain_unreachable(list(hosts))]
     return bulk.items.annotate(
         now_state=F("device__state"),
         now_returns=F("device__returns_to"),
@@ -502,6 +543,7 @@ def _query_items_with_facts(bulk: Bulk) -> QuerySet[BulkItem]:
         is_held=safety.build_held_condition("device"),
         able=Q(device__acts__regex=rf"\m{bulk.action}\M"),
         removing=Q(device__host__removing_since__isnull=False),
+        unreachable=Q(device__host__in=unreachable_ids) if unreachable_ids else Value(False),
     )
 
 
@@ -512,12 +554,12 @@ def predict_outcome(
     function.
 
     `word_when_chosen` is what the device's `LifecycleState.as_text` was when the set was chosen. `state`, `returns` and
-    `drains` are the device's columns now; `state` is None if the device is gone. `facts` are six answers: whether the
+    `drains` are the device's columns now; `state` is None if the device is gone. `facts` are seven answers: whether the
     driver has to install the device, whether a command is working on it, whether a request holds it, whether the driver
-    supports the command that is asked for, whether a request held it when the set was chosen, and whether its host is
-    being removed.
+    supports the command that is asked for, whether a request held it when the set was chosen, whether its host is being
+    removed, and, for commands, whether its agent accepts none.
     """
-    installs, busy, held, supported, was_held, removing = map(bool, facts)
+    installs, busy, held, supported, was_held, removing, unreachable = map(bool, facts)
     if state is None:
         return BulkForecast(DeviceOutcome.REFUSED, "does not exist any more", held)
     returns_to, drain_to = returns and DeviceState(returns), drains and DrainTarget(drains)
@@ -531,6 +573,7 @@ def predict_outcome(
             is_supported=supported,
             is_busy=busy,
             is_held=held,
+            is_unreachable=unreachable,
         )
         in_use = held and bulk.action in DESTRUCTIVE
         return BulkForecast(
@@ -592,6 +635,7 @@ def forecast_device(action: Action, drain_to: DrainTarget, device: Device) -> Bu
         True,
         is_held,
         device.host.removing_since is not None,
+        False,
     )
 
 

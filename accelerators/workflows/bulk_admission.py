@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 from uuid import UUID
 
 import msgspec
@@ -29,9 +29,16 @@ ADMIT = "admit"
 ACTION_BY_ADMISSION = {AdmittedState.READY: Action.ENABLE, AdmittedState.QUARANTINED: Action.QUARANTINE}
 """The action that a rule takes on an inactive device; a rule for `inactive` leaves it as it is."""
 _NO_RULE_TEXT = "no rule makes it ready or quarantined"
-_HELD_TEXT = "is held by a request: rules change only devices that nobody holds"
 HOST_REMOVED_TEXT = "its host is being removed"
 _RULES_CHANGED_TEXT = "the rules have changed since it was chosen"
+
+
+class AdmissionDecision(NamedTuple):
+    """What the rules do to a device: the outcome, a text that explains it, and the reason code of a refusal."""
+
+    outcome: DeviceOutcome
+    text: str
+    reason: RefusalReason | None = None
 
 
 def build_arguments() -> dict[str, Any]:
@@ -54,30 +61,33 @@ def decide_admission(
     is_busy: bool,
     is_held: bool,
     is_host_removed: bool,
-) -> tuple[DeviceOutcome, str]:
-    """Decide what the rules do to a device: the outcome, and a text that explains it. This is a pure function, for the
-    forecast and for `admit_each`.
+) -> AdmissionDecision:
+    """Decide what the rules do to a device. This is a pure function, for the forecast and for `admit_each`.
 
     `chosen_rules` are those of the time when the device was chosen; `word_when_chosen` is what its
     `LifecycleState.as_text` was then. `is_busy` says that a command is working on it, and `is_host_removed` that its
     host is being removed.
     """
+    refused, conflict = DeviceOutcome.REFUSED, RefusalReason.CONFLICT
     if word_when_chosen != state_now.as_text:
-        return DeviceOutcome.REFUSED, f"was {word_when_chosen} when it was chosen, is {state_now.as_text} now"
+        text = f"was {word_when_chosen} when it was chosen, is {state_now.as_text} now"
+        return AdmissionDecision(refused, text, conflict)
     decided = _decide(chosen_rules, facts, state_now)
     if present_rules != chosen_rules and decided != _decide(present_rules, facts, state_now):
-        return DeviceOutcome.REFUSED, _RULES_CHANGED_TEXT
+        return AdmissionDecision(refused, _RULES_CHANGED_TEXT, conflict)
     if isinstance(decided, str):
-        return DeviceOutcome.UNCHANGED, decided
+        return AdmissionDecision(DeviceOutcome.UNCHANGED, decided)
     rule, action = decided
-    refusals = {
-        HOST_REMOVED_TEXT: is_host_removed,
-        _HELD_TEXT: is_held,
-        "is busy with a command": is_busy and action is Action.ENABLE,
-    }
-    if refusal := next((text for text, applies in refusals.items() if applies), ""):
-        return DeviceOutcome.REFUSED, refusal
-    return DeviceOutcome.MOVED, f"becomes {state_after_action(action, state_now).as_text} by rule {rule.name}"
+    refusals = (
+        (is_host_removed, HOST_REMOVED_TEXT, conflict),
+        (is_held, "is held by a request: rules change only devices that nobody holds", RefusalReason.IN_USE),
+        (is_busy and action is Action.ENABLE, "is busy with a command", conflict),
+    )
+    for applies, text, reason in refusals:
+        if applies:
+            return AdmissionDecision(refused, text, reason)
+    text = f"becomes {state_after_action(action, state_now).as_text} by rule {rule.name}"
+    return AdmissionDecision(DeviceOutcome.MOVED, text)
 
 
 def admit_each(
@@ -100,7 +110,7 @@ def admit_each(
         for device in locked:
             facts, state_now = _get_facts(device), lifecycle.build_lifecycle_state(device)
             word = words_when_chosen[device.uuid]
-            outcome, text = decide_admission(
+            outcome, text, refusal = decide_admission(
                 *(chosen_rules, present_rules, facts, word, state_now),
                 is_busy=device.busy_with is not None,
                 is_held=device.id in held_ids,
@@ -111,11 +121,9 @@ def admit_each(
                 uuids_by_decision[decided].append(device.uuid)
                 continue
             described = (str(device), device.host.name, device.state, text)
-            if outcome is DeviceOutcome.REFUSED:
-                reason_code = RefusalReason.IN_USE if text == _HELD_TEXT else RefusalReason.CONFLICT
-                results.append(ActionResult(device.uuid, "refused", *described, reason_code))
-            else:
-                results.append(ActionResult(device.uuid, "unchanged", *described))
+            results.append(
+                ActionResult(device.uuid, "unchanged" if refusal is None else "refused", *described, refusal)
+            )
         for (rule, action), uuids in uuids_by_decision.items():
             results += _apply_rule(rule, action, uuids, words_when_chosen, caller, reason)
     missing_uuids = words_when_chosen.keys() - {device.uuid for device in locked}

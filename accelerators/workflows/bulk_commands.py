@@ -25,6 +25,9 @@ PARTITION = "partition"
 """The bulk action that changes the number of units of its devices. Its arguments are those of a `PartitionChange`."""
 LISTED_OPS = ("health", "reset")
 """Commands without arguments that a bulk action can place."""
+UNREACHABLE_TEXT = "the agent of its host accepts no commands"
+"""The forecast for a device to whose agent no command is sent; the refusal of the command names the host and what to
+do."""
 BULK_OPS = (*LISTED_OPS, PARTITION)
 """Commands that a bulk action can place."""
 
@@ -38,12 +41,14 @@ def predict_refusal(
     is_supported: bool,
     is_busy: bool,
     is_held: bool,
+    is_unreachable: bool,
 ) -> str:
     """Return why command `op` would be refused for a device, or '' if it would be placed. This is a pure function, for
     forecasts.
 
     `word_when_chosen` and `word_now` are the device's `LifecycleState.as_text`. `is_supported` says that its driver
-    supports `op`; `is_held` is known from our own requests only. A held or changed device is refused destructive
+    supports `op`; `is_held` is known from our own requests only; `is_unreachable` says that
+    `command_queue.explain_unreachable` has an obstacle for its host. A held or changed device is refused destructive
     commands only.
     """
     if op in DESTRUCTIVE and word_when_chosen != word_now:
@@ -54,7 +59,9 @@ def predict_refusal(
         return f"its driver does not support {op}"
     if op in DESTRUCTIVE and is_held:
         return f"is held: it cannot be {command_queue.PAST_PARTICIPLES[op]}"
-    return "is busy with a command" if is_busy and op in command_queue.EXCLUSIVE_OPS else ""
+    if is_busy and op in command_queue.EXCLUSIVE_OPS:
+        return "is busy with a command"
+    return UNREACHABLE_TEXT if is_unreachable else ""
 
 
 def ask_holders_for_each(

@@ -29,7 +29,6 @@ LIST_COLUMNS = (
     "instance=instance.uuid",
     "label",
 )
-LABEL_COLUMNS = ("accelerator=target", "outcome", "host", "name", "text")
 CHANGE_COLUMNS = ("device", "outcome", "state", "target", "text")
 EXIT_CODE_BY_REASON = {
     "not_found": ExitCode.NOT_FOUND,
@@ -286,10 +285,11 @@ def accelerator_label(
     body = options.drop_empty({"reason": reason}) | ({} if label is None else {"label": label})
     if selection.is_one_object and not dry_run:
         (uuid,) = selection.kind.resolve(cli_context.api, named)
-        return show_and_exit([_label_one(cli_context, uuid, body, generation)], LABEL_COLUMNS, cli_context.output)
+        row = _label_one(cli_context, uuid, body, generation)
+        return show_and_exit([row], selection.kind.columns, cli_context.output)
     rows = bulk.apply_action_to_many(cli_context, "label", selection, body, bulk.BulkOptions(yes, dry_run, wait))
     if rows:
-        show_and_exit(rows, LABEL_COLUMNS, cli_context.output)
+        show_and_exit(rows, selection.kind.columns, cli_context.output)
 
 
 def _label_one(cli_context: CliContext, uuid: str, body: dict[str, Any], generation: int | None) -> dict[str, Any]:
@@ -444,7 +444,7 @@ def _follow_bulk_action(
     for one in api.iterate_rows("bulk_results/", bulk.MAX_OBJECTS, bulk_action=uuid):
         shown_devices.add(one["device"])
         target = target_by_device.get(one["device"], {"device": one["device"]})
-        text = one["text"] if one["outcome"] else "It was not changed: the bulk action was cancelled."
+        text = one["text"] if one["outcome"] else bulk.NOT_BEGUN_TEXT
         result = {"target": target, "device": one["device"], "command": one["command"]}
         row = _build_result_row(result | {"refused": text, "reason": one["reason"]}, name_by_uuid)
         if wait and one["command"] and one.get("command_state"):

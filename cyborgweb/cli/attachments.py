@@ -17,7 +17,6 @@ from cyborgweb.cli.options import CliContext, pass_cli_context, verb_command
 from cyborgweb.cli.output import print_row
 
 LIST_COLUMNS = ("uuid", "state", "instance", "profile", "device", "host", "by", "fault")
-DETACH_COLUMNS = ("attachment=target", "outcome", "state", "host", "text")
 GONE_STATES = ("detached", "failed")
 """States of an attachment that holds nothing any more; `failed` means that it was undone before it was attached."""
 ENDED_STATES = ("attached", *GONE_STATES)
@@ -151,7 +150,7 @@ def _detach(
         how = bulk.BulkOptions(yes, dry_run, wait, always_ask=True, advice=UNPLUG_ADVICE)
         rows = bulk.apply_action_to_many(cli_context, "detach", selection, body, how)
         if rows:
-            show_and_exit(rows, DETACH_COLUMNS, cli_context.output)
+            show_and_exit(rows, bulk.ATTACHMENTS.columns, cli_context.output)
         return
     (uuid,) = selection.kind.resolve(cli_context.api, selection.named)
     question = f"Detach {uuid}? {UNPLUG_ADVICE}"
@@ -169,7 +168,7 @@ def _detach(
         if wait:
             current = _follow_attachment(cli_context, current, "detach", GONE_STATES)
         row = {"target": uuid, "outcome": "done", **bulk.describe_attachment(current)}
-        show_and_exit([row], DETACH_COLUMNS, cli_context.output)
+        show_and_exit([row], bulk.ATTACHMENTS.columns, cli_context.output)
 
 
 def _follow_attachment(

@@ -3,9 +3,9 @@ progress, results."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 from uuid import UUID
 
@@ -16,11 +16,14 @@ from cyborgweb.cli.confirmation import FORECAST_COLUMNS, build_forecast_rows, ch
 from cyborgweb.cli.connection import ApiClient
 from cyborgweb.cli.exit_codes import ExitCode
 from cyborgweb.cli.following import WorkProgress, follow_until_ended
+from cyborgweb.cli.many_targets import exit_unless_done, find_common_code
 from cyborgweb.cli.options import CliContext, drop_empty, pass_cli_context, verb_command
 from cyborgweb.cli.output import OutputOptions, format_row_lines, print_row, print_rows
 
 MAX_OBJECTS = 1_000_000
 MAX_LISTED_ACTIONS = 50
+MAX_SHOWN_FAILURES = 100
+"""How many objects that were refused or have failed `bulk-show` shows."""
 BULK_COLUMNS = (
     "uuid",
     "state",
@@ -35,6 +38,8 @@ BULK_COLUMNS = (
 ENDED_STATES = ("done", "cancelled")
 OUTCOMES = {"moved": "done", "unchanged": "unchanged", "refused": "refused", "": "waiting"}
 """How an output row names the outcome of the API."""
+NOT_BEGUN_TEXT = "It was not changed: the bulk action was cancelled."
+"""The text of an object that waits still when the bulk action has ended."""
 EXIT_CODE_BY_REASON = {
     "not_found": ExitCode.NOT_FOUND,
     "not_allowed": ExitCode.NOT_ALLOWED,
@@ -73,16 +78,16 @@ def describe_attachment(shown: dict[str, Any]) -> dict[str, Any]:
 class ObjectKind:
     """A kind of objects of bulk actions.
 
-    `noun` is the word of the API for one object. `resolve` returns the uuids of the objects that a user named, and
-    raises UsageError or CliError for a wrong name. Objects in one of `changing_states` go on changing after a bulk
-    action; those in one of `failed_states` have failed then. `describe` returns the columns of an output row that show
-    such an object as the API shows it now.
+    `noun` is the word of the API for one object. `columns` are those of a table of results. `resolve` returns the uuids
+    of the objects that a user named, and raises UsageError or CliError for a wrong name. Objects in one of
+    `changing_states` go on changing after a bulk action; `describe` returns the columns of an output row that show such
+    an object as the API shows it now.
     """
 
     noun: str
+    columns: tuple[str, ...]
     resolve: Callable[[ApiClient, Iterable[str]], list[str]]
     changing_states: tuple[str, ...] = ()
-    failed_states: tuple[str, ...] = ()
     describe: Callable[[dict[str, Any]], dict[str, Any]] = dict
 
     @property
@@ -92,11 +97,25 @@ class ObjectKind:
         return f"{self.noun}s"
 
 
-DEVICES = ObjectKind("device", names.resolve_devices, ("installing",), ("failed",), describe_installed_device)
-ATTACHMENTS = ObjectKind("attachment", names.resolve_uuids, ("undoing", "detaching"), describe=describe_attachment)
-ACCELERATORS = ObjectKind("accelerator", names.resolve_uuids)
+DEVICES = ObjectKind(
+    "device",
+    ("uuid=target", "outcome", "state", "host", "device", "text"),
+    names.resolve_devices,
+    ("installing",),
+    describe_installed_device,
+)
+ATTACHMENTS = ObjectKind(
+    "attachment",
+    ("attachment=target", "outcome", "state", "host", "text"),
+    names.resolve_uuids,
+    ("undoing", "detaching"),
+    describe_attachment,
+)
+ACCELERATORS = ObjectKind("accelerator", ("accelerator=target", "outcome", "host", "name", "text"), names.resolve_uuids)
 KIND_BY_ACTION = {"enable": DEVICES, "admit": DEVICES, "detach": ATTACHMENTS}
 """The kind of the objects of each action after which its objects go on changing."""
+KIND_BY_TARGET = {kind.noun: kind for kind in (DEVICES, ATTACHMENTS, ACCELERATORS)}
+"""The kind of the objects of a bulk action, by the field `target` of the API."""
 
 
 @dataclass(frozen=True)
@@ -340,12 +359,36 @@ def _count_failed(bulk: Mapping[str, Any]) -> int:
     return refused_count + sum(number for state, number in commands.items() if state not in ("open", "succeeded"))
 
 
-def has_failed(api: ApiClient, bulk: Mapping[str, Any]) -> bool:
-    """Return whether a bulk action that was followed to its end was cancelled, or has failed for one of its objects."""
-    if bulk["state"] != "done" or _count_failed(bulk):
-        return True
-    kind = _find_changing_kind(bulk)
-    return bool(kind and kind.failed_states and any(_fetch_objects(api, kind, bulk, kind.failed_states, fields="uuid")))
+def find_exit_code(bulk: Mapping[str, Any], failed_rows: Sequence[Mapping[str, Any]]) -> int:
+    """Return the exit code of a bulk action that was followed to its end, as of the rows of all its objects.
+
+    `failed_rows` are those of all objects that were refused or have failed. Objects that wait still were not begun
+    because the bulk action was cancelled, or is a draft; they count as refused.
+    """
+    codes = {row["code"] for row in failed_rows} | ({ExitCode.REFUSED} if bulk["counts"]["waiting"] else set())
+    if len(failed_rows) + bulk["counts"]["waiting"] < bulk["total"]:
+        codes.add(ExitCode.DONE)
+    return find_common_code({"code": code} for code in codes)
+
+
+def iterate_failed_rows(api: ApiClient, bulk: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """Fetch the results of the objects of a bulk action that were refused, or that have failed since, as output rows.
+
+    Costs one request for each page of them, and one for each page of the devices whose installation has failed.
+    """
+    kind = KIND_BY_TARGET[bulk["target"]]
+    shown_by_uuid: dict[str, dict[str, Any]] | None = None
+    for result in api.iterate_rows("bulk_results/", MAX_OBJECTS, bulk_action=bulk["uuid"], failed="true"):
+        row = _build_result_row(kind, result)
+        if result["outcome"] != "refused":
+            row |= {"outcome": "failed", "code": ExitCode.REFUSED}
+            if result["command_state"]:
+                row |= {"state": result["command_state"], "text": result["command_text"]}
+            else:
+                if shown_by_uuid is None:
+                    shown_by_uuid = {shown["uuid"]: shown for shown in _fetch_objects(api, kind, bulk, ("failed",))}
+                row |= kind.describe(shown_by_uuid[row["target"]]) if row["target"] in shown_by_uuid else {}
+        yield row
 
 
 def fetch_result_rows(api: ApiClient, kind: ObjectKind, bulk: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -365,17 +408,18 @@ def fetch_result_rows(api: ApiClient, kind: ObjectKind, bulk: Mapping[str, Any])
 
 
 def _build_result_row(kind: ObjectKind, result: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert the API's result of one object into an output row with its exit code."""
+    """Convert the API's result of one object of a bulk action that has ended into an output row with its exit code."""
     code = EXIT_CODE_BY_REASON.get(result["reason"], ExitCode.REFUSED)
+    is_waiting = not result["outcome"]
     return {
         "target": result["target"],
         "outcome": OUTCOMES[result["outcome"]],
         "state": result["state"],
         "host": result["host"],
         "device" if kind is DEVICES else "name": result["name"],
-        "text": result["text"],
+        "text": NOT_BEGUN_TEXT if is_waiting else result["text"],
         "reason": result["reason"],
-        "code": code if result["outcome"] == "refused" else ExitCode.DONE,
+        "code": code if is_waiting or result["outcome"] == "refused" else ExitCode.DONE,
     }
 
 
@@ -387,9 +431,11 @@ def _build_result_row(kind: ObjectKind, result: Mapping[str, Any]) -> dict[str, 
 def bulk_show(cli_context: CliContext, bulk: UUID | None, wait: bool) -> None:
     """Show a bulk action, which changes many devices, attachments or accelerators; without a uuid list the newest.
 
-    --wait also waits for the commands, installations and detachments that it has ordered. The field `results` is the
-    URL of the list with the result of each object; with &outcome=refused at its end, the list has only those that were
-    refused. The verb that began the bulk action repeats it with --retry-failed for the objects that failed.
+    --wait also waits for the commands, installations and detachments that it has ordered, and exits with the same code
+    as the verb that began the bulk action: 0 if all objects are done, 6 if only some are. The first 100 objects that
+    were refused or have failed are shown, in JSON and YAML as the field `failed`. The field `results` is the URL of the
+    list with the result of each object. The verb that began the bulk action repeats it with --retry-failed for the
+    objects that failed.
     """
     if bulk is None:
         return cli_context.print_list(
@@ -398,9 +444,28 @@ def bulk_show(cli_context: CliContext, bulk: UUID | None, wait: bool) -> None:
     shown = cli_context.api.get(f"bulk_actions/{bulk}/")
     if wait:
         shown = follow_bulk_action(cli_context.api, shown)
-    print_row(shown, cli_context.output)
-    if wait and has_failed(cli_context.api, shown):
-        sys.exit(ExitCode.REFUSED)
+    # The exit code needs all of them, the output only the first.
+    failed_rows = list(islice(iterate_failed_rows(cli_context.api, shown), None if wait else MAX_SHOWN_FAILURES + 1))
+    _print_bulk_action(shown, failed_rows, cli_context.output)
+    if wait:
+        exit_unless_done(find_exit_code(shown, failed_rows))
+
+
+def _print_bulk_action(bulk: Mapping[str, Any], failed_rows: Sequence[dict[str, Any]], output: OutputOptions) -> None:
+    """Print a bulk action with the first of its objects that were refused or have failed.
+
+    As a table these are rows below the bulk action; otherwise, and with chosen columns, they are its field `failed`. If
+    there are more, standard error says where all of them are listed.
+    """
+    failed = [{name: row[name] for name in row if name != "code"} for row in failed_rows[:MAX_SHOWN_FAILURES]]
+    if output.format == "table" and not output.columns:
+        print_row(bulk, output)
+        print_rows(failed, KIND_BY_TARGET[bulk["target"]].columns, output)
+    else:
+        print_row({**bulk, "failed": failed}, output)
+    if len(failed_rows) > MAX_SHOWN_FAILURES:
+        text = f"Only the first {MAX_SHOWN_FAILURES} {bulk['target']}s that were refused or have failed are shown."
+        click.echo(f"{text} All of them are listed at {bulk['results']}&failed=true", err=True)
 
 
 @verb_command("bulk-cancel", "bulk-cancel 5d0c1d0e-0a53-4a0c-8f0e-1c2d3e4f5a6b")

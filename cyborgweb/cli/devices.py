@@ -21,8 +21,7 @@ DEVICE_STATES = ("inactive", "installing", "ready", "maintenance", "failed", "qu
 DEVICE_HEALTH = ("ok", "degraded", "failed", "unknown")
 DEVICE_COLUMNS = ("uuid", "state", "status", "type", "name", "address", "host=host.name", "driver", "backend", "held")
 MAX_HISTORY = 10
-RESULT_COLUMNS = ("uuid=target", "outcome", "state", "host", "device", "text")
-ACTION_COLUMNS = ("uuid=target", "outcome", "state", "host", "address", "text")
+ACTION_COLUMNS: tuple[str, ...] = ("uuid=target", "outcome", "state", "host", "address", "text")
 JOIN_TOKEN_COLUMNS = ("id", "host", "created_by", "created_at", "expires_at", "used_at")
 AGENT_COLUMNS = ("host=host.name", "state", "seen_at", "version", "address", "barred_reason")
 AGENT_STATES = ("up", "late", "down", "revoked", "clone")
@@ -209,7 +208,7 @@ def device_admit(
     body = options.drop_empty({"reason": reason})
     rows = bulk.apply_action_to_many(cli_context, "admit", selection, body, bulk.BulkOptions(yes, dry_run, wait))
     if rows:
-        show_and_exit(rows, RESULT_COLUMNS, cli_context.output)
+        show_and_exit(rows, bulk.DEVICES.columns, cli_context.output)
 
 
 @verb_command("agent-list", "agent-list --state down")
@@ -374,7 +373,7 @@ def _apply_action(
         rows, columns = [{"outcome": "done"} | location | changes], ACTION_COLUMNS
     else:
         how = bulk.BulkOptions(yes, dry_run, wait, always_ask=bool(question))
-        rows, columns = bulk.apply_action_to_many(cli_context, action, selection, body, how), RESULT_COLUMNS
+        rows, columns = bulk.apply_action_to_many(cli_context, action, selection, body, how), bulk.DEVICES.columns
     if rows:
         show_and_exit(rows, columns, cli_context.output)
 

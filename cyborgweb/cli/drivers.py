@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from uuid import UUID
@@ -17,7 +17,7 @@ from cyborgweb.cli.conflicts import edit_settings, show_conflict
 from cyborgweb.cli.connection import ApiClient
 from cyborgweb.cli.exit_codes import ExitCode, to_printable_line
 from cyborgweb.cli.following import WorkProgress, follow_until_ended
-from cyborgweb.cli.many_targets import show_and_exit
+from cyborgweb.cli.many_targets import exit_unless_done, find_common_code, show_and_exit
 from cyborgweb.cli.options import CliContext, pass_cli_context, verb_command
 from cyborgweb.cli.output import print_row
 
@@ -249,7 +249,10 @@ def uninstall_driver(cli_context: CliContext, **rollout_options: Any) -> None:
 @options.watch_option
 @pass_cli_context
 def rollout_show(cli_context: CliContext, rollout: UUID | None, wait: bool) -> None:
-    """Show a rollout, which installs, updates or uninstalls a driver on its hosts; without a uuid list the newest."""
+    """Show a rollout, which installs, updates or uninstalls a driver on its hosts; without a uuid list the newest.
+
+    --wait exits with the same code as the verb that began the rollout: 0 if all hosts are done, 6 if only some are.
+    """
     if rollout is None:
         return cli_context.print_list(
             lambda: cli_context.api.iterate_rows("rollouts/", MAX_ROLLOUTS), ROLLOUT_COLUMNS, "No rollouts."
@@ -259,8 +262,8 @@ def rollout_show(cli_context: CliContext, rollout: UUID | None, wait: bool) -> N
         _follow_rollout(cli_context, shown, f"{shown['op']} {shown['driver']}")
     shown = cli_context.api.get(f"rollouts/{rollout}/")
     print_row(shown, cli_context.output)
-    if wait and (shown["counts"]["failed"] or shown["counts"]["skipped"] or shown["state"] != "done"):
-        sys.exit(ExitCode.REFUSED)
+    if wait:
+        exit_unless_done(find_common_code(_build_step_rows(shown)))
 
 
 @verb_command("rollout-cancel", "rollout-cancel 5d0c1d0e-0a53-4a0c-8f0e-1c2d3e4f5a6b")
@@ -396,12 +399,17 @@ def finish_rollout(cli_context: CliContext, rollout: dict[str, Any], title: str,
     else:
         command = cli_context.api.spell_verb("rollout-show")
         click.echo(f"To follow the rollout: {command} {rollout['uuid']} --wait", err=True)
-    exit_code_by_state = {"failed": ExitCode.REFUSED, "skipped": ExitCode.REFUSED}
-    show_and_exit(
-        [{**step, "code": exit_code_by_state.get(step["state"], ExitCode.DONE)} for step in rollout["steps"]],
-        STEP_COLUMNS,
-        cli_context.output,
-    )
+    show_and_exit(_build_step_rows(rollout), STEP_COLUMNS, cli_context.output)
+
+
+def _build_step_rows(rollout: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the hosts of a rollout as output rows with their exit codes. A host that waits while the rollout does not
+    run, as in a draft, counts as skipped."""
+    failed_states = ("failed", "skipped", *(() if rollout["state"] == "running" else ("waiting",)))
+    return [
+        {**step, "code": ExitCode.REFUSED if step["state"] in failed_states else ExitCode.DONE}
+        for step in rollout["steps"]
+    ]
 
 
 def _follow_rollout(cli_context: CliContext, rollout: dict[str, Any], title: str) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import click
@@ -44,17 +44,26 @@ def run_for_each(targets: Sequence[str], action: Callable[[str], dict[str, Any]]
     return rows
 
 
-def show_and_exit(rows: Sequence[Mapping[str, Any]], columns: Sequence[str], output: OutputOptions) -> None:
-    """Show the rows, then exit with their common exit code, or with PARTIAL if their codes differ.
+def find_common_code(rows: Iterable[Mapping[str, Any]]) -> int:
+    """Return the exit code of rows: the one that all of them have, or PARTIAL if their codes differ.
 
-    Returns if the code is DONE, which is also the code of no rows at all. A row without `code` counts as DONE.
+    The code of no rows is DONE, and so is that of a row without `code`.
     """
     codes = {row.get("code", ExitCode.DONE) for row in rows} or {ExitCode.DONE}
+    return codes.pop() if len(codes) == 1 else ExitCode.PARTIAL
+
+
+def exit_unless_done(code: int) -> None:
+    """Exit with this exit code unless it is DONE."""
+    if code != ExitCode.DONE:
+        sys.exit(code)
+
+
+def show_and_exit(rows: Sequence[Mapping[str, Any]], columns: Sequence[str], output: OutputOptions) -> None:
+    """Show the rows, then exit with the code that `find_common_code` returns for them. Returns if it is DONE."""
     column_names = [column.rpartition("=")[2] for column in columns]
     fields = dict.fromkeys(
         name for row in ({name: None for name in column_names}, *rows) for name in row if name != "code"
     )
     print_rows([{name: row.get(name) for name in fields} for row in rows], columns, output)
-    code = codes.pop() if len(codes) == 1 else ExitCode.PARTIAL
-    if code != ExitCode.DONE:
-        sys.exit(code)
+    exit_unless_done(find_common_code(rows))

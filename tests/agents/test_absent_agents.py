@@ -1,4 +1,5 @@
-"""Test what a driver rollout does on hosts whose agents are absent: it waits for one that may come back by itself."""
+"""Test what driver rollouts and bulk commands do on hosts whose agents are absent or take no commands: a rollout waits
+for one that may come back by itself."""
 
 from __future__ import annotations
 
@@ -6,20 +7,24 @@ from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 
 import pytest
+from django.db import connection
+from django.test.utils import CaptureQueriesContext
 
 from accelerators import conductor
+from accelerators.devices import partitioning
 from accelerators.domain.caller import Caller
 from accelerators.domain.errors import RefusedError
-from accelerators.domain.states import EventSource, RolloutOp
-from accelerators.models import Command, DriverWish, Host, RolloutStep
+from accelerators.domain.states import DrainTarget, EventSource, RolloutOp
+from accelerators.models import Command, Device, DriverWish, Host, RolloutStep
 from accelerators.runtime import database_clock
-from accelerators.workflows import driver_rollouts, rollout_previews
+from accelerators.workflows import bulk_actions, bulk_commands, driver_rollouts, rollout_previews
 from accelerators.workflows.driver_config import DriverChange
 from accelerators.workflows.driver_rollouts import RolloutPace
 from agents import authentication, key_revocation
 from agents.models import Agent, Lease
 from drivers.inventory import DriverReport
-from tests.support.reports import apply_report, get_or_create_host
+from tests.accelerators.api.own.test_units import build_divisible_card
+from tests.support.reports import apply_report, get_or_create_host, make_driver_report
 
 pytestmark = pytest.mark.django_db
 OLGA = Caller("olga", "u", frozenset({"admin"}), "p1")
@@ -119,6 +124,33 @@ def test_a_host_that_is_being_removed_is_not_told_to_join(hosts: list[Host], nam
     draft = driver_rollouts.start_rollout(INSTALL, [host], OLGA, source=EventSource.PERSON, is_draft=True)
     (forecast,) = rollout_previews.forecast_hosts(draft)
     assert forecast.text == "it is being removed: wait until it is gone, or cancel its removal"
+
+
+@pytest.mark.parametrize("op", bulk_commands.BULK_OPS)
+def test_the_preview_and_the_result_of_a_bulk_command_refuse_devices_whose_agent_takes_no_commands(op: str) -> None:
+    acts = " ".join(bulk_commands.BULK_OPS)
+    for name in ("new", "old"):
+        host = get_or_create_host(name)
+        apply_report(
+            host, make_driver_report(build_divisible_card(1, 2, acts=acts), build_divisible_card(2, 2, acts=acts))
+        )
+        Agent.objects.create(host=host, public_key=name, ops="" if name == "old" else acts, version="0.0.9")
+    change = {"units": 0, "layout": {"vfs": "8"}, "generation": None} if op == bulk_commands.PARTITION else None
+    draft = bulk_actions.create_draft(op, DrainTarget.MAINTENANCE, Device.objects.all(), OLGA, arguments=change)
+    with CaptureQueriesContext(connection) as captured:
+        forecasts = bulk_actions.forecast_bulk(draft)
+    assert len(captured) == 3, "one for the devices, one for the hosts, one for the agents"
+    assert [(one.outcome, one.number) for one in forecasts] == [("moved", 2), ("refused", 2)]
+    assert forecasts[1].text == "the agent of its host accepts no commands"
+    first = {item.pk: forecast.outcome for item, forecast in bulk_actions.forecast_first_items(draft, 10)}
+    if op == bulk_commands.PARTITION:
+        change_of_old = partitioning.PartitionChange.from_arguments(change or {})
+        single, _ = bulk_actions.forecast_unit_change(change_of_old, Device.objects.filter(host__name="old")[0])
+        assert single.outcome == "refused"
+    bulk_actions.confirm_draft(draft, "", held_too=True)
+    assert {item.pk: item.outcome for item in draft.items.all()} == first
+    refused = set(draft.items.filter(host="old").values_list("outcome", "text"))
+    assert refused == {("refused", "The agent of old (release 0.0.9) accepts no commands: update it.")}
 
 
 def start_on_down_and_up(hosts: list[Host]) -> Callable[[], RolloutStep]:

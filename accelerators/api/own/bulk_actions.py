@@ -539,7 +539,7 @@ def select_objects(
 
 
 class BulkResultFilter(SavedViewFilter):
-    """Filter by bulk action, outcome, object (`device` or `target`) or host."""
+    """Filter by bulk action, outcome, object (`device` or `target`) or host, or by whether the object has failed."""
 
     bulk_action = filters.UUIDFilter(field_name="bulk__uuid")
     outcome = filters.MultipleChoiceFilter(
@@ -548,6 +548,12 @@ class BulkResultFilter(SavedViewFilter):
     device = filters.UUIDFilter(field_name="target_uuid")
     target = filters.UUIDFilter(field_name="target_uuid")
     host = host_filter()
+    failed = filters.BooleanFilter(method="filter_by_failure")
+
+    def filter_by_failure(self, items: QuerySet[BulkItem], name: str, has_failed: bool) -> QuerySet[BulkItem]:
+        """Keep the objects that were refused or whose command or installation has failed since, or only the others."""
+        condition = bulk_actions.ITEM_HAS_FAILED
+        return items.filter(condition) if has_failed else items.exclude(condition)
 
     def filter_by_outcome(self, items: QuerySet[BulkItem], name: str, words: list[str]) -> QuerySet[BulkItem]:
         """Keep the objects with one of these outcomes; `waiting` is the word for none."""

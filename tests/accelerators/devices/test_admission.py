@@ -17,9 +17,9 @@ from accelerators.commands import command_queue
 from accelerators.devices import admission_rules, lifecycle
 from accelerators.domain.admission import AdmissionFacts, EnabledRule, first_matching_rule
 from accelerators.domain.caller import Caller
-from accelerators.domain.device_actions import Action
+from accelerators.domain.device_actions import Action, LifecycleState
 from accelerators.domain.errors import RefusalReason, RefusedError
-from accelerators.domain.states import DrainTarget
+from accelerators.domain.states import DeviceState, DrainTarget
 from accelerators.models import AdmissionRule, AttachHandle, Bulk, Deployable, Device, Event, Host, Intent
 from accelerators.workflows import bulk_actions, bulk_admission
 from tests.accelerators.api.own.test_units import create_bound_request
@@ -202,6 +202,28 @@ def test_applying_rules_refuses_devices_that_are_gone_busy_or_whose_host_is_remo
         *[("refused", "conflict", "its host is being removed")] * 2,
     ]
     assert set(Device.objects.values_list("state", flat=True)) == {"inactive"}
+
+
+@pytest.mark.parametrize(
+    ("facts", "reason"),
+    [
+        ({"is_held": True}, "in_use"),
+        ({"is_busy": True}, "conflict"),
+        ({"is_held": True, "is_host_removed": True}, "conflict"),
+        ({}, None),
+    ],
+)
+def test_the_decision_about_a_device_has_the_reason_code_of_a_refusal(
+    facts: dict[str, bool], reason: str | None
+) -> None:
+    rules = (EnabledRule("rest", "ready"),)
+    state = LifecycleState(DeviceState.INACTIVE)
+    decision = bulk_admission.decide_admission(
+        *(rules, rules, AdmissionFacts("cmp1", "fake", "", "", "GPU"), state.as_text, state),
+        **({"is_busy": False, "is_held": False, "is_host_removed": False} | facts),
+    )
+    assert decision.reason == reason
+    assert decision.outcome == ("refused" if reason else "moved")
 
 
 @pytest.mark.django_db

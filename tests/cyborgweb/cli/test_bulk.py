@@ -22,6 +22,7 @@ from tests.cyborgweb.cli.terminal import Terminal
 from tests.support.background import running_beside
 from tests.support.clocks import replace_sleep
 from tests.support.reports import create_heard_host
+from tests.support.requests import NOVA
 
 __all__ = ["fill"]
 pytestmark = pytest.mark.django_db(transaction=True)
@@ -132,6 +133,14 @@ def test_retry_failed_repeats_the_action_for_the_refused_devices(cyborg: Cyborg)
         Device.objects.filter(address="0000:00:00.0").update(state="ready")
     assert cyborg("device-retire", "--filter", "host=cmp1", "--yes").exit_code == 6
     bulk = Bulk.objects.get()
+    assert cyborg("bulk-show", str(bulk.uuid), "--wait").exit_code == 6
+    (failed,) = json.loads(cyborg("bulk-show", str(bulk.uuid), "-f", "json").stdout)["failed"]
+    device = Device.objects.get(address="0000:00:00.0")
+    assert (failed["target"], failed["outcome"], failed["host"]) == (str(device.uuid), "refused", "cmp1")
+    assert "code" not in failed and failed["reason"] == "conflict"
+    shown = cyborg("bulk-show", str(bulk.uuid))
+    assert shown.stdout.splitlines()[-1].split()[:2] == [str(device.uuid), "refused"] and not shown.stderr
+    assert shown.stdout.splitlines()[-2].split() == ["uuid", "outcome", "state", "host", "device", "text"]
     assert cyborg("device-maintain", "cmp1/0000:00:00.0").exit_code == 0
     assert_refused(cyborg("device-ready", "--retry-failed", str(bulk.uuid)), 2, "has the action retire, not enable")
     again = cyborg("device-retire", "--retry-failed", str(bulk.uuid), "--yes", "-f", "json")
@@ -150,6 +159,34 @@ def test_no_wait_names_the_command_that_follows_the_job_which_can_be_shown_and_c
     assert (row["state"], row["counts"]["waiting"] > 0) == ("running", True)
     assert json.loads(cyborg("bulk-cancel", str(bulk.uuid), "-f", "json").stdout)["state"] == "cancelled"
     assert cyborg("bulk-show", str(bulk.uuid), "--wait").exit_code == 1
+
+
+def test_a_bulk_action_that_is_cancelled_while_it_is_followed_is_not_done(
+    cyborg: Cyborg, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    create_heard_host("cmp1", 120)
+    replace_sleep(monkeypatch, lambda seconds: bulk_actions.cancel_bulk(Bulk.objects.get(), NOVA))
+    left = cyborg("device-quarantine", "--filter", "host=cmp1", "-f", "json")
+    assert left.exit_code == 1
+    assert {(row["outcome"], row["text"]) for row in json.loads(left.stdout)} == {
+        ("waiting", "It was not changed: the bulk action was cancelled.")
+    }
+
+
+def test_bulk_show_shows_the_first_refused_devices_and_says_where_all_are_listed(
+    cyborg: Cyborg, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    create_heard_host("cmp1", 3)
+    with conductor.writing():
+        Device.objects.update(state="ready")
+    assert cyborg("device-retire", "--filter", "host=cmp1", "--yes").exit_code == 1
+    bulk = Bulk.objects.get()
+    monkeypatch.setattr("cyborgweb.cli.bulk.MAX_SHOWN_FAILURES", 2)
+    for words in ((), ("--wait",)):
+        shown = cyborg("bulk-show", str(bulk.uuid), *words, "-f", "json")
+        assert (shown.exit_code, len(json.loads(shown.stdout)["failed"])) == (1 if words else 0, 2)
+        assert "Only the first 2 devices that were refused or have failed are shown." in shown.stderr
+        assert shown.stderr.endswith(f"/api/bulk_results/?bulk_action={bulk.uuid}&failed=true\n")
 
 
 def test_an_interruption_names_the_bulk_action_that_goes_on(cyborg: Cyborg, monkeypatch: pytest.MonkeyPatch) -> None:

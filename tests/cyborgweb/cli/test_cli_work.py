@@ -306,14 +306,18 @@ def test_bulk_show_waits_for_the_commands_and_installations_that_the_bulk_action
         bulk = Bulk.objects.latest("id")
         with run_agents(outcome):
             shown = cyborg("bulk-show", str(bulk.uuid), "--wait", "-f", "json")
-        assert (shown.exit_code, json.loads(shown.stdout)["commands"]["open"]) == (code, 0), shown.output
-    for outcome, code in (("failed", 1), ("succeeded", 0)):
+        told = json.loads(shown.stdout)
+        assert (shown.exit_code, told["commands"]["open"]) == (code, 0), shown.output
+        failed = [(row["outcome"], row["state"], row["text"]) for row in told["failed"]]
+        assert failed == [("failed", "failed", "done")] * 2 * code
+    for outcome, code in (("failed", 6), ("succeeded", 0)):
         ordered = cyborg("device-ready", "--filter", "host=cmp1", "--no-wait", "-f", "json")
         assert [row["state"] for row in json.loads(ordered.stdout)] == ["installing", "ready"], ordered.output
         bulk = Bulk.objects.latest("id")
         with run_agents(outcome):
             shown = cyborg("bulk-show", str(bulk.uuid), "--wait")
         assert shown.exit_code == code, shown.output
+        assert [line.split()[1:3] for line in shown.stdout.splitlines()].count(["failed", "failed"]) == bool(code)
         assert shown.stderr.endswith("enable: 2 of 2 devices\n")
         assert not Device.objects.filter(state="installing").exists()
 
@@ -437,7 +441,14 @@ def test_a_change_of_a_driver_on_several_hosts_is_confirmed_by_typing_their_numb
     rollout = Rollout.objects.get(state="running")
     assert (rollout.total, rollout.enabled) == (2, False)
     with run_agents("failed", "it hangs"):
-        cyborg("rollout-show", str(rollout.uuid), "--wait")
+        assert cyborg("rollout-show", str(rollout.uuid), "--wait").exit_code == 1
+    assert cyborg("rollout-show", str(Rollout.objects.filter(state="draft")[0].uuid), "--wait").exit_code == 1
+    with conductor.writing():
+        step = rollout.steps.earliest("id")
+        rollout.steps.filter(pk=step.pk).update(state="done")
+    assert cyborg("rollout-show", str(rollout.uuid), "--wait").exit_code == 6, "as the verb that began it"
+    with conductor.writing():
+        rollout.steps.filter(pk=step.pk).update(state=step.state)
     shown = cyborg("rollout-retry", str(rollout.uuid), "--dry-run", "-f", "json")
     assert sum(row["number"] for row in json.loads(shown.stdout)) == 2
     monkeypatch.undo()

@@ -125,6 +125,12 @@ API_EXEMPTIONS = (
     ),
     Exemption(
         "positive_data_acceptance",
+        "POST /api/(rollouts|bulk_actions|accelerators)/",
+        "store_draft: give it only with dry_run",
+        "Whether a draft is stored is a matter of previews only.",
+    ),
+    Exemption(
+        "positive_data_acceptance",
         "POST /api/rollouts/",
         "looks like a secret",
         "A schema cannot say which words in a driver's settings are taken for a secret.",

@@ -203,6 +203,9 @@ def test_what_changed_since_the_preview_is_refused_and_can_be_retried(ask: Ask, 
     run_job()
     refused = get_results(ask(f"/api/bulk_results/?bulk_action={made['uuid']}&outcome=refused"))
     assert {(row["device"], row["reason"]) for row in refused} == {(free[0], "in_use"), (free[1], "conflict")}
+    assert get_results(ask(f"/api/bulk_results/?bulk_action={made['uuid']}&failed=true")) == refused
+    others = get_results(ask(f"/api/bulk_results/?bulk_action={made['uuid']}&failed=false"))
+    assert {row["outcome"] for row in others} == {"moved"}
     assert Device.objects.get(uuid=free[0]).state == "ready"
     assert "was free when this was decided" in next(row["text"] for row in refused if row["reason"] == "in_use")
     with conductor.writing():
