@@ -88,6 +88,20 @@ def test_settings_of_a_driver_or_version_that_is_not_known_here_are_left_to_the_
     assert DriverWish.objects.get().settings == {"mtu": 1}
 
 
+def test_settings_that_only_other_versions_of_the_driver_can_use_are_refused_on_the_hosts_with_this_version() -> None:
+    hosts = [
+        *create_hosts("generic_driver", GenericDriver.version, "cmp1"),
+        *create_hosts("generic_driver", "99", "cmp2"),
+    ]
+    draft = order(DriverChange(RolloutOp.INSTALL, "generic_driver", settings={"mtu": 1}), hosts, is_draft=True)
+    first, second = rollout_previews.preview_rollout(draft).hosts
+    assert first.outcome == DeviceOutcome.REFUSED and "generic_driver has no setting 'mtu'" in first.text
+    assert second.outcome == DeviceOutcome.MOVED
+    assert driver_rollouts.confirm_rollout(draft, "")
+    driver_rollouts.run()
+    assert {step.host_name: step.state for step in draft.steps.all()} == {"cmp1": "skipped", "cmp2": "ordered"}
+
+
 def test_the_drivers_of_this_product_are_checked_here_and_accept_no_settings() -> None:
     own = [name for name in catalogue.list_driver_names() if driver_settings.is_checked_here(name)]
     assert {"generic_driver", "pci_driver", "nvidia_gpu_driver", "fake_driver"} <= set(own)
