@@ -2,7 +2,7 @@
 
 The entry point group and the driver names are upstream's, so an operator's `enabled_drivers` keeps working. Only a
 driver's own process loads it; other processes need the names only. As an exception, the conductor loads the drivers of
-this package to check settings.
+this package to check settings (docs/adr/0019-driver-code-in-the-conductor.md).
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def load_driver(name: str) -> Driver:
 def load_own_driver(name: str) -> Driver | None:
     """Import a driver of this package and return an instance of it; None for any other name.
 
-    Code of other packages is not loaded.
+    Code of other packages is not loaded. Raises Failed if the driver's code cannot be loaded.
     """
     own = {point.value for point in entry_points(group=ENTRY_POINT_GROUP, name=name)}
     return load_driver(name) if len(own) == 1 and own.pop().startswith("drivers.") else None

@@ -24,7 +24,7 @@ from accelerators.commands import placement_delegation, sql
 from accelerators.domain import generations
 from accelerators.domain.caller import Caller, request_id
 from accelerators.domain.errors import RefusalReason, RefusedError
-from accelerators.domain.states import CommandState, DeviceState, EventSource
+from accelerators.domain.states import NOT_BEGUN_COMMAND_STATES, CommandState, DeviceState, EventSource
 from accelerators.models import AttachHandle, Command, Deployable, Device, Host
 from accelerators.models.commands import COMMAND_IS_OPEN
 from accelerators.runtime import jobs, pubsub
@@ -48,8 +48,6 @@ so that the bind's fault tells the reason."""
 MAX_REASON = 500
 MAX_LAYOUT, MAX_WORD, MAX_VALUE = 64, 64, 255
 
-NOT_BEGUN_STATES = (CommandState.PREPARING.value, CommandState.QUEUED.value)
-"""States of commands that no agent has taken."""
 _S = DeviceState
 _PRESENT_STATES = frozenset(_S) - {_S.MISSING, _S.RETIRED}
 ALLOWED_STATES = {
@@ -414,7 +412,9 @@ def refuse_undelivered_commands(numbers: Sequence[int], text: str) -> None:
     `commands` is woken, which ends the refused ones.
     """
     with conductor.writing():
-        _refuse(Command.objects.filter(id__in=numbers, state__in=NOT_BEGUN_STATES), text[:4096].replace("\0", ""))
+        _refuse(
+            Command.objects.filter(id__in=numbers, state__in=NOT_BEGUN_COMMAND_STATES), text[:4096].replace("\0", "")
+        )
         call_after_commit(jobs.enqueue_job, COMMANDS_JOB)
 
 

@@ -117,7 +117,11 @@ class CommandState(Choice):
     """The command was started, but its result is not known."""
 
 
-OPEN_COMMAND_STATES = (CommandState.PREPARING, CommandState.QUEUED, CommandState.TAKEN, CommandState.STARTED)
+NOT_BEGUN_COMMAND_STATES = (CommandState.PREPARING, CommandState.QUEUED)
+"""The states of a command that is not in the agent's journal yet."""
+BEGUN_COMMAND_STATES = (CommandState.TAKEN, CommandState.STARTED)
+"""The states of a command that is in the agent's journal and has not ended."""
+OPEN_COMMAND_STATES = (*NOT_BEGUN_COMMAND_STATES, *BEGUN_COMMAND_STATES)
 """The states of a command that has not ended."""
 
 

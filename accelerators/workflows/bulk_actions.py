@@ -255,16 +255,20 @@ def query_failed_objects(bulk: Bulk) -> QuerySet[Any]:
     return Device.objects.filter(pk__in=failed.values("device"))
 
 
-def query_commands_of_item() -> QuerySet[Command]:
+def _query_commands(action: str | OuterRef, ordered_by_request: str | OuterRef) -> QuerySet[Command]:
+    """Return the commands that a bulk action with this action and `request_id` has ordered."""
+    return Command.objects.filter(op=action, request_id=ordered_by_request)
+
+
+def _query_commands_of_item() -> QuerySet[Command]:
     """Return the commands that were ordered for the device of an item of a bulk action, for a subquery of items."""
-    return Command.objects.filter(
-        device=OuterRef("device"), op=OuterRef("bulk__action"), request_id=OuterRef("bulk__request_id")
-    )
+    ordered = _query_commands(OuterRef("bulk__action"), OuterRef("bulk__request_id"))
+    return ordered.filter(device=OuterRef("device"))
 
 
 ITEM_HAS_FAILED = Q(outcome=DeviceOutcome.REFUSED) | Q(
     Q(
-        Exists(query_commands_of_item().filter(ended_at__isnull=False).exclude(state=CommandState.SUCCEEDED)),
+        Exists(_query_commands_of_item().filter(ended_at__isnull=False).exclude(state=CommandState.SUCCEEDED)),
         bulk__action__in=bulk_commands.BULK_OPS,
     )
     | Q(bulk__action__in=(Action.ENABLE, bulk_admission.ADMIT), device__state=DeviceState.FAILED),
@@ -282,7 +286,7 @@ def annotate_with_commands(items: QuerySet[BulkItem]) -> QuerySet[BulkItem]:
     """Add to items of bulk actions the command that was ordered for the device, as `ordered_command`: its `id`, `uuid`,
     `state`, `text` and `ended_at`; None if none was ordered, or if it is not stored any more."""
     command = JSONObject(id="id", uuid="uuid", state="state", text="text", ended_at="ended_at")
-    newest = Subquery(query_commands_of_item().order_by("-id").values(command=command)[:1])
+    newest = Subquery(_query_commands_of_item().order_by("-id").values(command=command)[:1])
     return items.annotate(ordered_command=Case(When(outcome=DeviceOutcome.MOVED, then=newest)))
 
 
@@ -299,7 +303,7 @@ def count_commands(bulk: Bulk) -> Counter[CommandState]:
     if not orders_commands(bulk):
         return Counter()
     ordered = bulk.items.filter(outcome=DeviceOutcome.MOVED).values("device")
-    commands = Command.objects.filter(device__in=ordered, op=bulk.action, request_id=bulk.request_id).order_by()
+    commands = _query_commands(bulk.action, bulk.request_id).filter(device__in=ordered).order_by()
     return Counter({CommandState(state): n for state, n in commands.values_list("state").annotate(number=Count("pk"))})
 
 

@@ -19,7 +19,13 @@ from django.db.models.functions import Now
 from accelerators import conductor, outbox
 from accelerators.commands import command_queue, placement_delegation, programming, sql
 from accelerators.devices.lifecycle import DeviceStateChange, build_lifecycle_state, store_state_changes
-from accelerators.domain.states import CommandState, DeviceState, EventSource
+from accelerators.domain.states import (
+    BEGUN_COMMAND_STATES,
+    NOT_BEGUN_COMMAND_STATES,
+    CommandState,
+    DeviceState,
+    EventSource,
+)
 from accelerators.models import Command, Device
 from accelerators.models.commands import COMMAND_IS_OPEN
 from accelerators.requests import binding
@@ -39,7 +45,6 @@ REPORT_IS_APPLIED = (
     | Q(end_by__lt=Now())
 )
 """The report that shows what the command did is applied, or the deadline has passed, so it is not waited for."""
-BEGUN_STATES = (_C.TAKEN.value, _C.STARTED.value)
 
 
 @dataclass(frozen=True)
@@ -100,7 +105,9 @@ def end_answered_commands() -> bool:
 
 def end_late_commands() -> bool:
     """End one batch of the commands that were not begun, or not answered, in time; True if there may be more."""
-    late = Q(state__in=command_queue.NOT_BEGUN_STATES, start_by__lt=Now()) | Q(state__in=BEGUN_STATES, end_by__lt=Now())
+    late = Q(state__in=NOT_BEGUN_COMMAND_STATES, start_by__lt=Now()) | Q(
+        state__in=BEGUN_COMMAND_STATES, end_by__lt=Now()
+    )
     return _end_batch(Command.objects.filter(late, answered_at__isnull=True), _judge_late_command)
 
 

@@ -166,8 +166,10 @@ def ask_holders_for_change(host: Host, change: DriverChange) -> safety.HolderAns
     """Ask all holder checks about the devices of a running driver that this change would affect.
 
     Call it before a transaction is opened, and give the answers to `order_driver_change`. Nothing is asked if nothing
-    would be changed, or if the change will be refused anyway, as far as the database tells.
+    would be changed, or if the change will be refused anyway, as far as the database tells. The driver's code is loaded
+    here if it is needed, so that `order_driver_change` does not import it while it holds locks.
     """
+    driver_settings.find_own_driver(change.driver)
     wish = DriverWish.objects.filter(host=host, driver=change.driver).select_related("command").first()
     host = Host.objects.get(pk=host.pk)
     entry = host.drivers.get(change.driver)

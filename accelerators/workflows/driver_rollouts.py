@@ -110,14 +110,15 @@ def start_rollout(
     """Start a rollout of `change` on these hosts and return it.
 
     A draft is only stored, with the generation of the driver's desired state and the foreseen refusal of each host;
-    `confirm_rollout` starts it.
+    `confirm_rollout` starts it. Settings that the driver cannot use are refused here if they are checked here for all
+    hosts; otherwise each host for which they are checked is refused alone.
     For a single host the order is placed when this returns; for more, the job `rollouts` places them. Raises
     RefusedError INVALID for a wrong change, reason or pace, and for a single host whatever
     `driver_config.order_driver_change` raises; then nothing is stored. `generation`, only for a single host, is the
     generation of the wanted configuration that the caller has seen.
     """
     driver_config.check_driver_change(change)
-    is_checked_here = any(
+    is_checked_here = all(
         driver_settings.is_checked_here(change.driver, one.drivers.get(change.driver)) for one in hosts
     )
     if change.settings is not None and is_checked_here:

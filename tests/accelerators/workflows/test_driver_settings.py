@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -10,9 +11,10 @@ from accelerators.domain.errors import RefusalReason, RefusedError
 from accelerators.domain.setting_edits import SettingEdits
 from accelerators.domain.states import DeviceOutcome, EventSource, RolloutOp
 from accelerators.models import Command, DriverWish, Host, Rollout
-from accelerators.workflows import driver_rollouts, driver_settings, rollout_previews
+from accelerators.workflows import driver_config, driver_rollouts, driver_settings, rollout_previews
 from accelerators.workflows.driver_config import DriverChange
 from drivers import catalogue
+from drivers.errors import Failed
 from drivers.generic.driver import GenericDriver
 from drivers.inventory import DriverReport
 from tests.accelerators.workflows.test_rollouts import INSTALL, OLGA, answer_as_agent, run_rollout, start_rollout
@@ -86,6 +88,54 @@ def test_settings_of_a_driver_or_version_that_is_not_known_here_are_left_to_the_
     assert not driver_settings.is_checked_here(driver, host.drivers[driver])
     order(DriverChange(RolloutOp.INSTALL, driver, settings={"mtu": 1}), [host])
     assert DriverWish.objects.get().settings == {"mtu": 1}
+
+
+def test_settings_that_only_other_versions_of_the_driver_can_use_are_refused_on_the_hosts_with_this_version() -> None:
+    hosts = [
+        *create_hosts("generic_driver", GenericDriver.version, "cmp1"),
+        *create_hosts("generic_driver", "99", "cmp2"),
+    ]
+    draft = order(DriverChange(RolloutOp.INSTALL, "generic_driver", settings={"mtu": 1}), hosts, is_draft=True)
+    first, second = rollout_previews.preview_rollout(draft).hosts
+    assert first.outcome == DeviceOutcome.REFUSED and "generic_driver has no setting 'mtu'" in first.text
+    assert second.outcome == DeviceOutcome.MOVED
+    assert driver_rollouts.confirm_rollout(draft, "")
+    driver_rollouts.run()
+    assert {step.host_name: step.state for step in draft.steps.all()} == {"cmp1": "skipped", "cmp2": "ordered"}
+
+
+@pytest.fixture
+def driver_cache() -> Iterator[None]:
+    """Forget the loaded drivers before and after a test that replaces one."""
+    driver_settings.find_own_driver.cache_clear()
+    yield
+    driver_settings.find_own_driver.cache_clear()
+
+
+@pytest.mark.usefixtures("driver_cache")
+@pytest.mark.parametrize("fault", ["import", "check"])
+def test_settings_are_left_to_the_agent_with_a_log_line_if_the_code_of_the_driver_fails(
+    fault: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*_: object) -> None:
+        raise Failed("libfoo.so is missing") if fault == "import" else KeyError("backends")
+
+    monkeypatch.setattr(*((catalogue, "load_driver") if fault == "import" else (GenericDriver, "check_settings")), fail)
+    hosts = create_hosts("generic_driver", GenericDriver.version, "cmp1", "cmp2")
+    change = DriverChange(RolloutOp.INSTALL, "generic_driver", settings={"backends": {}})
+    order(change, hosts[:1])
+    assert DriverWish.objects.get().settings == {"backends": {}}
+    preview = rollout_previews.preview_rollout(order(change, hosts[1:], is_draft=True))
+    assert preview.count_hosts(DeviceOutcome.MOVED) == 1
+    assert "checked by the agent" in caplog.text and ("libfoo.so" in caplog.text or "KeyError" in caplog.text)
+
+
+@pytest.mark.usefixtures("driver_cache")
+def test_the_code_of_a_driver_is_loaded_before_the_order_locks_the_host() -> None:
+    (host,) = create_hosts("generic_driver")
+    change = DriverChange(RolloutOp.UPDATE, "generic_driver", settings={"backends": {}})
+    driver_config.ask_holders_for_change(host, change)  # the driver is not installed: nothing is asked
+    assert driver_settings.find_own_driver.cache_info().currsize == 1
 
 
 def test_the_drivers_of_this_product_are_checked_here_and_accept_no_settings() -> None:
