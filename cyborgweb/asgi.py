@@ -24,6 +24,7 @@ from agents.wire import AGENT_PATH, CHALLENGE_PATH, IMAGE_PATH  # noqa: E402
 from cyborgweb.http.django_threads import DjangoThreads  # noqa: E402
 from cyborgweb.live.socket import ConsoleSocket  # noqa: E402
 from cyborgweb.live.usage import UsageStream  # noqa: E402
+from cyborgweb.monitoring import event_recorder  # noqa: E402
 from cyborgweb.settings.keys import get_keys  # noqa: E402
 from cyborgweb.wsgi import application as wsgi  # noqa: E402
 
@@ -88,6 +89,11 @@ class AgentApplication:
             await self._gateway.serve_connection(scope, receive, send, self._fingerprints)
         else:
             await send({"type": "websocket.close"})
+
+
+def start_recording() -> None:
+    """Start the thread that records this process's slow and refused clients and refused binds as events."""
+    event_recorder.start_recording()
 
 
 def set_gateway_url(address: str) -> None:

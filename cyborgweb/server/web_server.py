@@ -43,7 +43,6 @@ def main() -> None:
     logging.getLogger("uvicorn.error").setLevel(logging.WARNING)  # INFO logs every agent's connect and disconnect
     raise_file_limit(get_keys().agent_connections, get_keys().http_connections)
     from cyborgweb import asgi
-    from cyborgweb.monitoring.event_recorder import start_recording
 
     listener = socket.socket(fileno=arguments.fd)
     connections = make_connection_settings(get_keys())
@@ -60,7 +59,7 @@ def main() -> None:
     if arguments.after is not None:
         os.read(arguments.after, 1)
     asgi.set_gateway_url(find_own_url(listener, get_keys().database_url))
-    start_recording()
+    asgi.start_recording()
     server.run(sockets=[listener])
 
 

@@ -74,7 +74,7 @@ def main() -> None:
     if name in CEILINGS:
         stand_in: Any = types.ModuleType("cyborgweb.asgi")
         stand_in.application = CEILINGS[name]
-        stand_in.set_gateway_url = stand_in.end_usage_streams = lambda *_: None
+        stand_in.set_gateway_url = stand_in.end_usage_streams = stand_in.start_recording = lambda *_: None
         sys.modules["cyborgweb.asgi"] = stand_in
     from cyborgweb.server import web_server
 
