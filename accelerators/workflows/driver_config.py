@@ -11,6 +11,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import msgspec
@@ -49,6 +50,14 @@ class DriverChange:
     enabled: bool | None = None
     settings: WantedSettings | None = None
     edits: SettingEdits = NO_EDITS
+
+    @cached_property
+    def settings_error(self) -> str:
+        """Return why a driver of this product cannot use `settings`, '' if it can, or if there are none.
+
+        They are checked once, however many hosts the change is for.
+        """
+        return "" if self.settings is None else driver_settings.find_settings_error(self.driver, self.settings)
 
 
 @dataclass(frozen=True)
@@ -294,7 +303,10 @@ def _resolve_wanted(
     if change.edits:
         settings = _edit_settings(change, before.settings if is_installed else {}, place)
     if settings is not None and settings != before.settings and driver_settings.is_checked_here(change.driver, entry):
-        driver_settings.refuse_unusable_settings(change.driver, settings)
+        # Edits lead to other settings on each host.
+        error = driver_settings.find_settings_error(change.driver, settings) if change.edits else change.settings_error
+        if error:
+            raise RefusedError(RefusalReason.INVALID, error)
     return WantedDriver(True, enabled, settings)
 
 

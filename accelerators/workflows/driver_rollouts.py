@@ -121,8 +121,8 @@ def start_rollout(
     is_checked_here = all(
         driver_settings.is_checked_here(change.driver, one.drivers.get(change.driver)) for one in hosts
     )
-    if change.settings is not None and is_checked_here:
-        driver_settings.refuse_unusable_settings(change.driver, change.settings)
+    if is_checked_here and change.settings_error:
+        raise RefusedError(RefusalReason.INVALID, change.settings_error)
     if generation is not None and len(hosts) != 1:
         text = f"A generation is only for a single host; {len(hosts)} hosts are chosen."
         raise RefusedError(RefusalReason.INVALID, text)

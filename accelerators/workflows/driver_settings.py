@@ -12,7 +12,6 @@ from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any
 
-from accelerators.domain.errors import RefusalReason, RefusedError
 from drivers import catalogue
 from drivers.base import Driver
 from drivers.errors import Failed, Invalid
@@ -44,18 +43,17 @@ def is_checked_here(driver: str, entry: Mapping[str, Any] | None = None) -> bool
     return known is not None and version in ("", known.version)
 
 
-def refuse_unusable_settings(driver: str, settings: Mapping[str, Any]) -> None:
-    """Raise RefusedError INVALID if a driver of this product cannot use these settings; do nothing for others.
+def find_settings_error(driver: str, settings: Mapping[str, Any]) -> str:
+    """Return why a driver of this product cannot use these settings, '' if it can, or if it is another one's driver.
 
     If the driver's code fails, that is logged, and the settings are left to the agent.
     """
     known = find_own_driver(driver)
-    if known is None:
-        return
     try:
-        known.check_settings(dict(settings))
+        if known is not None:
+            known.check_settings(dict(settings))
     except Invalid as error:
-        text = f"{error}. Nothing was changed: correct the settings."
-        raise RefusedError(RefusalReason.INVALID, text) from None
+        return f"{error}. Nothing was changed: correct the settings."
     except Exception:
         log.exception("Settings of %s are checked by the agent alone, because the driver's check failed", driver)
+    return ""

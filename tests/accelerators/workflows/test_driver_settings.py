@@ -104,6 +104,20 @@ def test_settings_that_only_other_versions_of_the_driver_can_use_are_refused_on_
     assert {step.host_name: step.state for step in draft.steps.all()} == {"cmp1": "skipped", "cmp2": "ordered"}
 
 
+def test_the_settings_of_a_change_are_checked_once_for_all_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
+    hosts = create_hosts("generic_driver", GenericDriver.version, "cmp1", "cmp2", "cmp3", "cmp4")
+    checked, check = [], GenericDriver.check_settings
+    monkeypatch.setattr(
+        GenericDriver, "check_settings", lambda self, settings: (checked.append(settings), check(self, settings))[1]
+    )
+    change = DriverChange(RolloutOp.INSTALL, "generic_driver", settings={"backends": {"gpus": GPUS}})
+    draft = order(change, hosts, is_draft=True)
+    assert len(checked) == 2, "once for the order, and once for the forecasts that are stored with the draft"
+    checked.clear()
+    assert rollout_previews.preview_rollout(draft).count_hosts(DeviceOutcome.MOVED) == 4
+    assert checked == [change.settings]
+
+
 @pytest.fixture
 def driver_cache() -> Iterator[None]:
     """Forget the loaded drivers before and after a test that replaces one."""
@@ -142,4 +156,4 @@ def test_the_drivers_of_this_product_are_checked_here_and_accept_no_settings() -
     own = [name for name in catalogue.list_driver_names() if driver_settings.is_checked_here(name)]
     assert {"generic_driver", "pci_driver", "nvidia_gpu_driver", "fake_driver"} <= set(own)
     for name in own:
-        driver_settings.refuse_unusable_settings(name, {})
+        assert driver_settings.find_settings_error(name, {}) == ""
