@@ -35,7 +35,7 @@ class HeldHandle:
     attach_type: str
     info: str
     hardware: str = ""
-    """What people call the hardware of its device."""
+    """The name of its device's hardware, for people."""
 
 
 def describe_plugging(handles: Sequence[HeldHandle], host: str) -> str:

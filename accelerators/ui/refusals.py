@@ -15,7 +15,7 @@ CHANGED_MEANWHILE_TEXT = (
     "Somebody else has changed this since the page was shown, so nothing was done. Look at the present version, then"
     " repeat your change if you still want it."
 )
-"""What the console says in place of the text of a ChangedMeanwhileError, which tells programs what to send."""
+"""The console shows this text for a ChangedMeanwhileError, whose own text tells programs what to send."""
 
 
 def describe_refusal(refused: RefusedError) -> str:

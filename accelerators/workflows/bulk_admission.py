@@ -34,7 +34,8 @@ _RULES_CHANGED_TEXT = "the rules have changed since it was chosen"
 
 
 class AdmissionDecision(NamedTuple):
-    """What the rules do to a device: the outcome, a text that explains it, and the reason code of a refusal."""
+    """The decision of the rules about a device: the outcome, a text that explains it, and the reason code of a
+    refusal."""
 
     outcome: DeviceOutcome
     text: str

@@ -114,7 +114,7 @@ def refuse_in_transaction() -> None:
 def compute_generation(maintenance: Maintenance | None) -> int:
     """Return the generation of the switch: 0 while it is off, otherwise the microsecond at which it was switched on.
 
-    There is no row that could count while the switch is off.
+    While the switch is off, no row is stored, so that no counter can be kept.
     """
     return (maintenance.since - _EPOCH) // timedelta(microseconds=1) if maintenance else 0
 

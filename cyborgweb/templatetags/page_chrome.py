@@ -84,9 +84,9 @@ def manual_url(place: str) -> str:
 def crumb(part: dict[str, Any], place: dict[str, Any]) -> str:
     """Return the text of one part of Django's breadcrumbs; `place` is Django's `forloop`.
 
-    It is the sidebar's title for a list, the unchanged name of an object, the readable name of an attach handle, and ''
-    for the app that Django puts before the list, because our console has no page for it. Any other text gets a capital
-    first letter.
+    The text is the sidebar's title for a list, the unchanged name of an object, the readable name of an attach handle,
+    and '' for the app that Django puts before the list, because our console has no page for it. Any other text gets a
+    capital first letter.
     """
     title = part["title"]
     if isinstance(title, AttachHandle):

@@ -39,7 +39,7 @@ DelaySeconds = Annotated[float, Meta(ge=0, le=3600)]
 
 
 class Hardware(NamedTuple):
-    """What names the model of the devices: the vendor, the model and the board, as `drivers.inventory.Device` has them.
+    """The names of the devices' hardware: the vendor, the model and the board, as `drivers.inventory.Device` has them.
 
     The vendor and the model are upstream's. The PCI ID database has this board, of Lenovo with an FPGA of Xilinx
     (10ee:7038).
@@ -59,7 +59,7 @@ class Script(Struct, forbid_unknown_fields=True):
     install. `handle_type`: MDEV handles must be attached. `refuse`: act → kind and text of the error it raises.
     `wrong`: acts that get a last step whose check never succeeds. `slow_s`: act or `stats` → seconds that it sleeps.
     `busy`: numbers of devices that another program uses. `signals`: the readings of `health`. `stats`: the load of
-    every device; if it is None, it changes by itself (`simulate_load`). `hardware`: what names their model.
+    every device; if it is None, it changes by itself (`simulate_load`). `hardware`: the names of their hardware.
     """
 
     count: Annotated[int, Meta(ge=0, le=4096)] = 1

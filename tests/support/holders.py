@@ -37,7 +37,7 @@ def answer_each(answer: Callable[[Device], HolderCheckResult]) -> HolderCheck:
 def slow_holder_checks(patch: pytest.MonkeyPatch) -> Iterator[list[Device]]:
     """Let one answer of Placement take longer than all holder checks may; yield the devices that are asked about.
 
-    Nobody waits: the clock of the checks goes on with each answer only.
+    The test does not wait: the clock of the checks goes on with each answer only.
     """
     asked: list[Device] = []
     clock = SimpleNamespace(monotonic=lambda: len(asked) * (safety.HOLDER_CHECKS_TIMEOUT_S + 1.0))

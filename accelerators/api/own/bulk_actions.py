@@ -112,7 +112,7 @@ def get_target(action: str) -> BulkTarget:
 
 
 class BulkReadingView(CollectionView):
-    """Rows of bulk actions. Whoever may see the objects of one kind may read the bulk actions on them."""
+    """Rows of bulk actions. Callers who may see the objects of one kind may read the bulk actions on them."""
 
     def check_permissions(self, request: Request) -> None:
         """Raise 403 unless the caller may do this. Reading needs the rule of this URL, or the rule for reading
@@ -324,8 +324,8 @@ class BulkActionSerializer(RowSerializer):
         return counts | {WAITING: bulk.total - bulk.finished_count}
 
     def get_commands(self, bulk: Bulk) -> dict[str, int] | None:
-        """Of an action that orders commands (health, reset, partition), the number of those that are `open`, and of
-        those that have ended with each state; null for other actions, and in lists."""
+        """The number of commands that the action has ordered: of those that are `open`, and of those that have ended
+        with each state. It is null in lists, and for actions without commands (all but health, reset and partition)."""
         if isinstance(self.parent, serializers.ListSerializer) or not bulk_actions.orders_commands(bulk):
             return None
         numbers = bulk_actions.count_commands(bulk)
@@ -403,8 +403,8 @@ class BulkActionView(BulkReadingView):
         answer is 409, with the preview, if the objects are on several hosts or a held one would be changed. A label
         changes nothing that is held.
 
-        Whoever detaches attachments or labels accelerators must be allowed to see these objects, and reaches those of
-        the own project only, unless the rules for all projects allow more.
+        A caller who detaches attachments or labels accelerators must be allowed to see these objects, and reaches only
+        those of its own project, unless the rules for all projects allow more.
         """
         values = self.validate_body()
         action, then = values["action"], DrainTarget(values.get("then", DrainTarget.MAINTENANCE))

@@ -185,7 +185,7 @@ def list_pages() -> list[str]:
 
 @dataclass(frozen=True)
 class Answer:
-    """What a role was shown: the status, and the page as it was read."""
+    """The answer that a role got: the status, and the page as it was read."""
 
     status: int
     page: PageReader
