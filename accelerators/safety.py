@@ -251,6 +251,11 @@ def find_releases_of_devices(devices: Collection[int]) -> list[tuple[int, Releas
     return [(release.concerned_device, release) for release in of_devices.annotate(concerned_device=concerned)]
 
 
+def _query_holding_requests() -> QuerySet[AcceleratorRequest]:
+    """Query the requests that hold a unit or are being bound to one."""
+    return AcceleratorRequest.objects.filter(state__in=["BindStarted", "Bound"])
+
+
 def build_held_condition(device: str) -> Q:
     """Return the condition that `query_requests_of_devices` finds a request for the device, also one that holds the
     same hardware through another device.
@@ -258,7 +263,7 @@ def build_held_condition(device: str) -> Q:
     `device` is the path from the queried rows to the device; "pk" if the rows are devices.
     """
     prefix = "" if device == "pk" else f"{device}__"
-    holding_requests = AcceleratorRequest.objects.filter(state__in=["BindStarted", "Bound"])
+    holding_requests = _query_holding_requests()
     conditions = [holding_requests.filter(**{path: OuterRef(device)}) for path in HOLDER_PATHS]
     address = Func(
         OuterRef(f"{prefix}host_id"),
@@ -276,7 +281,7 @@ def query_requests_of_devices(devices: Collection[int], *columns: str) -> QueryS
     it is the same hardware. Each row is the device id followed by `columns`. The query is a UNION, because with OR
     PostgreSQL would scan all requests.
     """
-    holding_requests = AcceleratorRequest.objects.filter(state__in=["BindStarted", "Bound"]).order_by()
+    holding_requests = _query_holding_requests().order_by()
     by_deployable, by_handle = (
         holding_requests.filter(**{f"{path}__in": devices}).values_list(path, *columns) for path in HOLDER_PATHS
     )

@@ -29,10 +29,7 @@ from accelerators.ui.conflicts import ConflictPage, read_generation
 from accelerators.ui.explained_admin import Rights
 from accelerators.ui.permissions import Right
 from accelerators.workflows import bulk_actions, rule_previews
-from accelerators.workflows.rule_previews import RulePreview
-
-MAX_PREVIEW_HOSTS = 20
-"""Number of hosts that the preview of a rule lists; its counts include all."""
+from accelerators.workflows.rule_previews import MAX_PREVIEW_HOSTS, RulePreview
 
 
 class RuleNotConfirmedError(RefusedError):

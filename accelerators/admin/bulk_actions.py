@@ -429,7 +429,7 @@ def _build_confirmation_context(bulk: Bulk) -> dict[str, Any]:
         else []
     )
     holders_by_device = {
-        pk: (request, badges.render_whole_instance_link(instance))
+        pk: (request, badges.render_instance_link(instance, is_whole=True))
         for pk, request, instance in safety.query_requests_of_devices(
             [item.device_id for item in held_items if item.device_id is not None], "uuid", "instance_uuid"
         )

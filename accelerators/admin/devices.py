@@ -509,7 +509,7 @@ class AttachHandleAdmin(ReadOnlyModelAdmin):
     @display(description="Instance")
     def whole_instance(self, handle: AttachHandle) -> SafeString:
         """Render the uuid of the holder's instance as a link to its requests; a dash if there is none."""
-        return badges.render_whole_instance_link(getattr(get_holder(handle), "instance_uuid", None))
+        return badges.render_instance_link(getattr(get_holder(handle), "instance_uuid", None), is_whole=True)
 
     @display(description="Project")
     def whole_project(self, handle: AttachHandle) -> SafeString:

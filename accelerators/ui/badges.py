@@ -22,7 +22,7 @@ from accelerators.runtime import database_clock
 
 GLYPHS: dict[Tone, str] = {"good": "●", "busy": "◐", "calm": "○", "warn": "▲", "bad": "✕"}
 DASH = SafeString('<span class="faint">–</span>')
-"""What an empty cell of a table shows."""
+"""The content of an empty cell of a table."""
 
 ACTION_TONES: dict[str, Tone] = {
     "found": "good",
@@ -185,18 +185,12 @@ def render_host_link(name: str | None) -> SafeString:
     return render_page_link("host", name, name) if name else DASH
 
 
-def render_instance_link(instance: Any) -> SafeString:
-    """Render the shortened uuid of an instance as a link to its requests; a dash if it is empty."""
+def render_instance_link(instance: Any, *, is_whole: bool = False) -> SafeString:
+    """Render the uuid of an instance, shortened unless `is_whole`, as a link to its requests; a dash if it is empty."""
     if not instance:
         return DASH
-    return format_html('<a href="{}">{}</a>', request_list_url(instance), render_short_uuid(instance))
-
-
-def render_whole_instance_link(instance: Any) -> SafeString:
-    """Render the whole uuid of an instance as a link to its requests; a dash if it is empty."""
-    if not instance:
-        return DASH
-    return format_html('<a href="{}">{}</a>', request_list_url(instance), render_identifier(instance))
+    text = render_identifier(instance) if is_whole else render_short_uuid(instance)
+    return format_html('<a href="{}">{}</a>', request_list_url(instance), text)
 
 
 def request_list_url(instance: Any) -> str:

@@ -18,7 +18,7 @@ class HostForecast:
     """The predicted outcome on one host: `moved` means that the driver is changed there.
 
     `generation` is that of the driver's desired state when the hosts were chosen; `held_count` is the number of the
-    driver's devices there that requests hold.
+    driver's devices there that requests hold. `is_foreseen` says that a refusal was foreseen when the draft was stored.
     """
 
     host: str
@@ -27,6 +27,7 @@ class HostForecast:
     generation: int | None
     device_count: int
     held_count: int
+    is_foreseen: bool
 
 
 @dataclass(frozen=True)
@@ -62,12 +63,11 @@ def preview_rollout(rollout: Rollout) -> RolloutPreview:
     A refusal that was not foreseen when the draft was stored may stop the rollout; its text says so. The holder checks
     and the agents are not asked, only the database.
     """
-    foreseen = {step.host_name for step in rollout.steps.all() if step.has_foreseen_refusal}
     hosts = forecast_hosts(rollout)
     if rollout.stop_on_failure:
         hosts = [
             replace(one, text=f"{one.text}; the rollout may stop there")
-            if one.outcome == DeviceOutcome.REFUSED and one.host not in foreseen
+            if one.outcome == DeviceOutcome.REFUSED and not one.is_foreseen
             else one
             for one in hosts
         ]
@@ -100,5 +100,7 @@ def forecast_hosts(rollout: Rollout) -> list[HostForecast]:
             if outcome == DeviceOutcome.MOVED and step.generation not in (None, wish.generation if wish else 0):
                 outcome, text = DeviceOutcome.REFUSED, "somebody has changed it since the hosts were chosen"
         counts = (device_counts[step.host_id or 0], held_counts[step.host_id or 0])
-        forecasts.append(HostForecast(step.host_name, outcome, text, step.generation, *counts))
+        forecasts.append(
+            HostForecast(step.host_name, outcome, text, step.generation, *counts, step.has_foreseen_refusal)
+        )
     return forecasts

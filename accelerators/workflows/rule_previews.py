@@ -15,8 +15,10 @@ from accelerators.models import AdmissionRule
 from accelerators.workflows import confirmations
 from accelerators.workflows.confirmations import PreviewToken
 
+MAX_PREVIEW_HOSTS = 20
+"""Number of hosts that the preview of a rule lists; its counts include all."""
 NEW_RULE = UUID(int=0)
-"""What the token of a preview names if the rule is not stored yet."""
+"""The subject of the token of a preview if the rule is not stored yet."""
 
 
 @dataclass(frozen=True)

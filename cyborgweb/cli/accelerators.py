@@ -30,11 +30,6 @@ LIST_COLUMNS = (
     "label",
 )
 CHANGE_COLUMNS = ("device", "outcome", "state", "target", "text")
-EXIT_CODE_BY_REASON = {
-    "not_found": ExitCode.NOT_FOUND,
-    "not_allowed": ExitCode.NOT_ALLOWED,
-    "unavailable": ExitCode.AWAY,
-}
 MAX_UNITS = 65_535
 PARTITION = "partition"
 """The bulk action that changes the units or the layout of devices."""
@@ -468,7 +463,7 @@ def _build_result_row(result: dict[str, Any], name_by_uuid: dict[str, str]) -> d
         "outcome": "refused",
         "text": result["refused"],
         "reason": result["reason"],
-        "code": EXIT_CODE_BY_REASON.get(result["reason"], ExitCode.REFUSED),
+        "code": bulk.EXIT_CODE_BY_REASON.get(result["reason"], ExitCode.REFUSED),
     }
 
 

@@ -371,7 +371,7 @@ class SubscriptionView(CollectionView):
         it already, or has fifty in the project, or the subscription has another generation.
         """
         subscription: Subscription = self.get_object()
-        values, generation = self.validate_action(subscription)
+        values, generation = self.validate_change(subscription, is_partial=False)
         row = subscriptions.hand_over(
             subscription.pk,
             values["owner"],
@@ -387,7 +387,7 @@ class SubscriptionView(CollectionView):
         the subscription is not a webhook, or has another generation.
         """
         subscription = self._get_changeable()
-        _, generation = self.validate_action(subscription)
+        _, generation = self.validate_change(subscription, is_partial=False)
         row, secret = subscriptions.rotate_secret(subscription.pk, self.caller, generation=generation)
         return Response(self._serialize_with_secret(row, secret))
 

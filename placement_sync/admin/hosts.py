@@ -300,7 +300,7 @@ class DiscrepancyAdmin(ReadOnlyModelAdmin):
     @display(description="Instance")
     def shown_instance(self, row: Discrepancy) -> SafeString:
         """Render the uuid of the instance or other consumer as a link to its requests; a dash if there is none."""
-        return badges.render_whole_instance_link(row.instance)
+        return badges.render_instance_link(row.instance, is_whole=True)
 
     @display(description="Since", ordering="-since")
     def shown_since(self, row: Discrepancy) -> SafeString:

@@ -33,8 +33,6 @@ from accelerators.models import AdmissionRule
 from accelerators.models.rules import MAX_RULE_ORDER, RULE_NAME
 from accelerators.workflows import rule_previews
 
-MAX_PREVIEW_HOSTS = 20
-
 
 class RuleFilter(ListFilter):
     """Filter by name, action, or whether the rule is enabled."""
@@ -177,7 +175,8 @@ class RuleView(CollectionView):
             "held": 0,
             "forecast": [forecast] if reach.total else [],
             "first_hosts": [
-                {"host": host, "devices": number} for host, number in reach.by_host.most_common(MAX_PREVIEW_HOSTS)
+                {"host": host, "devices": number}
+                for host, number in reach.by_host.most_common(rule_previews.MAX_PREVIEW_HOSTS)
             ],
             "confirm": reach.needs_confirmation,
         }

@@ -76,8 +76,7 @@ def preview_or_start(
         draft = make_draft()
         preview = bulk_actions.preview_bulk(draft)
         if values.get("dry_run") or preview.needs_confirmation:
-            is_stored = storage.decide(preview.needs_confirmation)
-            issued = confirmations.issue_token(draft.uuid, caller, described) if is_stored else None
+            issued = storage.issue_token(preview.needs_confirmation, draft.uuid, caller, described)
             shown = _describe_preview(draft, preview)
             shown["forecast"] += [
                 {"outcome": DeviceOutcome.REFUSED.value, "number": 1, "held": False, "text": text} for text in refusals

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
+from uuid import UUID
 
 from django.db import transaction
 from rest_framework import serializers
@@ -12,7 +13,9 @@ from rest_framework.response import Response
 
 from accelerators.api.own.errors import ApiError
 from accelerators.api.own.fields import ClosedSerializer, StrictBooleanField, StrictTextField
+from accelerators.domain.caller import Caller
 from accelerators.domain.errors import RefusalReason
+from accelerators.workflows import confirmations
 from accelerators.workflows.bulk_targets import BulkForecast
 from accelerators.workflows.confirmations import MAX_TOKEN_LENGTH, PreviewToken
 
@@ -73,10 +76,13 @@ class DraftStorage:
         self.wanted: str = values.get("store_draft", ALWAYS)
         self.is_stored = True
 
-    def decide(self, needs_confirmation: bool) -> bool:
-        """Return whether the draft is stored, now that it is known whether the request needs a confirmation."""
+    def issue_token(
+        self, needs_confirmation: bool, draft: UUID, caller: Caller, request: Mapping[str, Any]
+    ) -> PreviewToken | None:
+        """Return the token that confirms this draft of a request; None if the draft is not stored, which is decided
+        here, because it may depend on whether the request needs a confirmation."""
         self.is_stored = self.wanted == ALWAYS or (self.wanted == WHEN_NEEDED and needs_confirmation)
-        return self.is_stored
+        return confirmations.issue_token(draft, caller, request) if self.is_stored else None
 
 
 @contextmanager

@@ -390,8 +390,7 @@ class RolloutView(CollectionView):
             ],
             "confirm": preview.needs_confirmation,
         }
-        is_stored = storage.decide(preview.needs_confirmation)
-        token = confirmations.issue_token(draft.uuid, self.caller, described) if is_stored else None
+        token = storage.issue_token(preview.needs_confirmation, draft.uuid, self.caller, described)
         return respond_with_preview(body, token, values.get("dry_run", False))
 
     def build_current(self, error: GenerationError) -> Any:

@@ -220,8 +220,8 @@ class CollectionView(GenericViewSet[Any]):
     def explain_refusal(self, request: Request, rule: str = "") -> str:
         """Return why the caller may not send this request now, with what would allow it; '' if the caller may.
 
-        It is checked for the rule of the request's method, or for `rule`. Says the same as the answer to the request,
-        also while everything is read only.
+        It is checked for the rule of the request's method, or for `rule`. The text is that of the answer to the
+        request, also while everything is read only.
         """
         try:
             if rule:
@@ -311,18 +311,14 @@ class CollectionView(GenericViewSet[Any]):
         body.is_valid(raise_exception=True)
         return dict(body.validated_data)
 
-    def validate_change(self, row: Any) -> tuple[dict[str, Any], int]:
+    def validate_change(self, row: Any, *, is_partial: bool = True) -> tuple[dict[str, Any], int]:
         """Validate the body that changes `row`, and return its values by field, and the generation that it names.
+
+        A body may leave required fields out only if it `is_partial`; that of an action is not.
 
         Raises ValidationError (400) if the body is invalid, NoGenerationError (428) if it names no generation.
         """
-        values = self.validate_body(row)
-        return values, require_generation(f"{row}", row.generation, values.pop("generation", None))
-
-    def validate_action(self, row: Any) -> tuple[dict[str, Any], int]:
-        """Validate the body of an action that changes settings of `row`, as `validate_change` does. Its required fields
-        may not be left out."""
-        values = self.validate_body()
+        values = self.validate_body(row if is_partial else None)
         return values, require_generation(f"{row}", row.generation, values.pop("generation", None))
 
     def get_generation_to_delete(self, row: Any) -> int:

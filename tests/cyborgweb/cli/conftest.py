@@ -10,6 +10,7 @@ import pytest
 from click.testing import CliRunner, Result
 from django.contrib.auth.models import User
 
+from cyborgweb.cli.connection import HttpApiClient
 from cyborgweb.cli.main import cli
 from cyborgweb.http.django_threads import DjangoThreads
 from cyborgweb.models import ApiToken
@@ -67,3 +68,17 @@ def assert_refused(result: Result, code: int, *sentences: str) -> None:
     assert result.exit_code == code, result.output
     last_line = result.stderr.splitlines()[-1]
     assert all(sentence in last_line for sentence in sentences), last_line
+
+
+@pytest.fixture
+def sent(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Return the list of the methods and paths of all requests that `cyborg` sends."""
+    requests: list[str] = []
+    send_request = HttpApiClient.send_request
+
+    def send(self: HttpApiClient, method: str, path: str, **request_options: object) -> dict[str, object]:
+        requests.append(f"{method} {path}")
+        return send_request(self, method, path, **request_options)
+
+    monkeypatch.setattr(HttpApiClient, "send_request", send)
+    return requests

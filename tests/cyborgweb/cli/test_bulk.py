@@ -14,7 +14,6 @@ from accelerators import conductor
 from accelerators.models import AcceleratorRequest, AdmissionRule, AttachHandle, Attachment, Bulk, Device, DeviceProfile
 from accelerators.models.attachments import AttachmentState
 from accelerators.workflows import attachment_orders, bulk_actions
-from cyborgweb.cli.connection import HttpApiClient
 from tests.accelerators.api.own.conftest import Fill, fill
 from tests.accelerators.api.own.test_bulk_targets import attach_all, list_states
 from tests.cyborgweb.cli.conftest import Cyborg, assert_refused
@@ -26,20 +25,6 @@ from tests.support.requests import NOVA
 
 __all__ = ["fill"]
 pytestmark = pytest.mark.django_db(transaction=True)
-
-
-@pytest.fixture
-def sent(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Return the list of the methods and paths of all requests that `cyborg` sends."""
-    requests: list[str] = []
-    send_request = HttpApiClient.send_request
-
-    def send(self: HttpApiClient, method: str, path: str, **request_options: object) -> dict[str, object]:
-        requests.append(f"{method} {path}")
-        return send_request(self, method, path, **request_options)
-
-    monkeypatch.setattr(HttpApiClient, "send_request", send)
-    return requests
 
 
 @contextmanager

@@ -36,7 +36,6 @@ from accelerators.models.attachments import AttachmentState
 from accelerators.workflows import attachment_orders, command_endings, driver_rollouts
 from agents.models import Agent
 from cyborgweb.cli import accelerators, conflicts, following
-from cyborgweb.cli.connection import HttpApiClient
 from cyborgweb.settings.keys import Keys
 from drivers.inventory import Backend, DriverReport, Service
 from tests.accelerators.api.own.test_units import UNKNOWN_UUID, create_bound_request
@@ -187,21 +186,13 @@ def test_units_of_several_hosts_are_changed_after_a_preview_and_failed_ones_are_
 
 @pytest.mark.slow
 def test_units_of_selected_devices_are_one_bulk_action_that_is_followed_without_a_request_for_each_device(
-    cyborg: Cyborg, host: Host, monkeypatch: pytest.MonkeyPatch
+    cyborg: Cyborg, host: Host, sent: list[str]
 ) -> None:
     apply_report(host, make_driver_report(*(make_card(n, **CARD_VALUES) for n in range(1, 31))), seq=5)
-    requests: list[str] = []
-    send_request = HttpApiClient.send_request
-
-    def send(self: HttpApiClient, method: str, path: str, **request_options: Any) -> dict[str, Any]:
-        requests.append(f"{method} {path}")
-        return send_request(self, method, path, **request_options)
-
-    monkeypatch.setattr(HttpApiClient, "send_request", send)
     words = ("accelerator-create", "--filter", "host=cmp1", "--filter", "state=inactive", "--count", "2", "-f", "json")
     shown = json.loads(cyborg(*words, "--dry-run").stdout)
     assert [(row["number"], row["outcome"]) for row in shown] == [(30, "will be done")] and not Command.objects.exists()
-    requests.clear()
+    sent.clear()
     with run_agents("failed", "no room"):
         done = cyborg(*words)
     assert done.exit_code == 1, done.output
@@ -211,8 +202,8 @@ def test_units_of_selected_devices_are_one_bulk_action_that_is_followed_without_
     assert len(json.loads(done.stdout)) == Command.objects.count() == 30
     assert "30 of 30 devices, 30 refused or failed" in done.stderr
     bulk = Bulk.objects.get(state="done")
-    polled = [one for one in requests if one == f"GET bulk_actions/{bulk.uuid}/"]
-    others = [one for one in requests if one not in polled]
+    polled = [one for one in sent if one == f"GET bulk_actions/{bulk.uuid}/"]
+    others = [one for one in sent if one not in polled]
     assert others == ["POST accelerators/", "POST accelerators/", "GET bulk_results/"]
     assert_refused(cyborg("accelerator-delete", "--filter", "host=cmp9", "--yes"), 3, "matches no device")
 
