@@ -18,6 +18,7 @@ SETTINGS = {"CYBORG_HOST_NAME": "here.example", "CYBORG_HOST_NODE": "here", "CYB
 SETTINGS |= {"CYBORG_BEAT_S": "1", "CYBORG_RESCAN_S": "5"}
 SOON_S = 60.0
 COUNT_DEVICES = "SELECT count(*) FROM accelerators_device WHERE state <> 'missing'"
+LAST_HEARD = "SELECT seen_at FROM agents_lease"
 DRIVER_STATE = "SELECT state, drifts FROM accelerators_hostdriver WHERE driver = 'fake_driver'"
 
 
@@ -31,12 +32,15 @@ def test_L2_driver_changes_take_effect_and_last_while_processes_are_killed(folde
         assert last_line.split()[:2] == ["here.example", "done"]
         assert product.rows(COUNT_DEVICES) == [(0,)]
         assert product.rows(DRIVER_STATE) == [("disabled", False)]
+        (heard_before,) = product.rows(LAST_HEARD)
         product.remember_processes()
         product.kill()
         product.wait_until_nothing_is_left()
         product.start()
         (row,) = product.until(lambda: read_driver_row(product, token), SOON_S, "it answers again")
         assert (row["seen"]["state"], row["drifts"]) == ("disabled", False)
+        # The lease of the time before the kill would still count as up for a moment.
+        product.until(lambda: product.rows(LAST_HEARD)[0] > heard_before, SOON_S, "the agent was heard again")
         product.until(lambda: is_agent_up(product, token), 2 * SOON_S, "the agent is up")
         product.manage("driver", "update", "fake_driver", "--host", "here.example", "--enable", "--wait")
         assert product.rows(COUNT_DEVICES) == [(4,)], "with the settings it had"
