@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from datetime import timedelta
+from datetime import datetime, timedelta
 from typing import Any, NamedTuple
 
 import msgspec
@@ -63,7 +63,7 @@ SELECT used.nonce IS NOT NULL OR NOT asked.may_be_admitted, extract(epoch FROM n
        h.id, h.name, h.node, coalesce(l.epoch, 0),
        CASE WHEN EXISTS (SELECT 1 FROM spool s WHERE s.host_id = h.id) THEN '' ELSE h.applied_hash END,
        CASE WHEN a.id IS NOT NULL THEN nextval('agents_connection') END,
-       a.barred, a.barred_reason, a.rotate_asked_at IS NOT NULL
+       a.barred, a.barred_reason, a.rotate_asked_at IS NOT NULL, l.seen_at
 FROM asked LEFT JOIN used USING (nonce) LEFT JOIN agents_agent a ON a.public_key = asked.public_key
 LEFT JOIN accelerators_host h ON h.id = a.host_id LEFT JOIN agents_lease l ON l.host_id = h.id ORDER BY asked.n
 """
@@ -122,7 +122,8 @@ class EnrolledAgent:
     `epoch` is the highest one seen from it. `applied_hash` is the hash of the report last applied for its host; '' if
     there is none, and while a report waits to be merged. `connection_number` belongs to this connection: later
     connections have higher numbers, also at other gateways. `barred` is a `BarKind`, '' if the agent may connect.
-    `rotation_requested`: an operator has asked for a new key.
+    `rotation_requested`: an operator has asked for a new key. `last_heard` is what its lease says, None if it
+    has none.
     """
 
     public_key: str
@@ -135,6 +136,7 @@ class EnrolledAgent:
     barred: str = ""
     barred_reason: str = ""
     rotation_requested: bool = False
+    last_heard: datetime | None = None
 
 
 def highest_allowed_epoch(known: int) -> int:

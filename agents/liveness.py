@@ -31,6 +31,11 @@ def compute_thresholds(now: datetime | None = None) -> tuple[datetime, datetime]
     return at - get_late_after(), at - get_down_after()
 
 
+def is_up(last_heard: datetime | None, now: datetime) -> bool:
+    """Return whether an agent is up at the time `now` that was last heard at `last_heard` (None: never)."""
+    return last_heard is not None and last_heard >= compute_thresholds(now)[0]
+
+
 def get_late_after() -> timedelta:
     """Return the age of a lease after which its agent is late.
 

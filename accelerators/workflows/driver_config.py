@@ -59,6 +59,38 @@ class DriverChange:
         """
         return "" if self.settings is None else driver_settings.find_settings_error(self.driver, self.settings)
 
+    @cached_property
+    def _edit_results(self) -> dict[bytes, EditResult]:
+        """The results of the edits, by the digest of the settings before them."""
+        return {}
+
+    def edit_settings(self, settings: WantedSettings) -> EditResult:
+        """Return the result of the edits on these settings. Equal settings are edited and checked once, however many
+        hosts have them."""
+        digest = hashlib.sha256(msgspec.json.encode(settings)).digest()
+        if digest not in self._edit_results:
+            self._edit_results[digest] = EditResult(self, settings)
+        return self._edit_results[digest]
+
+
+class EditResult:
+    """The settings to which the edits of a change lead. `refusal` says why they are not allowed, '' if they are."""
+
+    def __init__(self, change: DriverChange, before: WantedSettings) -> None:
+        self._driver = change.driver
+        self.settings: WantedSettings = {}
+        self.refusal = ""
+        try:
+            self.settings = setting_edits.apply_edits(before, change.edits)
+            check_settings(self.settings)
+        except RefusedError as refused:
+            self.refusal = refused.text
+
+    @cached_property
+    def settings_error(self) -> str:
+        """Return why a driver of this product cannot use these settings, '' if it can."""
+        return driver_settings.find_settings_error(self._driver, self.settings)
+
 
 @dataclass(frozen=True)
 class WantedDriver:
@@ -299,27 +331,28 @@ def _resolve_wanted(
     if change.op is RolloutOp.UPDATE and not is_installed:
         raise RefusedError(RefusalReason.CONFLICT, f"{change.driver} is not installed {place}: install it there first.")
     enabled = change.enabled if change.enabled is not None else change.op is RolloutOp.INSTALL or before.enabled
+    source: DriverChange | EditResult = change
     settings = before.settings if change.settings is None else change.settings
     if change.edits:
-        settings = _edit_settings(change, before.settings if is_installed else {}, place)
-    if settings is not None and settings != before.settings and driver_settings.is_checked_here(change.driver, entry):
-        # Edits lead to other settings on each host.
-        error = driver_settings.find_settings_error(change.driver, settings) if change.edits else change.settings_error
-        if error:
-            raise RefusedError(RefusalReason.INVALID, error)
+        source = _edit_settings(change, before.settings if is_installed else {}, place)
+        settings = source.settings
+    is_new = settings is not None and settings != before.settings
+    if is_new and driver_settings.is_checked_here(change.driver, entry) and source.settings_error:
+        raise RefusedError(RefusalReason.INVALID, source.settings_error)
     return WantedDriver(True, enabled, settings)
 
 
-def _edit_settings(change: DriverChange, settings: WantedSettings | None, place: str) -> WantedSettings:
-    """Return the settings after the change's edits; None stands for the settings of the host's own file.
+def _edit_settings(change: DriverChange, settings: WantedSettings | None, place: str) -> EditResult:
+    """Return the result of the change's edits; None stands for the settings of the host's own file.
 
     Raises RefusedError CONFLICT for None, INVALID if the edits do not fit, or if the result is not allowed.
     """
     if settings is None:
         text = f"{change.driver} {place} runs with the settings of the host's own file, which are not known here"
         raise RefusedError(RefusalReason.CONFLICT, f"{text}: send all its settings once, then change single ones.")
-    edited = setting_edits.apply_edits(settings, change.edits)
-    check_settings(edited)
+    edited = change.edit_settings(settings)
+    if edited.refusal:
+        raise RefusedError(RefusalReason.INVALID, edited.refusal)
     return edited
 
 

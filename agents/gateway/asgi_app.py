@@ -11,6 +11,7 @@ import asyncio
 import logging
 import math
 from collections.abc import Callable, Iterable, Sequence
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -19,8 +20,8 @@ from django.db import DatabaseError
 
 from accelerators.commands.command_queue import CommandAnswer, CommandProgress
 from accelerators.domain import errors
-from accelerators.runtime import database_outage
-from agents import authentication, credentials, key_revocation, wire
+from accelerators.runtime import database_clock, database_outage
+from agents import authentication, credentials, key_revocation, liveness, wire
 from agents.authentication import ConnectionRejectedError, EnrolledAgent
 from agents.gateway import metrics
 from agents.gateway.announcements import AnnouncementFile
@@ -442,6 +443,9 @@ class AgentGateway:
                 session.has_sent_hello = True
                 self._dispatcher.add_agent(session, message)
                 self.sample_cache.register(session)
+                now = datetime.fromtimestamp(database_clock.estimate_timestamp(), UTC)
+                if not liveness.is_up(session.identity.last_heard, now):
+                    self._writer.note_return()
         elif type(message) is wire.Alive:
             self.sessions.handle_probe_reply(session, message.nonce)
         elif type(message) is wire.NewKey:

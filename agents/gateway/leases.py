@@ -22,6 +22,9 @@ from agents.liveness import get_down_after
 log = logging.getLogger(__name__)
 UNTRIED_RETRY_S = 0.1
 """Seconds until the next flush if the last one had no time to try all hosts, because too many rows were locked."""
+RETURN_FLUSH_S = 0.5
+"""Minimum seconds between two flushes while agents return that were late or down. Agents that return between two
+flushes share the second one."""
 RowT = TypeVar("RowT")
 
 UPSERT_LEASES = """
@@ -72,8 +75,8 @@ each.
 class LeaseBuffer:
     """Collects heartbeats and Hello messages until they are flushed.
 
-    The event loop calls `note_heartbeat` and `note_hello`, the writer thread calls `flush`. `note_heartbeat` costs a
-    dictionary write.
+    The event loop calls `note_heartbeat`, `note_hello` and `note_return`, the writer thread calls `flush`.
+    `note_heartbeat` costs a dictionary write.
     """
 
     def __init__(self, flush_s: float) -> None:
@@ -82,7 +85,10 @@ class LeaseBuffer:
         """This gateway's name and address. Without an address it is not registered: other processes do not ask it."""
         self.has_untried_hosts = False
         """Whether the last flush had no time to try all hosts, so that the next one comes after UNTRIED_RETRY_S."""
-        self._next_flush_at = 0.0
+        self.has_returned_agents = False
+        """Whether agents have returned that count as late or down until the next flush, which therefore comes after
+        RETURN_FLUSH_S."""
+        self._next_flush_at = self._flushed_at = 0.0
         self._renewals: dict[int, tuple[float, int]] = {}
         self._hello_data: dict[int, dict[str, object]] = {}
         self._locked_hosts: set[int] = set()
@@ -115,16 +121,29 @@ class LeaseBuffer:
             "number": identity.connection_number,
         }
 
+    def note_return(self) -> None:
+        """Note that an agent has connected again whose stored lease says that it is late or down.
+
+        What was noted about it before is written within RETURN_FLUSH_S: until then the console shows the agent as late
+        or down, and refuses actions that need it.
+        """
+        self.has_returned_agents = True
+
     def flush(self) -> bool:
         """Write leases and Hello data, and return True. Return False, and write nothing, until `flush_s` has passed
-        since the last time.
+        since the last time; if late or down agents have returned, until RETURN_FLUSH_S has passed.
 
         True also means that the job which looks for silent agents should run. The data of hosts whose rows are locked
         is kept for the next call. If so many rows are locked that some hosts were not tried, the next flush is due
         after UNTRIED_RETRY_S. Raise database errors; then all data that was not written is kept.
         """
-        if time.monotonic() < self._next_flush_at:
+        due_at = self._next_flush_at
+        if self.has_returned_agents:
+            due_at = min(due_at, self._flushed_at + RETURN_FLUSH_S)
+        if time.monotonic() < due_at:
             return False
+        self._next_flush_at = due_at  # so that it stays due if the database raises an error
+        self.has_returned_agents = False  # before the data is taken, because the event loop may set it meanwhile
         renewals, self._renewals = self._renewals, {}
         hello_data, self._hello_data = self._hello_data, {}
         locked: set[int] = set()
@@ -137,7 +156,8 @@ class LeaseBuffer:
             self._hello_data = hello_data | self._hello_data
         self.has_untried_hosts = not locked.issuperset([*renewals, *hello_data])
         pause_s = min(self.flush_s, UNTRIED_RETRY_S) if self.has_untried_hosts else self.flush_s
-        self._next_flush_at = time.monotonic() + pause_s
+        self._flushed_at = time.monotonic()
+        self._next_flush_at = self._flushed_at + pause_s
         database_clock.refresh()  # for the event loop, which sends no statements
         return True
 

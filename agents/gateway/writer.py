@@ -679,6 +679,12 @@ class DatabaseWriter(JobWriter):
         self._jobs_to_wake.update(names)
         self._jobs.put(None)
 
+    def note_return(self) -> None:
+        """Write what is noted about an agent that was late or down as soon as `LeaseBuffer.note_return` says. For the
+        event loop only."""
+        self._leases.note_return()
+        self._jobs.put(None)
+
     def _on_notification(self, _detail: str | None) -> None:
         """Handle a notification that agent rows have changed or a report is needed: wake the thread to read them."""
         if not self._stopping:
@@ -686,8 +692,9 @@ class DatabaseWriter(JobWriter):
             self._jobs.put(None)
 
     def _has_held_work(self) -> bool:
-        """Return whether names of jobs, or leases of hosts, wait for a locked row."""
-        return bool(self._jobs_to_wake or self._leases.has_untried_hosts)
+        """Return whether names of jobs, or leases of hosts, wait for a locked row, or leases of returned agents for
+        their flush."""
+        return bool(self._jobs_to_wake or self._leases.has_untried_hosts or self._leases.has_returned_agents)
 
     def _work_after_batch(self) -> None:
         """Do what is due: flush leases, metrics and refusals, wake background jobs, read changed agent rows and the

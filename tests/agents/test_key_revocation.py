@@ -34,7 +34,7 @@ from tests.agents.host.fake_gateway import QUICK
 from tests.support.background import running_beside
 from tests.support.reports import make_card
 from tests.support.webserver import serving, until
-from tests.support.wireagent import WireAgent, ask, is_closed, make_join_secret
+from tests.support.wireagent import ANSWER_S, WireAgent, ask, is_closed, make_join_secret
 
 pytestmark = pytest.mark.django_db(transaction=True)
 
@@ -69,7 +69,7 @@ def agent(gateway: AgentGateway, gateway_slot: GatewaySlot) -> WireAgent:
 
 def receive_message(socket: ClientConnection, kind: type) -> Any:
     """Skip other messages until one of this kind arrives; return it."""
-    while not isinstance(message := wire.decode_from_gateway(socket.recv(timeout=10)), kind):
+    while not isinstance(message := wire.decode_from_gateway(socket.recv(timeout=ANSWER_S)), kind):
         pass
     return message
 
@@ -270,7 +270,7 @@ def test_truncated_frames_close_only_their_own_connection(agent: WireAgent, gate
         f"Sec-WebSocket-Protocol: {wire.VERSIONS[0]}\r\nAuthorization: {{}}\r\n\r\n"
     )
     for frame in (b"\x81", b"\x81\xfe\x7f", b"\x81\x85\0\0\0\0{", b"\x01\x81\0\0\0\0{", b"\xff\xff\xff"):
-        with sockets.create_connection(("127.0.0.1", agent.port), 10) as raw:
+        with sockets.create_connection(("127.0.0.1", agent.port), ANSWER_S) as raw:
             raw.sendall(upgrade.format(agent.credential(agent.challenge())).encode())
             assert b" 101 " in raw.recv(4096)
             until(lambda: gateway.sessions.by_host)

@@ -13,6 +13,11 @@ from websockets.exceptions import ConnectionClosed, InvalidStatus
 from websockets.sync.client import ClientConnection, connect
 
 from agents import authentication, credentials, wire
+from tests.support.webserver import PATIENCE
+
+ANSWER_S = PATIENCE * 20.0
+"""Seconds to wait for an answer of the gateway, also to a TLS handshake, as long as `webserver.until` waits for a
+condition. The gateway runs in a thread of the test's process: on a busy machine, ten seconds may not be enough."""
 
 
 @dataclass
@@ -44,9 +49,9 @@ class WireAgent:
 
     def challenge(self) -> str:
         """Fetch a nonce from the gateway."""
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=10)
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=ANSWER_S)
         if self.tls:
-            connection = http.client.HTTPSConnection("127.0.0.1", self.port, timeout=10, context=self.tls)
+            connection = http.client.HTTPSConnection("127.0.0.1", self.port, timeout=ANSWER_S, context=self.tls)
         connection.request("GET", wire.CHALLENGE_PATH)
         nonce: str = json.loads(connection.getresponse().read())["nonce"]
         connection.close()
@@ -72,10 +77,10 @@ class WireAgent:
             additional_headers={"Authorization": header},
             subprotocols=list(self.versions),  # type: ignore[arg-type]
             compression=None,
-            open_timeout=10,
+            open_timeout=ANSWER_S,
             legacy=True,
         )
-        welcome = wire.decode_from_gateway(socket.recv(timeout=10))
+        welcome = wire.decode_from_gateway(socket.recv(timeout=ANSWER_S))
         assert isinstance(welcome, wire.Welcome)
         self.welcome = welcome
         return socket
@@ -100,7 +105,7 @@ def ask(
 ) -> wire.Ack | wire.Refuse | wire.Welcome | wire.UnknownMessage:
     """Send one message and return the next message from the gateway."""
     socket.send(message if isinstance(message, str) else wire.encode_message(message))
-    return wire.decode_from_gateway(socket.recv(timeout=10))
+    return wire.decode_from_gateway(socket.recv(timeout=ANSWER_S))
 
 
 OPS = (
@@ -118,7 +123,7 @@ OPS = (
 )
 
 
-def receive_command(socket: ClientConnection, timeout: float = 10) -> wire.Command:
+def receive_command(socket: ClientConnection, timeout: float = ANSWER_S) -> wire.Command:
     """Return the next command that arrives; other messages are dropped."""
     while True:
         message = wire.decode_from_gateway(socket.recv(timeout=timeout))
@@ -126,7 +131,7 @@ def receive_command(socket: ClientConnection, timeout: float = 10) -> wire.Comma
             return message
 
 
-def take_command(socket: ClientConnection, timeout: float = 10) -> wire.Command:
+def take_command(socket: ClientConnection, timeout: float = ANSWER_S) -> wire.Command:
     """Return the next command, after sending Taken for it."""
     command = receive_command(socket, timeout)
     socket.send(wire.encode_message(wire.Taken((command.number,))))
@@ -140,7 +145,7 @@ def send_result(
     socket.send(wire.encode_message(wire.Result(command.number, outcome, text, **more)))  # type: ignore[arg-type]
 
 
-def receive_result_ack(socket: ClientConnection, timeout: float = 10) -> int:
+def receive_result_ack(socket: ClientConnection, timeout: float = ANSWER_S) -> int:
     """Return the number of the next command whose Result is acknowledged; other messages are dropped."""
     while True:
         message = wire.decode_from_gateway(socket.recv(timeout=timeout))
@@ -149,9 +154,10 @@ def receive_result_ack(socket: ClientConnection, timeout: float = 10) -> int:
 
 
 def is_closed(socket: ClientConnection) -> bool:
-    """Return True if the gateway closes the socket before it sends anything more; raises TimeoutError after 10 s."""
+    """Return True if the gateway closes the socket before it sends anything more; raises TimeoutError after
+    ANSWER_S."""
     try:
-        socket.recv(timeout=10)
+        socket.recv(timeout=ANSWER_S)
     except ConnectionClosed:
         return True
     return False

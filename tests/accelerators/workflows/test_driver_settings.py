@@ -104,18 +104,44 @@ def test_settings_that_only_other_versions_of_the_driver_can_use_are_refused_on_
     assert {step.host_name: step.state for step in draft.steps.all()} == {"cmp1": "skipped", "cmp2": "ordered"}
 
 
-def test_the_settings_of_a_change_are_checked_once_for_all_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def checked(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """Return a list to which the settings are appended that the code of the generic driver checks."""
+    checked, check = list[dict[str, Any]](), GenericDriver.check_settings
+
+    def note_and_check(driver: GenericDriver, settings: dict[str, Any]) -> None:
+        checked.append(settings)
+        check(driver, settings)
+
+    monkeypatch.setattr(GenericDriver, "check_settings", note_and_check)
+    return checked
+
+
+def test_the_settings_of_a_change_are_checked_once_for_all_hosts(checked: list[dict[str, Any]]) -> None:
     hosts = create_hosts("generic_driver", GenericDriver.version, "cmp1", "cmp2", "cmp3", "cmp4")
-    checked, check = [], GenericDriver.check_settings
-    monkeypatch.setattr(
-        GenericDriver, "check_settings", lambda self, settings: (checked.append(settings), check(self, settings))[1]
-    )
     change = DriverChange(RolloutOp.INSTALL, "generic_driver", settings={"backends": {"gpus": GPUS}})
     draft = order(change, hosts, is_draft=True)
     assert len(checked) == 2, "once for the order, and once for the forecasts that are stored with the draft"
     checked.clear()
     assert rollout_previews.preview_rollout(draft).count_hosts(DeviceOutcome.MOVED) == 4
     assert checked == [change.settings]
+
+
+def test_edits_are_checked_once_for_all_hosts_with_the_same_settings(
+    checked: list[dict[str, Any]],
+) -> None:
+    hosts = create_hosts("generic_driver", "", "cmp1", "cmp2", "cmp3", "cmp4")
+    for host, limit in zip(hosts, (4, 4, 4, 8), strict=True):
+        section = GPUS | {"limits": {"max_devices": limit}}
+        start_rollout(INSTALL, [host], "generic_driver", settings={"backends": {"gpus": section}})
+        answer_as_agent(Command.objects.latest("id"), version=GenericDriver.version)
+        run_rollout(Rollout.objects.latest("id"))
+    edits = SettingEdits({"backends/gpus/enabled": False})
+    draft = order(DriverChange(RolloutOp.UPDATE, "generic_driver", edits=edits), hosts, is_draft=True)
+    checked.clear()
+    assert rollout_previews.preview_rollout(draft).count_hosts(DeviceOutcome.MOVED) == 4
+    limits = [settings["backends"]["gpus"]["limits"]["max_devices"] for settings in checked]
+    assert limits == [4, 8]
 
 
 @pytest.fixture
