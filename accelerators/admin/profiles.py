@@ -29,8 +29,6 @@ from accelerators.ui.empty_lists import Source
 from accelerators.ui.explained_admin import Rights
 from accelerators.ui.refusals import describe_refusal
 
-MAX_SHOWN_HOSTS = 50
-"""Maximum number of hosts that the page of a profile lists."""
 PROFILE_COMMAND = """openstack accelerator device profile create NAME '[{{"resources:{}": "1"}}]'"""
 """The command that makes a device profile; the resource class has to be filled in."""
 FLAVOR_PROPERTY = "accel:device_profile"
@@ -256,9 +254,9 @@ def _build_fitting_context(request: HttpRequest, checked: Sequence[ProfileGroup]
     return {
         "hosts": [
             (badges.render_page_link("host", name, name), f"{count}{' or more' * (count >= fitting_hosts.MAX_COUNT)}")
-            for name, count in found.hosts[:MAX_SHOWN_HOSTS]
+            for name, count in found.hosts
         ],
-        "count": len(found.hosts),
-        "hidden": max(0, len(found.hosts) - MAX_SHOWN_HOSTS),
+        "count": found.count,
+        "hidden": found.count - len(found.hosts),
         "examined": found.examined,
     }

@@ -32,13 +32,16 @@ def insert_rows(
     *,
     actor: str = "seed",
     beside_real_hosts: bool = False,
+    with_providers: bool = True,
 ) -> str:
     """Insert hosts `seed-NUMBER.example`, their devices, and events about these devices; return the first host's name.
 
-    Each device has a deployable with a resource class, and an attach handle. The numbers of the hosts follow those of
-    hosts that were seeded before. `report_progress` is called with the number of devices and events that were inserted
-    since its last call. Two further events record the insertion by `actor`. Everything is inserted in one transaction,
-    so an interrupted call leaves nothing behind.
+    Each device has a deployable with a resource class and two traits, and an attach handle. Unless `with_providers` is
+    false, the deployables of all but inactive devices have the ids of their resource providers, as on a running site,
+    so that ready devices fit device profiles. The numbers of the hosts follow those of hosts that were seeded before.
+    `report_progress` is called with the number of devices and events that were inserted since its last call. Two
+    further events record the insertion by `actor`. Everything is inserted in one transaction, so an interrupted call
+    leaves nothing behind.
 
     Raises SeedError if `hosts` or `devices` is below 1, `events` is negative, or a host would get more than
     MAX_DEVICES_PER_HOST devices. Raises RealHostsError if the database has hosts that were not seeded and
@@ -60,7 +63,8 @@ def insert_rows(
         cursor.execute(seed_sql.INSERT_HOSTS, numbers)
         cursor.execute(seed_sql.CREATE_SEEDED_HOSTS, numbers)
         for start, end in _iterate_batches(devices):
-            cursor.execute(seed_sql.INSERT_DEVICES, {"start": start, "end": end, "hosts": hosts})
+            batch = {"start": start, "end": end, "hosts": hosts, "with_providers": with_providers}
+            cursor.execute(seed_sql.INSERT_DEVICES, batch)
             report_progress(end - start)
         cursor.execute(seed_sql.COUNT_DEVICES_OF_HOSTS)
         cursor.execute(seed_sql.CREATE_SEEDED_DEVICES)

@@ -57,22 +57,27 @@ device AS (
     '', '', '', 'health rescan', 0
   FROM wanted w, LATERAL (SELECT lpad(to_hex(w.slot / 8192), 4, '0') || ':' || lpad(to_hex(w.slot / 32 %% 256), 2, '0')
     || ':' || lpad(to_hex(w.slot %% 32), 2, '0') || '.0' AS address) AS a
-  RETURNING id, host_id, type, address),
+  RETURNING id, host_id, type, model, address, state),
 deployable AS (
-  INSERT INTO accelerators_deployable (uuid, device_id, name, num_accelerators, driver_name)
-  SELECT gen_random_uuid(), d.id, h.node || '_' || d.address, 1, '' FROM device d JOIN seeded_host h ON h.id = d.host_id
+  INSERT INTO accelerators_deployable (uuid, device_id, name, num_accelerators, driver_name, rp_uuid)
+  SELECT gen_random_uuid(), d.id, x.name, 1, '',
+    CASE WHEN %(with_providers)s AND d.state <> 'inactive' THEN accelerators_provider_of(x.name) END
+  FROM device d JOIN seeded_host h ON h.id = d.host_id, LATERAL (SELECT h.node || '_' || d.address AS name) AS x
   RETURNING id, device_id),
 attribute AS (
   INSERT INTO accelerators_attribute (uuid, deployable_id, key, value, origin)
-  SELECT gen_random_uuid(), p.id, 'rc', CASE d.type WHEN 'GPU' THEN 'PGPU' WHEN 'FPGA' THEN 'FPGA'
-    ELSE 'CUSTOM_' || d.type END, 'agent'
-  FROM deployable p JOIN device d ON d.id = p.device_id)
+  SELECT gen_random_uuid(), p.id, a.key, a.value, 'agent'
+  FROM deployable p JOIN device d ON d.id = p.device_id, LATERAL (VALUES
+    ('rc', CASE d.type WHEN 'GPU' THEN 'PGPU' WHEN 'FPGA' THEN 'FPGA' ELSE 'CUSTOM_' || d.type END),
+    ('trait0', 'OWNER_CYBORG'), ('trait1', 'CUSTOM_PCI_PRODUCT_ID_' || upper(d.model))) AS a(key, value))
 INSERT INTO accelerators_attachhandle (uuid, deployable_id, attach_type, attach_info)
 SELECT gen_random_uuid(), p.id, 'PCI', format('{"bus": "%%s", "device": "%%s", "domain": "%%s", "function": "0"}',
   substr(d.address, 6, 2), substr(d.address, 9, 2), substr(d.address, 1, 4))
 FROM deployable p JOIN device d ON d.id = p.device_id
 """
-"""Each device has one deployable with a resource class and one attach handle. Two of three have a serial number."""
+"""Each device has one deployable, with a resource class and two traits, and one attach handle. Two of three have a
+serial number. As on a running site, the deployable of a device that has left `inactive` has the id of its resource
+provider, unless `with_providers` is false."""
 
 COUNT_DEVICES_OF_HOSTS = """
 UPDATE accelerators_host h
@@ -109,5 +114,5 @@ sends messages about them. The job `seals` seals them like all other events."""
 
 ANALYZE = """
 ANALYZE accelerators_host, accelerators_device, accelerators_deployable, accelerators_attribute,
-  accelerators_attachhandle, accelerators_event
+  accelerators_attachhandle, accelerators_providerowner, accelerators_event
 """

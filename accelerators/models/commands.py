@@ -71,6 +71,7 @@ class Command(fields.Row):
             models.Index(fields=["end_by"], condition=COMMAND_IS_OPEN, name="command_deadline"),
             models.Index(fields=["request"], condition=Q(request__isnull=False), name="command_request"),
             models.Index(fields=["device", "-id"], name="command_device"),
+            models.Index(fields=["request_id"], name="command_request_id"),
         ]
 
     def __str__(self) -> str:

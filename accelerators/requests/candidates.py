@@ -7,9 +7,12 @@ are reserved in Placement.
 
 from __future__ import annotations
 
+import json
 from collections import defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import count
+from typing import Any
 from uuid import UUID
 
 from django.db import connection
@@ -35,6 +38,33 @@ traits, the number of handles that requests can get, and the attach types of the
 
 It is raw SQL so that FROM_FREE_HANDLES alone defines which handles are free, and because it is faster: for 16 000
 handles of 500 hosts it took 31 ms, and the fastest ORM query that counts in the database 220 ms."""
+SELECT_OFFERS = f"""
+WITH provider AS MATERIALIZED (
+  SELECT d.host_id,
+    (SELECT a.value FROM accelerators_attribute a WHERE a.deployable_id = p.id AND a.key = 'rc') AS resource_class,
+    CASE WHEN cardinality(%(traits)s::text[]) = 0 THEN '{{}}' ELSE ARRAY(
+      SELECT DISTINCT a.value FROM accelerators_attribute a
+      WHERE a.deployable_id = p.id AND a.key LIKE 'trait%%' AND a.value = ANY(%(traits)s::text[])) END AS traits,
+    least({OFFERED_COUNT.format(free="count(*)", held=_HELD_COUNT)}, %(max_free)s::bigint) AS free
+  {FROM_FREE_HANDLES} AND p.rp_uuid IS NOT NULL AND p.id IN (
+    SELECT a.deployable_id FROM accelerators_attribute a WHERE a.key = 'rc' AND a.value = ANY(%(classes)s::text[]))
+  GROUP BY d.host_id, p.id),
+kind AS (
+  SELECT host_id, resource_class, traits, free, least(count(*), %(max_providers)s::bigint) AS number
+  FROM provider WHERE free > 0 GROUP BY host_id, resource_class, traits, free),
+offer AS (
+  SELECT host_id, jsonb_agg(jsonb_build_array(resource_class, traits, free, number)
+    ORDER BY resource_class, traits, free) AS kinds
+  FROM kind GROUP BY host_id)
+SELECT o.kinds::text, count(*), (array_agg(h.name ORDER BY h.name))[:%(max_names)s::int]
+FROM offer o JOIN accelerators_host h ON h.id = o.host_id GROUP BY o.kinds
+"""
+"""Return, for all hosts that offer the same of these resource classes: what each of them offers, how many hosts they
+are, and the names of the first ones.
+
+The offer is a JSON array of providers that are alike: resource class, those of the asked traits that they have, free
+handles, and how many such providers the host has. It is raw SQL for the same reasons; the grouping leaves a few rows of
+100 000 devices."""
 
 
 @dataclass(frozen=True)
@@ -60,6 +90,20 @@ class ProviderCandidate:
         return resource_classes == {self.resource_class} and all(
             (name in self.traits) == (value == "required") for name, value in wanted_traits.items()
         )
+
+
+@dataclass(frozen=True)
+class HostOffer:
+    """The free providers of hosts that all offer the same for a profile.
+
+    `count` is the number of these hosts, and `first_names` has the first of their names. The candidates have numbers in
+    place of their uuids, only those traits that the profile names, and no attach types. There are no more candidates
+    and free handles than the profile can use.
+    """
+
+    candidates: tuple[ProviderCandidate, ...]
+    count: int
+    first_names: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -101,6 +145,36 @@ def find_candidates_by_host(
     return candidates_by_host
 
 
+def find_offers(wanted_groups: Sequence[Mapping[str, str]], max_choices: int, max_names: int) -> list[HostOffer]:
+    """Return what the hosts offer for these groups, one entry for all hosts that offer the same; one statement.
+
+    Hosts without free providers of the groups' resource classes are left out. The entries have enough providers to
+    count up to `max_choices` choices, and at most `max_names` names each. Nothing is locked or reserved.
+    """
+    keys = {key for group in wanted_groups for key in group}
+    parameters: dict[str, Any] = {
+        "classes": [key.removeprefix("resources:") for key in keys if key.startswith("resources:")],
+        "traits": [key.removeprefix("trait:") for key in keys if key.startswith("trait:")],
+        "max_free": max_choices * len(groups.list_requested_groups(wanted_groups)),
+        "max_providers": max_choices * len(wanted_groups),  # a choice takes at most one provider for each group
+        "max_names": max_names,
+    }
+    with connection.cursor() as cursor:
+        cursor.execute(SELECT_OFFERS, parameters)
+        return [
+            HostOffer(tuple(_iterate_alike(json.loads(kinds))), count, tuple(first_names))
+            for kinds, count, first_names in cursor.fetchall()
+        ]
+
+
+def _iterate_alike(kinds: Sequence[tuple[str, list[str], int, int]]) -> Iterator[ProviderCandidate]:
+    """Yield the candidates of an offer, as SELECT_OFFERS returns it; each has a number of its own as its uuid."""
+    numbers = count()
+    for resource_class, traits, free, number in kinds:
+        for _ in range(number):
+            yield ProviderCandidate(str(next(numbers)), resource_class, frozenset(traits), free, frozenset())
+
+
 def choose_providers(
     wanted_groups: Sequence[Mapping[str, str]], candidates: Sequence[ProviderCandidate], place: str
 ) -> ProviderChoice:
@@ -108,9 +182,9 @@ def choose_providers(
     group.
 
     The groups that the fewest providers fit are served first. Among the providers with enough free handles, the one
-    with the fewest is taken. No other combination is tried, so the choice can fail although another combination would
-    fit. Raises RefusedError NONE_FREE for the first group without a provider; `place`, such as "Host cmp1", is the
-    subject of its sentence.
+    with the fewest is taken, and of several the one that fits the fewest groups. No other combination is tried, so the
+    choice can fail although another combination would fit. Raises RefusedError NONE_FREE for the first group without a
+    provider; `place`, such as "Host cmp1", is the subject of its sentence.
     """
     plan = groups.list_requested_groups(wanted_groups)
     chosen, unserved_index = _assign_providers(
@@ -149,11 +223,23 @@ def count_possible_choices(
 def _match_candidates(
     wanted_groups: Sequence[Mapping[str, str]], candidates: Sequence[ProviderCandidate]
 ) -> list[list[ProviderCandidate]]:
-    """Return, for each group, the providers that have its resource class and traits.
+    """Return, for each group, the providers that have its resource class and traits, those that fit the fewest groups
+    first. Providers that fit the same groups stay in their order.
 
     How many units are free is not checked.
     """
-    return [[candidate for candidate in candidates if candidate.matches_group(group)] for group in wanted_groups]
+    fitting = [[candidate for candidate in candidates if candidate.matches_group(group)] for group in wanted_groups]
+    groups_by_provider = defaultdict(list)
+    for index, matching in enumerate(fitting):
+        for candidate in matching:
+            groups_by_provider[candidate.provider].append(index)
+
+    def count_groups(candidate: ProviderCandidate) -> tuple[int, list[int]]:
+        """Return how many groups the provider fits, and which; the latter makes the order independent of the rows'."""
+        fitted = groups_by_provider[candidate.provider]
+        return len(fitted), fitted
+
+    return [sorted(matching, key=count_groups) for matching in fitting]
 
 
 def _assign_providers(

@@ -4,29 +4,34 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+
+from django.db.models import Exists, OuterRef
 
 from accelerators.domain import groups
 from accelerators.domain.groups import ProfileGroup
-from accelerators.models import Attribute, Host
+from accelerators.models import Attribute, Device, Host
 from accelerators.models.devices import build_offered_condition
 from accelerators.requests import candidates
 
 MAX_COUNT = 10
 """The number of instances of one host is counted up to this."""
+MAX_LISTED_HOSTS = 50
+"""Maximum number of hosts that are returned by name; the others are counted."""
 MAX_OFFERED_NAMES = 200
 """Maximum number of resource classes, and of traits, that a form offers."""
 
 
 @dataclass(frozen=True)
 class FittingHosts:
-    """The hosts that can serve a profile now, by name: each with the number of instances, at most MAX_COUNT.
+    """The hosts that can serve a profile now.
 
-    `examined` is the number of hosts whose free units were counted: all that have offered devices of the profile's
-    resource classes.
+    `hosts` has the first MAX_LISTED_HOSTS of them by name: each with the number of instances, at most MAX_COUNT.
+    `count` is the number of all of them. `examined` is the number of hosts whose free units were counted: all that have
+    offered devices of the profile's resource classes.
     """
 
     hosts: list[tuple[str, int]]
+    count: int
     examined: int
 
 
@@ -42,31 +47,27 @@ def find_fitting_hosts(wanted_groups: Sequence[ProfileGroup]) -> FittingHosts:
     """Return the hosts that could serve these groups now; reserves nothing.
 
     The groups must have been checked. Costs two statements, which read the free handles of every host that offers
-    devices of the groups' resource classes. Placement is not asked: it allocates from the same units after the
-    providers were written.
+    devices of the groups' resource classes; hosts that offer the same are counted together. Placement is not asked: it
+    allocates from the same units after the providers were written.
     """
     classes = {
         key.removeprefix("resources:") for group in wanted_groups for key in group if key.startswith("resources:")
     }
-    offering = Host.objects.filter(
-        build_offered_condition("devices"),
-        devices__deployables__attributes__key="rc",
-        devices__deployables__attributes__value__in=classes,
+    offered_devices = Device.objects.filter(
+        build_offered_condition(),
+        host=OuterRef("pk"),
+        deployables__attributes__key="rc",
+        deployables__attributes__value__in=classes,
     )
-    examined = list(offering.order_by("name").distinct().values_list("pk", "name"))
+    examined = Host.objects.filter(Exists(offered_devices)).count()
     if not examined or not groups.list_requested_groups(wanted_groups):
-        return FittingHosts([], len(examined))
-    providers_by_host = candidates.find_candidates_by_host([pk for pk, _ in examined])
-    counts_by_offer: dict[tuple[Any, ...], int] = {}  # most hosts offer the same as others
-    found = []
-    for pk, name in examined:
-        providers = providers_by_host[pk]
-        offer = tuple((provider.resource_class, provider.traits, provider.free) for provider in providers)
-        if offer not in counts_by_offer:
-            counts_by_offer[offer] = candidates.count_possible_choices(wanted_groups, providers, MAX_COUNT)
-        if count := counts_by_offer[offer]:
-            found.append((name, count))
-    return FittingHosts(found, len(examined))
+        return FittingHosts([], 0, examined)
+    count, hosts = 0, []
+    for offer in candidates.find_offers(wanted_groups, MAX_COUNT, MAX_LISTED_HOSTS):
+        if choices := candidates.count_possible_choices(wanted_groups, offer.candidates, MAX_COUNT):
+            count += offer.count
+            hosts += [(name, choices) for name in offer.first_names]
+    return FittingHosts(sorted(hosts)[:MAX_LISTED_HOSTS], count, examined)
 
 
 def list_offered_names() -> OfferedNames:

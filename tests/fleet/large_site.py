@@ -120,6 +120,7 @@ def _fill(server: Postgres) -> None:
     migrate(server)
     manage = [sys.executable, str(ROOT / "manage.py"), "seed", "--hosts", str(SEEDED_HOSTS)]
     manage += ["--devices", str(SEEDED_DEVICES), "--events", str(EVENTS)]
+    manage += ["--without-providers"]  # the cloud has no compute providers of the seeded hosts
     enrol = [sys.executable, "-m", "tests.fleet.enrol_rollout_hosts", str(LIVE_HOSTS)]
     known = without_settings(CYBORG_STATE_DIR=str(server.home.parent))
     if server.pg_bin:

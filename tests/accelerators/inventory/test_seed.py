@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from io import StringIO
 
 import pytest
@@ -11,7 +12,9 @@ from django.test import Client
 from django.urls import reverse
 
 from accelerators.audit import verification
-from accelerators.models import AttachHandle, Attribute, Backend, Deployable, Device, Event, Host, Seal
+from accelerators.domain.provider_ids import compute_provider_uuid
+from accelerators.models import AttachHandle, Attribute, Backend, Deployable, Device, Event, Host, ProviderOwner, Seal
+from accelerators.requests.fitting_hosts import find_fitting_hosts
 from tests.support.reports import create_heard_host
 from tests.support.seals import create_seals
 
@@ -29,13 +32,30 @@ def test_seeded_devices_have_the_rows_that_a_report_would_create() -> None:
     assert "3 hosts from seed-00001.example on, 100 devices and 250 events were inserted." in run_seed()
     assert [host.name for host in Host.objects.all()] == [f"seed-0000{n}.example" for n in (1, 2, 3)]
     counts = [model.objects.count() for model in (Device, Deployable, Attribute, AttachHandle, Event)]
-    assert counts == [100, 100, 100, 100, 252]
+    assert counts == [100, 100, 300, 100, 252]
     for host in Host.objects.all():
         assert host.drivers["generic_driver"]["devices"] == host.devices.count() in (33, 34)
     assert Backend.objects.count() == 6
     assert {device.key.partition(":")[0] for device in Device.objects.all()} == {"pci", "serial"}
     event = Event.objects.filter(action="device.maintenance").order_by("-id").first()
     assert event and Device.objects.get(uuid=event.subject).host.name == event.host
+
+
+def test_the_devices_that_left_inactive_have_providers_as_on_a_running_site_so_that_ready_ones_fit_a_profile() -> None:
+    run_seed()
+    for deployable in Deployable.objects.select_related("device"):
+        computed = compute_provider_uuid(deployable.name)
+        assert deployable.rp_uuid == (None if deployable.device.state == "inactive" else computed)
+        assert ProviderOwner.objects.get(provider=computed).host_id == deployable.device.host_id
+    found = find_fitting_hosts([{"resources:FPGA": "1", "trait:CUSTOM_PCI_PRODUCT_ID_5000": "required"}])
+    ready = Device.objects.filter(type="FPGA", state="ready").exclude(status="failed")
+    assert {name: count for name, count in found.hosts} == Counter(ready.values_list("host__name", flat=True))
+
+
+def test_without_providers_no_deployable_has_a_provider_id_and_no_device_fits_a_profile() -> None:
+    run_seed(without_providers=True)
+    assert not Deployable.objects.filter(rp_uuid__isnull=False).exists()
+    assert find_fitting_hosts([{"resources:FPGA": "1"}]).hosts == []
 
 
 def test_a_second_call_continues_the_numbers_of_the_hosts() -> None:

@@ -6,12 +6,14 @@ import re
 
 import pytest
 from django.contrib.auth.models import Permission, User
+from django.db import connection
 from django.test import Client
+from django.test.utils import CaptureQueriesContext
 from django.urls import reverse
 
 from accelerators import conductor
 from accelerators.commands import command_queue
-from accelerators.domain.caller import Caller
+from accelerators.domain.caller import Caller, request_id
 from accelerators.models import AcceleratorRequest, Command, Device, Event, Host
 from accelerators.workflows import command_endings
 from tests.cyborgweb.console.conftest import Fill
@@ -224,6 +226,30 @@ def test_the_list_of_commands_shows_outcomes_and_can_be_filtered(operator: Clien
         assert operator.get(listed, asked).context["cl"].result_count == number
     of_device = re.findall(r'<h2 id="commands"><a href="([^"]+)"', operator.get(change_page(device)).content.decode())
     assert operator.get(of_device[0]).context["cl"].result_count == 2
+
+
+def test_the_commands_that_were_ordered_together_are_found_by_an_index(operator: Client, device: Device) -> None:
+    token = request_id.set("req-bulk-17")
+    try:
+        ordered = command_queue.order_device_command("health", device.uuid, OLGA)
+    finally:
+        request_id.reset(token)
+    start_command(device)
+    with connection.cursor() as cursor:
+        cursor.execute("SET LOCAL enable_seqscan = off")
+        cursor.execute("SET LOCAL enable_indexscan = off")  # else the primary key, because the table is small
+    with CaptureQueriesContext(connection) as captured:
+        found = operator.get(reverse("admin:accelerators_command_changelist"), {"together": "req-bulk-17"}).context[
+            "cl"
+        ]
+    assert list(found.result_list) == [ordered]
+    searches = [one["sql"] for one in captured if "\"request_id\" = 'req-bulk-17'" in one["sql"]]
+    assert len(searches) == 2, "they are counted and loaded"
+    for search in searches:
+        with connection.cursor() as cursor:
+            cursor.execute(f"EXPLAIN {search}")
+            plan = "\n".join(line for (line,) in cursor.fetchall())
+        assert "Bitmap Index Scan on command_request_id" in plan, plan
 
 
 @pytest.mark.slow

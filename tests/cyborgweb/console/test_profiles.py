@@ -13,8 +13,17 @@ from django.test.utils import CaptureQueriesContext
 from django.urls import reverse
 
 from accelerators import conductor
-from accelerators.models import AcceleratorRequest, AttachHandle, Attribute, Deployable, Device, DeviceProfile, Event
-from accelerators.requests import fitting_hosts
+from accelerators.models import (
+    AcceleratorRequest,
+    AttachHandle,
+    Attribute,
+    Deployable,
+    Device,
+    DeviceProfile,
+    Event,
+    Host,
+)
+from accelerators.requests import candidates, fitting_hosts
 from cyborgweb.auth import roles
 from tests.cyborgweb.console.conftest import Fill
 from tests.support.reports import create_heard_host
@@ -99,7 +108,43 @@ def test_groups_are_added_and_removed_and_the_form_shows_what_fits_before_it_cre
 
 
 @pytest.mark.slow
-def test_all_hosts_are_examined_with_two_statements_and_the_page_says_how_many_fit(operator: Client) -> None:
+def test_hosts_that_are_counted_together_can_serve_as_many_instances_as_if_each_were_counted_alone() -> None:
+    amounts = ((), (1,), (4,), (1, 1, 2), (2, 2, 2), (7, 1), (1,) * 30)
+    for number, devices in enumerate((*amounts, *amounts[3:])):
+        host = create_heard_host(f"cmp{number}", len(devices))
+        with conductor.writing():
+            Device.objects.filter(host=host).update(state="ready")
+            parts = Deployable.objects.filter(device__host=host).order_by("id")
+            for place, (part, amount) in enumerate(zip(parts, devices, strict=True)):
+                Deployable.objects.filter(pk=part.pk).update(rp_uuid=uuid4(), num_accelerators=amount)
+                part.attach_handles.all().delete()
+                AttachHandle.objects.bulk_create(
+                    AttachHandle(deployable=part, attach_type="PCI", attach_info=f"{unit}") for unit in range(amount)
+                )
+                words = {"rc": "GPU" if place % 4 == 3 else "FPGA", "trait7": "CUSTOM_A" if place % 2 else "CUSTOM_B"}
+                for key, value in words.items():
+                    Attribute.objects.update_or_create(deployable=part, key=key, defaults={"value": value})
+    wanted: list[list[dict[str, str]]] = [
+        [{"resources:FPGA": "1"}],
+        [{"resources:FPGA": "2", "trait:CUSTOM_A": "required"}],
+        [{"resources:FPGA": "1", "trait:CUSTOM_A": "forbidden"}, {"resources:FPGA": "1"}],
+        [{"resources:FPGA": "1"}, {"resources:FPGA": "1"}, {"resources:GPU": "1", "trait:CUSTOM_A": "required"}],
+    ]
+    found_counts = set()
+    for one in wanted:
+        alone = {
+            host.name: candidates.count_possible_choices(one, candidates.find_candidates(host), fitting_hosts.MAX_COUNT)
+            for host in Host.objects.all()
+        }
+        assert dict(fitting_hosts.find_fitting_hosts(one).hosts) == {name: n for name, n in alone.items() if n}
+        found_counts |= {*alone.values()}
+    assert {0, 1, 2, 4, fitting_hosts.MAX_COUNT} <= found_counts
+
+
+@pytest.mark.slow
+def test_all_hosts_are_examined_with_two_statements_and_the_first_ones_are_listed_with_the_number_of_all(
+    operator: Client,
+) -> None:
     def find(amount: int) -> fitting_hosts.FittingHosts:
         with CaptureQueriesContext(connection) as captured:
             found = fitting_hosts.find_fitting_hosts([{"resources:FPGA": str(amount)}])
@@ -107,13 +152,24 @@ def test_all_hosts_are_examined_with_two_statements_and_the_page_says_how_many_f
         return found
 
     prepare_ready_host("cmp-0000", 1)
-    assert find(1) == fitting_hosts.FittingHosts([("cmp-0000", 2)], 1)
+    assert find(1) == fitting_hosts.FittingHosts([("cmp-0000", 2)], 1, 1)
     for number in range(1, 120):
         prepare_ready_host(f"cmp-{number:04}", 1)
     with conductor.writing():  # only the last ten hosts can still give two units of one card
         full = AttachHandle.objects.filter(deployable__device__host__name__lt="cmp-0110")
         full.filter(pk__in=full.values("deployable").annotate(last=Max("pk")).values("last").order_by()).delete()
-    assert find(2) == fitting_hosts.FittingHosts([(f"cmp-{number:04}", 1) for number in range(110, 120)], 120)
+    assert find(2) == fitting_hosts.FittingHosts([(f"cmp-{number:04}", 1) for number in range(110, 120)], 10, 120)
+    one_unit, two_units = [f"cmp-{number:04}" for number in range(110)], [f"cmp-{n:04}" for n in range(110, 120)]
+    assert find(1) == fitting_hosts.FittingHosts([(name, 1) for name in one_unit[:50]], 120, 120)
+    with conductor.writing():
+        AttachHandle.objects.filter(deployable__device__host__name__range=("cmp-0010", "cmp-0109")).delete()
+    listed = [(name, 1) for name in one_unit[:10]] + [(name, 2) for name in two_units]
+    assert find(1) == fitting_hosts.FittingHosts(listed, 20, 120)
+    page = operator.post(reverse(ADD), FORM | {"amount-0": "1", "do": "check"}).content.decode()
+    assert "20 hosts can serve an instance with this profile now." in page and "are listed" not in page
+    with conductor.writing():
+        for host in Host.objects.filter(name__range=("cmp-0010", "cmp-0109")):
+            AttachHandle.objects.create(deployable=host.devices.get().deployables.get(), attach_type="PCI")
     page = operator.post(reverse(ADD), FORM | {"amount-0": "1", "do": "check"}).content.decode()
     assert "120 hosts can serve an instance with this profile now. The first 50 by name are listed." in page
     assert page.count(">cmp-00") == 50
