@@ -8,8 +8,10 @@ from datetime import datetime, timedelta
 from django.conf import settings
 from django.db.models import Q
 
+from accelerators.commands.command_queue import Obstacle
 from accelerators.commands.placement_delegation import WriterStatus
 from accelerators.domain.states import AgentState
+from accelerators.models import Host
 from accelerators.runtime import database_clock
 from agents.key_revocation import explain_bar
 from agents.models import Agent
@@ -95,6 +97,27 @@ def get_agent_state(agent: Agent) -> AgentState:
     if last_heard is None or last_heard < down:
         return AgentState.DOWN
     return AgentState.LATE if last_heard < up else AgentState.UP
+
+
+def explain_absence(host: Host, agent: Agent | None) -> Obstacle | None:
+    """Return why the host's agent cannot be reached, with what helps; None if it is up or late.
+
+    `agent` is None if none has joined. The obstacle may pass by itself only if the agent is down. Costs as many queries
+    as `get_last_heard`.
+    """
+    if host.removing_since:  # its agent is revoked, and none can join
+        remedy = "wait until it is gone, or cancel its removal"
+        return Obstacle(f"host {host.name} is being removed: {remedy}", f"it is being removed: {remedy}")
+    if agent is None:
+        remedy = "let it join with a join token, then try again"
+        return Obstacle(f"no agent has joined for {host.name}: {remedy}", f"no agent has joined for it: {remedy}")
+    if agent.barred:
+        bar = agent.barred, agent.barred_reason
+        return Obstacle(explain_bar(*bar, host.name), explain_bar(*bar, ""))
+    if get_agent_state(agent) != AgentState.DOWN:
+        return None
+    predicate = "is down: start it, then try again"
+    return Obstacle(f"the agent of {host.name} {predicate}", f"its agent {predicate}", may_pass=True)
 
 
 def get_writer_statuses(hosts: Collection[int]) -> dict[int, WriterStatus]:

@@ -233,6 +233,7 @@ class DeviceAdmin(ReadOnlyModelAdmin):
             "deployables": deployables,
             "hidden": card.hidden_counts.total(),
             "handles_url": handle_list_url(device),
+            "backend": badges.render_backend_link(device.host, device.driver, device.backend) if device.backend else "",
             "held": held_count,
             "total": card.handle_counts.total(),
             "draining": badges.render_drain_badge(device.drain_to, held_count),

@@ -220,7 +220,7 @@ class HostAdmin(ReadOnlyModelAdmin):
             "host": host,
             "live": render_freshness(host),
             "reported": badges.render_relative_time(host.reported_at),
-            "drivers": [_build_driver_row(name, entry) for name, entry in sorted(host.drivers.items())],
+            "drivers": [_build_driver_row(host, name, entry) for name, entry in sorted(host.drivers.items())],
             "unwanted": sorted({device.driver for device in devices} - set(host.drivers)),
             "picture": topology_svg.draw_host(cards, host.name),
             "legend": topology_svg.build_legend(cards),
@@ -259,7 +259,7 @@ def device_list_url(host: Host) -> str:
     return f"{reverse('admin:accelerators_device_changelist')}?{urlencode({'host__name': host.name})}"
 
 
-def _build_driver_row(name: str, entry: dict[str, Any]) -> dict[str, Any]:
+def _build_driver_row(host: Host, name: str, entry: dict[str, Any]) -> dict[str, Any]:
     """Return the row of one driver of a host's page: its answer as a badge, error, faults and backends.
 
     `entry` is the driver's value in `Host.drivers`.
@@ -277,15 +277,15 @@ def _build_driver_row(name: str, entry: dict[str, Any]) -> dict[str, Any]:
         "since": badges.render_relative_time(entry.get("since")),
         "devices": entry.get("devices", 0),
         "faults": entry.get("faults", []),
-        "backends": [_build_backend_row(*backend) for backend in sorted(entry.get("backends", {}).items())],
+        "backends": [_build_backend_row(host, name, *one) for one in sorted(entry.get("backends", {}).items())],
     }
 
 
-def _build_backend_row(name: str, entry: dict[str, Any]) -> dict[str, Any]:
-    """Return the row of one backend of a driver: its answer as a badge, error, labels and services."""
+def _build_backend_row(host: Host, driver: str, name: str, entry: dict[str, Any]) -> dict[str, Any]:
+    """Return the row of one backend of a driver: a link to it, its answer as a badge, error, labels and services."""
     error = entry["error"]
     return {
-        "name": name,
+        "link": badges.render_backend_link(host, driver, name),
         "kind": entry["kind"],
         "labels": ", ".join(f"{word}: {value}" for word, value in sorted(entry["labels"].items())),
         "answer": badges.render_badge("failing", "bad") if error else badges.render_badge("answering", "good"),

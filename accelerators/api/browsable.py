@@ -6,7 +6,7 @@ renderers. The templates are in `templates/accelerators/api/` and load nothing f
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 from urllib.parse import quote, urlencode
 
@@ -24,7 +24,7 @@ from accelerators.ui import badges
 
 MAX_ROWS = 100
 """The number of rows of a list that are shown; a list of v2 has pages only if the client asks for them."""
-SHOWN_HEADERS = ("OpenStack-API-Version", "Retry-After")
+SHOWN_HEADERS = ("Allow", "OpenStack-API-Version", "Retry-After")
 
 NAVIGATION: tuple[tuple[str, str, tuple[tuple[str, str, str], ...]], ...] = (
     (
@@ -108,7 +108,9 @@ def _build_page_context(data: Any, view: Any, request: Request, response: Respon
     is_own_api = hasattr(view, "get_serializer")
     succeeded = response.status_code < 400
     shown, rows, omitted = _cut_rows(data) if succeeded else (data, [], 0)
-    action_forms = list(_build_forms(data, view, request, is_own_api)) if succeeded else []
+    actions = forms.PageActions([], [])
+    if succeeded:
+        actions = forms.build_own_actions(view, request, data) if is_own_api else forms.build_v2_actions(request)
     crumbs = _build_breadcrumbs(request.path)
     # An error may occur before authentication. Reading request.user here would repeat the failure.
     caller = getattr(request, "_user", None)
@@ -125,16 +127,17 @@ def _build_page_context(data: Any, view: Any, request: Request, response: Respon
         "json": html_json.render_json(shown, base),
         "left": omitted,
         "rest": _build_next_page_address(rows, request.path) if omitted and not is_own_api else "",
-        "message": _extract_error_message(data) if not succeeded else "",
+        # The answer of v2 has upstream's words; for people the view has more.
+        "message": getattr(view, "denial", "") or _extract_error_message(data) if not succeeded else "",
         "pages": {name: data.get(name) for name in ("previous", "next")}
         if is_own_api and isinstance(data, Mapping)
         else {},
         "filters": forms.build_filter_fields(view, request.query_params.dict())
         if is_own_api and succeeded and not view.detail
         else (),
-        "forms": [form for form in action_forms if form.fields or form.body],
-        "buttons": [form for form in action_forms if not form.fields and not form.body],
-        "refused_actions": forms.list_refused_actions(view, request, data) if is_own_api and succeeded else [],
+        "forms": [form for form in actions.forms if form.fields or form.body],
+        "buttons": [form for form in actions.forms if not form.fields and not form.body],
+        "refused_actions": actions.refused,
         "caller": caller if isinstance(caller, Caller) else None,
         "login": f"/admin/login/?{urlencode({'next': request.get_full_path()})}",
     }
@@ -146,11 +149,6 @@ def _mark_code(text: str) -> SafeString:
     return format_html_join(
         "", "{}", ((format_html("<code>{}</code>", part) if index % 2 else part,) for index, part in parts)
     )
-
-
-def _build_forms(data: Any, view: Any, request: Request, is_own_api: bool) -> Iterator[forms.ActionForm]:
-    """Yield the forms of the page; for v2, permissions are not checked."""
-    return forms.build_own_forms(view, request, data) if is_own_api else forms.build_v2_forms(request.path)
 
 
 def _cut_rows(data: Any) -> tuple[Any, list[Any], int]:

@@ -7,13 +7,15 @@ from: a reference is entered as a uuid.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 from urllib.parse import urlencode
 
 import django_filters as filters
 import orjson
+from django.urls import resolve
 from rest_framework import serializers
 from rest_framework.request import Request, override_method
 
@@ -72,76 +74,75 @@ class ActionForm:
         return self.body.count("\n") + 3
 
 
-def build_own_forms(view: Any, request: Request, data: Any) -> Iterator[ActionForm]:
-    """Yield the forms of the actions that this caller may perform on this page of our own API.
+@dataclass(frozen=True)
+class PageActions:
+    """The actions of a page: the forms of those that the caller may perform, and the label of each other action with
+    why the caller may not perform it now, and what would allow it."""
 
-    A form that changes a member is filled with the current values, `data`. Actions that the policy forbids are left
-    out; `list_refused_actions` has them.
+    forms: list[ActionForm]
+    refused: list[tuple[str, str]]
+
+    def add(self, label: str, refusal: str, build_form: Callable[[], ActionForm]) -> None:
+        """Add an action: its form, or `refusal` if that is not ''."""
+        if refusal:
+            self.refused.append((label, refusal))
+        else:
+            self.forms.append(build_form())
+
+
+def build_own_actions(view: Any, request: Request, data: Any) -> PageActions:
+    """Return the actions of this page of our own API.
+
+    A form that changes a member is filled with the current values, `data`. Each rule is checked once.
     """
-    if view.detail and view.member_actions and not _explain_refusal(view, request, "POST", view.policy_rules["POST"]):
-        for verb in view.get_offered_actions(data):
-            danger = verb in view.actions_to_confirm
-            fields = _build_fields(view, verb, "POST", {"generation": data.get("generation", "")})
-            changes_settings = any(field.name == "generation" for field in fields)
-            yield ActionForm(
-                verb.capitalize(),
-                "POST",
-                f"{request.path.rstrip('/')}/{verb}/",
-                fields if changes_settings else (),
-                needs_confirmation=danger,
-            )
-    for method in _list_form_methods(view):
-        if _explain_refusal(view, request, method):
-            continue
-        if method == "DELETE":
-            has_generation = "generation" in view.delete_parameters and isinstance(data, Mapping)
-            yield ActionForm(
-                LABEL_BY_METHOD[method],
-                method,
-                f"{request.path}?{urlencode({'generation': data.get('generation', '')})}"
-                if has_generation
-                else request.path,
-                next_url=get_parent_address(request.path),
-                needs_confirmation=True,
-            )
-            continue
-        values = data if method == "PATCH" and isinstance(data, Mapping) else {}
-        yield ActionForm(
-            LABEL_BY_METHOD[method],
-            method,
-            request.path,
-            _build_fields(view, view.action_map[method.lower()], method, values),
-        )
-    for word, action in _list_collection_actions(view):
-        if not _explain_refusal(view, request, "POST", view.get_collection_rule(word)):
-            url = f"{request.path.rstrip('/')}/{word}/"
-            yield ActionForm(
-                word.capitalize(), "POST", url, _build_fields(view, action, "POST", {}), needs_confirmation=True
-            )
-
-
-def list_refused_actions(view: Any, request: Request, data: Any) -> list[tuple[str, str]]:
-    """Return the actions of this page of our own API that the caller may not perform now, each with the reason and with
-    what would allow it."""
-    refusals = [
-        (LABEL_BY_METHOD[method], _explain_refusal(view, request, method)) for method in _list_form_methods(view)
-    ]
+    actions = PageActions([], [])
     if view.detail and view.member_actions:
         refusal = _explain_refusal(view, request, "POST", view.policy_rules["POST"])
-        refusals += [(verb.capitalize(), refusal) for verb in view.get_offered_actions(data)]
-    for word, _ in _list_collection_actions(view):
-        refusals.append((word.capitalize(), _explain_refusal(view, request, "POST", view.get_collection_rule(word))))
-    return [(label, refusal) for label, refusal in refusals if refusal]
+        for verb in view.get_offered_actions(data):
+            actions.add(verb.capitalize(), refusal, partial(_build_member_form, view, request, data, verb))
+    for method in [method for method in LABEL_BY_METHOD if method in view.allowed_methods]:
+        refusal = _explain_refusal(view, request, method)
+        actions.add(LABEL_BY_METHOD[method], refusal, partial(_build_method_form, view, request, data, method))
+    for word, action in [] if view.detail else list(view.collection_actions.items()):
+        refusal = _explain_refusal(view, request, "POST", view.get_collection_rule(word))
+        actions.add(word.capitalize(), refusal, partial(_build_collection_form, view, request, word, action))
+    return actions
 
 
-def _list_form_methods(view: Any) -> list[str]:
-    """Return the methods of this page that create, change or delete something."""
-    return [method for method in LABEL_BY_METHOD if method in view.allowed_methods]
+def _build_member_form(view: Any, request: Request, data: Any, verb: str) -> ActionForm:
+    """Return the form of an action on one member; it has fields only if the action changes settings."""
+    fields = _build_fields(view, verb, "POST", {"generation": data.get("generation", "")})
+    changes_settings = any(one.name == "generation" for one in fields)
+    return ActionForm(
+        verb.capitalize(),
+        "POST",
+        f"{request.path.rstrip('/')}/{verb}/",
+        fields if changes_settings else (),
+        needs_confirmation=verb in view.actions_to_confirm,
+    )
 
 
-def _list_collection_actions(view: Any) -> list[tuple[str, str]]:
-    """Return the actions on several members of this list, each with its word in the URL; [] on the page of a member."""
-    return [] if view.detail else list(view.collection_actions.items())
+def _build_method_form(view: Any, request: Request, data: Any, method: str) -> ActionForm:
+    """Return the form that creates, changes or deletes (POST, PATCH, DELETE) what the page shows, `data`."""
+    if method == "DELETE":
+        has_generation = "generation" in view.delete_parameters and isinstance(data, Mapping)
+        query = f"?{urlencode({'generation': data.get('generation', '')})}" if has_generation else ""
+        return ActionForm(
+            LABEL_BY_METHOD[method],
+            method,
+            f"{request.path}{query}",
+            next_url=get_parent_address(request.path),
+            needs_confirmation=True,
+        )
+    values = data if method == "PATCH" and isinstance(data, Mapping) else {}
+    fields = _build_fields(view, view.action_map[method.lower()], method, values)
+    return ActionForm(LABEL_BY_METHOD[method], method, request.path, fields)
+
+
+def _build_collection_form(view: Any, request: Request, word: str, action: str) -> ActionForm:
+    """Return the form of an action on several members, whose word in the URL is `word`."""
+    url = f"{request.path.rstrip('/')}/{word}/"
+    return ActionForm(word.capitalize(), "POST", url, _build_fields(view, action, "POST", {}), needs_confirmation=True)
 
 
 def _build_fields(view: Any, action: str, method: str, values: Mapping[str, Any]) -> tuple[FormField, ...]:
@@ -154,7 +155,7 @@ def _explain_refusal(view: Any, request: Request, method: str, rule: str = "") -
     """Return why the caller may not use the method on this page, or do what needs `rule` with it; '' if the caller may.
     The answer is also a reason while everything is read only."""
     with override_method(view, request, method) as override_request:
-        return str(view.explain_refusal(override_request, rule))
+        return str(view.explain_refusal(override_request, rule) if rule else view.explain_refusal(override_request))
 
 
 def _build_field(name: str, field: serializers.Field[Any, Any, Any, Any], value: Any, method: str) -> FormField:
@@ -220,24 +221,35 @@ Binding is left out because it needs a service token, which no person has.
 """
 
 
-def build_v2_forms(path: str) -> Iterator[ActionForm]:
-    """Yield the forms for an address of v2. Permissions are not checked here; the API refuses what the caller may not
-    do."""
-    address = path.rstrip("/").removesuffix(".json")
+def build_v2_actions(request: Request) -> PageActions:
+    """Return the actions of the page of v2 that was requested."""
+    address = _strip_ending(request.path)
     v2_path = re.sub(r"^(?:/accelerator)?(?:/v2)?/", "", address)
-    for pattern, actions in V2_ACTIONS:
-        if re.fullmatch(pattern, v2_path):
-            for label, method, suffix, body in actions:
-                text = orjson.dumps(body, option=orjson.OPT_INDENT_2).decode() if body is not None else ""
-                danger = method == "DELETE"
-                yield ActionForm(
-                    label,
-                    method,
-                    address + suffix,
-                    body=text,
-                    next_url=get_parent_address(address) if danger else "",
-                    needs_confirmation=danger,
-                )
+    actions = PageActions([], [])
+    for label, method, suffix, body in next(
+        (listed for pattern, listed in V2_ACTIONS if re.fullmatch(pattern, v2_path)), ()
+    ):
+        view: Any = resolve(_strip_ending(request.path_info) + suffix).func.cls()  # type: ignore[attr-defined]  # DRF sets it
+        refusal = _explain_refusal(view, request, method)
+        actions.add(label, refusal, partial(_build_v2_form, address, label, method, suffix, body))
+    return actions
+
+
+def _strip_ending(path: str) -> str:
+    """Return a path of v2 without the slash and the `.json` that may end it."""
+    return path.rstrip("/").removesuffix(".json")
+
+
+def _build_v2_form(address: str, label: str, method: str, suffix: str, body: Any) -> ActionForm:
+    """Return the form of an action of V2_ACTIONS on the page `address`."""
+    return ActionForm(
+        label,
+        method,
+        address + suffix,
+        body=orjson.dumps(body, option=orjson.OPT_INDENT_2).decode() if body is not None else "",
+        next_url=get_parent_address(address) if method == "DELETE" else "",
+        needs_confirmation=method == "DELETE",
+    )
 
 
 def get_parent_address(path: str) -> str:

@@ -60,5 +60,10 @@ class Service(models.Model):
         db_table = "accelerators_service"
         ordering = ["key"]
 
+    @property
+    def backend_key(self) -> str:
+        """The key of the backend that offers the service."""
+        return self.key.removesuffix(f":{self.name}")
+
     def __str__(self) -> str:
         return f"{self.name} of {self.driver}:{self.backend}"

@@ -185,6 +185,11 @@ def render_host_link(name: str | None) -> SafeString:
     return render_page_link("host", name, name) if name else DASH
 
 
+def render_backend_link(host: Any, driver: str, name: str) -> SafeString:
+    """Render a link to the page of the backend of this name, which belongs to the driver on the host."""
+    return render_page_link("backend", f"{host.uuid}:{driver}:{name}", name)
+
+
 def render_instance_link(instance: Any, *, is_whole: bool = False) -> SafeString:
     """Render the uuid of an instance, shortened unless `is_whole`, as a link to its requests; a dash if it is empty."""
     if not instance:

@@ -23,10 +23,9 @@ from django.db import DatabaseError, InterfaceError, close_old_connections, conn
 
 from accelerators.commands import command_queue, placement_delegation
 from accelerators.commands.command_queue import CommandAnswer, CommandId, CommandProgress, Obstacle
-from accelerators.domain.states import AgentState
 from accelerators.models import Host
 from accelerators.runtime import database_outage, pubsub
-from agents import key_revocation, liveness, wire
+from agents import liveness, wire
 from agents.gateway.row_locks import limiting_lock_waits, suppressing_lock_timeouts
 from agents.gateway.sessions import AgentSession
 from agents.models import Agent
@@ -110,30 +109,14 @@ def find_agent_obstacles(hosts: Collection[Host], *, may_wait: bool) -> dict[int
 def _find_obstacle(host: Host, agent: Agent | None, may_wait: bool) -> Obstacle | None:
     """Return why the agent of `host` accepts no commands, None if it does. `agent` is None if none has joined."""
     if agent is not None and agent.ops == "":
-        return _build_obstacle(host.name, _describe_no_commands(agent.version))
-    if may_wait:
-        return None
-    if host.removing_since:  # its agent is revoked, and none can join
-        remedy = "wait until it is gone, or cancel its removal"
-        return Obstacle(f"host {host.name} is being removed: {remedy}", f"it is being removed: {remedy}")
-    if agent is None:
-        remedy = "let it join with a join token, then try again"
-        return Obstacle(f"no agent has joined for {host.name}: {remedy}", f"no agent has joined for it: {remedy}")
-    if agent.barred:
-        bar = agent.barred, agent.barred_reason
-        return Obstacle(key_revocation.explain_bar(*bar, host.name), key_revocation.explain_bar(*bar, ""))
-    is_down = liveness.get_agent_state(agent) == AgentState.DOWN
-    return _build_obstacle(host.name, "is down: start it, then try again", may_pass=True) if is_down else None
+        return _refuse_commands(host.name, agent.version)
+    return None if may_wait else liveness.explain_absence(host, agent)
 
 
-def _build_obstacle(host: str, predicate: str, *, may_pass: bool = False) -> Obstacle:
-    """Return an Obstacle whose texts say this about the agent of `host`."""
-    return Obstacle(f"the agent of {host} {predicate}", f"its agent {predicate}", may_pass)
-
-
-def _describe_no_commands(release: str) -> str:
-    """Return the predicate which says that an agent of this release accepts no commands."""
-    return f"(release {release or 'unknown'}) accepts no commands: update it"
+def _refuse_commands(host: str, release: str) -> Obstacle:
+    """Return the Obstacle which says that the agent of `host`, of this release, accepts no commands."""
+    predicate = f"(release {release or 'unknown'}) accepts no commands: update it"
+    return Obstacle(f"the agent of {host} {predicate}", f"its agent {predicate}")
 
 
 class CommandDispatcher(threading.Thread):
@@ -313,7 +296,7 @@ class CommandDispatcher(threading.Thread):
                 state.sent_at |= dict.fromkeys((id for id, *_ in unsent), now)
                 outgoing.append((state.session, [_encode_command(*row) for row in unsent]))
             else:
-                reason = _build_obstacle(state.session.identity.host, _describe_no_commands(state.release)).text
+                reason = _refuse_commands(state.session.identity.host, state.release).text
                 with suppressing_lock_timeouts():  # they are found again by the next poll
                     command_queue.refuse_undelivered_commands([id for id, *_ in unsent], reason)
         if len(rows) == MAX_COMMANDS_PER_QUERY:

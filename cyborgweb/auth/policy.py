@@ -44,11 +44,11 @@ reader."""
 
 
 class PolicyDeniedError(CyborgwebError, PermissionDenied):
-    """403 with upstream's sentence, which names the rule. `remedy` is our own additional sentence: what would help."""
+    """403 with upstream's sentence, which names the rule. `explanation` adds our own sentence: what would help."""
 
     def __init__(self, rule: str | None, remedy: str) -> None:
         super().__init__(f"Access was denied to the following resource: {rule}")
-        self.remedy = remedy
+        self.explanation = f"{self.detail}. {remedy}" if remedy else str(self.detail)
 
 
 class RulePermission(BasePermission):

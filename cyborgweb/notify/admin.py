@@ -233,6 +233,12 @@ class SubscriptionAdmin(ConflictPage, ConsoleModelAdmin):
         """Return whether the rule `cyborg:subscription:delete` allows this user; `get_queryset` limits the rows."""
         return is_allowed(request, "subscription:delete")
 
+    def get_deleted_objects(self, objs: Any, request: HttpRequest) -> tuple[Any, Any, set[str], Any]:
+        """Return what is deleted with these subscriptions. Their deliveries need no right of their own, because nobody
+        can delete a delivery in the console."""
+        deleted, counts, needed, protected = super().get_deleted_objects(objs, request)
+        return deleted, counts, needed - {Delivery._meta.verbose_name}, protected
+
     def has_hand_over_permission(self, request: HttpRequest, obj: Model | None = None) -> bool:
         """Return whether the rule `cyborg:subscription:hand_over` allows this user; `get_queryset` limits the rows."""
         return is_allowed(request, "subscription:hand_over")

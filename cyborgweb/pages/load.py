@@ -18,9 +18,7 @@ from accelerators.admin.hosts import MAX_DEVICE_ROWS
 from accelerators.models import Device, Host
 from accelerators.ui import badges
 from agents import telemetry
-from agents.key_revocation import explain_bar
-from agents.liveness import get_agent_state
-from agents.models import Agent
+from agents.liveness import explain_absence
 from agents.telemetry import HostLoad, LoadSnapshot
 from cyborgweb.pages.capacity import format_bytes, render_level_bar
 
@@ -39,12 +37,12 @@ def build_device_load(device: Device) -> dict[str, Any]:
     loads = telemetry.get_last_loads({device.host_id})
     host_load = loads.hosts.get(device.host_id)
     values = host_load.devices.get(device.key, {}) if host_load else {}
-    agent = Agent.objects.filter(host=device.host_id).select_related("host__lease").first()
+    host = Host.objects.select_related("agent", "lease").get(pk=device.host_id)
     return {
         "address": f"/api/devices/{device.uuid}/usage/",
         "at": badges.render_relative_time(datetime.fromtimestamp(host_load.at, UTC)) if host_load and values else "",
         "values": [(metric_label(metric), format_metric(metric, value)) for metric, value in sorted(values.items())],
-        "none": explain_missing_samples(agent, loads, host_load, device.driver),
+        "none": explain_missing_samples(host, loads, host_load, device.driver),
     }
 
 
@@ -64,23 +62,18 @@ def build_host_load(host: Host) -> dict[str, Any]:
         "rows": [_build_device_row(device, host_load.devices.get(device.key, {})) for device in devices]
         if host_load
         else [],
-        "none": explain_missing_samples(getattr(host, "agent", None), loads, host_load, ""),
+        "none": explain_missing_samples(host, loads, host_load, ""),
     }
 
 
-def explain_missing_samples(agent: Agent | None, loads: LoadSnapshot, host_load: HostLoad | None, driver: str) -> str:
+def explain_missing_samples(host: Host, loads: LoadSnapshot, host_load: HostLoad | None, driver: str) -> str:
     """Return a text with the reason why there are no samples, as far as it is known.
 
-    It is not checked here whether there are samples. `agent` is the host's agent, None if none has joined. `host_load`
-    is the last sample of the host; unless it is None, the reason is that the driver reports no load. `driver` is the
-    device's driver, '' if all devices of the host are meant.
+    It is not checked here whether there are samples. `host_load` is the last sample of the host; unless it is None, the
+    reason is that the driver reports no load. `driver` is the device's driver, '' if all devices of the host are meant.
     """
-    if agent is None:
-        return "no samples: no agent has joined for this host"
-    if agent.barred:
-        return f"no samples: {explain_bar(agent.barred, agent.barred_reason, agent.host.name)}"
-    if get_agent_state(agent) == "down":
-        return "no samples: its agent is down"
+    if absence := explain_absence(host, getattr(host, "agent", None)):
+        return f"no samples: {absence.text}"
     if host_load is not None:
         return f"no samples: {driver or 'its driver'} reports no load"
     if loads.silent:

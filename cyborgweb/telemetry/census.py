@@ -19,7 +19,7 @@ from accelerators.requests.candidates import ProviderCandidate
 from accelerators.requests.capacity import LoadSummary
 from accelerators.runtime import database_clock
 from agents import telemetry
-from agents.liveness import get_agent_state
+from agents.liveness import explain_absence
 from agents.telemetry import LoadSnapshot
 from cyborgweb.errors import CyborgwebError
 from cyborgweb.telemetry import usage_with_load
@@ -33,8 +33,6 @@ DEFAULT_WAIT_S, MAX_WAIT_S = 2.0, 10.0
 MAX_CONCURRENT = 2
 """Censuses that one process runs at a time: each occupies a thread for as long as it lasts."""
 _slots = threading.BoundedSemaphore(MAX_CONCURRENT)
-ASKED_LIVENESS = ("up", "late")
-"""Liveness of agents that are asked; the others could not answer."""
 
 
 class CensusBusyError(CyborgwebError, RefusedError):
@@ -92,8 +90,8 @@ class Census:
     """The result of a census.
 
     `came`: how many hosts answered; `missing`: the others, with the reason, also those that were not asked because
-    their agent is down, may not connect or has never joined; `rows`: all hosts, those that fit first; `took_s`: how
-    many seconds it took; `left_out`: how many hosts there are beyond MAX_HOSTS.
+    their agent is down, barred or has never joined, or because they are being removed; `rows`: all hosts, those that
+    fit first; `took_s`: how many seconds it took; `left_out`: how many hosts there are beyond MAX_HOSTS.
     """
 
     came: int
@@ -130,15 +128,15 @@ def _ask_hosts(question: CensusQuestion) -> Census:
     started_at = time.monotonic()
     wanted_groups = _load_profile_groups(question.profile)
     hosts, left_out = _load_hosts(question.hosts)
-    liveness = {host.pk: _read_liveness(host) for host in hosts}
-    candidates_by_host = candidates.find_candidates_by_host(list(liveness))
-    asked_hosts = [key for key, word in liveness.items() if word in ASKED_LIVENESS]
+    absences = {host.pk: _explain_absence(host) for host in hosts}
+    candidates_by_host = candidates.find_candidates_by_host(list(absences))
+    asked_hosts = [key for key, absence in absences.items() if not absence]
     loads = telemetry.run_load_census(asked_hosts, question.within_s) if asked_hosts else LoadSnapshot({})
     load_by_host = _compute_load_by_host(loads)
     rows = [
         _build_row(
             host,
-            liveness[host.pk],
+            absences[host.pk],
             candidates_by_host[host.pk],
             wanted_groups,
             question.count,
@@ -147,7 +145,7 @@ def _ask_hosts(question: CensusQuestion) -> Census:
         for host in hosts
     ]
     missing = _explain_missing_hosts(
-        [host for host in hosts if host.pk not in load_by_host], liveness, loads, question.within_s
+        [host for host in hosts if host.pk not in load_by_host], absences, loads, question.within_s
     )
     took = time.monotonic() - started_at
     return Census(len(load_by_host), missing, sorted(rows, key=lambda row: row.sort_key), took, left_out)
@@ -183,34 +181,33 @@ def _load_hosts(names: tuple[str, ...] | None) -> tuple[list[Host], int]:
     return hosts[:MAX_HOSTS], Host.objects.count() - MAX_HOSTS if len(hosts) > MAX_HOSTS else 0
 
 
-def _read_liveness(host: Host) -> str:
-    """Return the state of the host's agent: `up`, `late`, `down` or why it is barred; '' if no agent has joined."""
-    agent = getattr(host, "agent", None)
-    return get_agent_state(agent) if agent else ""
+def _explain_absence(host: Host) -> str:
+    """Return why the host's agent cannot be asked, with what helps; '' if it can be asked."""
+    absence = explain_absence(host, getattr(host, "agent", None))
+    return absence.nameless_text if absence else ""
 
 
 def _build_row(
     host: Host,
-    liveness: str,
+    absence: str,
     host_candidates: Sequence[ProviderCandidate],
     wanted_groups: Sequence[Mapping[str, str]] | None,
     count: int,
     load: LoadSummary | None,
 ) -> CensusRow:
     """Return the row of one host: its free units that fit, how many of `count` requests it can take, and why the host
-    does not fit, if so. `wanted_groups` None means any unit.
+    does not fit, if so. `absence` is why its agent cannot be asked, '' if it can be; `wanted_groups` None means any
+    unit.
     """
     if wanted_groups is None:
         fitting, room = host_candidates, min(count, sum(one.free for one in host_candidates))
     else:
         fitting = [one for one in host_candidates if any(one.matches_group(group) for group in wanted_groups)]
         room = candidates.count_possible_choices(wanted_groups, fitting, count)
-    free, why = sum(one.free for one in fitting), ""
-    if liveness not in ASKED_LIVENESS:
-        why = _explain_not_asked(liveness)
-    elif not free:
+    free, why = sum(one.free for one in fitting), absence
+    if not why and not free:
         why = "it has no free unit that is ready and fits"
-    elif room < count:
+    elif not why and room < count:
         why = f"room for {room} of {count}"
     return CensusRow(host, free, room, not why, why, load)
 
@@ -222,19 +219,16 @@ def _compute_load_by_host(loads: LoadSnapshot) -> dict[int, LoadSummary]:
 
 
 def _explain_missing_hosts(
-    hosts: Sequence[Host], liveness: Mapping[int, str], loads: LoadSnapshot, within_s: float
+    hosts: Sequence[Host], absences: Mapping[int, str], loads: LoadSnapshot, within_s: float
 ) -> list[tuple[Host, str]]:
     """Return each of these hosts, none of which answered, with the reason, as far as it is known.
 
     Asks the gateways once for the last samples of those that should have answered.
     """
-    asked_hosts = [host.pk for host in hosts if liveness[host.pk] in ASKED_LIVENESS]
+    asked_hosts = [host.pk for host in hosts if not absences[host.pk]]
     last_loads = telemetry.get_last_loads(asked_hosts).hosts if asked_hosts else {}
     return [
-        (host, _explain_silence(last_loads.get(host.pk), loads.silent, within_s))
-        if liveness[host.pk] in ASKED_LIVENESS
-        else (host, _explain_not_asked(liveness[host.pk]))
-        for host in hosts
+        (host, absences[host.pk] or _explain_silence(last_loads.get(host.pk), loads.silent, within_s)) for host in hosts
     ]
 
 
@@ -248,10 +242,3 @@ def _explain_silence(last_load: telemetry.HostLoad | None, gateways: Sequence[st
     if gateways:
         return f"gateway not answering: {', '.join(gateways)[:200]} may hold its connection"
     return "its agent has never sent samples: it is an older release, or it has just connected"
-
-
-def _explain_not_asked(liveness: str) -> str:
-    """Return why a host was not asked; `liveness` is its agent's, '' if no agent has joined."""
-    if not liveness:
-        return "no agent has joined for it"
-    return "its agent is down" if liveness == "down" else f"its agent may not connect: {liveness}"

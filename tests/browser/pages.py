@@ -48,6 +48,10 @@ HIDE_LIKE_ROWS = """() => { const seen = new Set();
         seen.add(kind); } }"""
 SHOW_ROWS = """() => { for (const row of document.querySelectorAll("[data-alike]")) {
     delete row.dataset.alike; row.style.display = ""; } }"""
+FIND_UNEXPLAINED = """() => [...document.querySelectorAll(":disabled, [aria-disabled=true]")]
+    .filter(one => one.getClientRects().length)
+    .filter(one => !document.getElementById(one.getAttribute("aria-describedby") ?? "")?.textContent.trim())
+    .map(one => `disabled without a reason: ${one.outerHTML.slice(0, 200)}`)"""
 FOREIGN = {"aria-prohibited-attr": "help-tooltip"}
 """Violations in markup of Django that are ignored: rule → text in the element. SelectFilter2.js writes these icons
 beside the lists of groups and permissions; the same help is also shown as text."""
@@ -84,6 +88,12 @@ def find_colour_violations(page: Page) -> list[str]:
         return _run_axe(page, {"runOnly": list(COLOUR_RULES)})
     finally:
         page.evaluate(SHOW_ROWS)
+
+
+def find_unexplained_controls(page: Page) -> list[str]:
+    """Return the visible disabled buttons and fields that have no description which says why they are disabled."""
+    found: list[str] = page.evaluate(FIND_UNEXPLAINED)
+    return found
 
 
 def _run_axe(page: Page, options: dict[str, Any]) -> list[str]:

@@ -1,5 +1,6 @@
-"""Tests of each page of the console, in light and dark: WCAG 2.1 AA checked by axe, and no page that is wider than its
-window. The pages are found in the URL configuration; a new page that is not visited fails here."""
+"""Tests of each page of the console, in light and dark: WCAG 2.1 AA checked by axe, a reason for each disabled control,
+and no page that is wider than its window. The pages are found in the URL configuration; a new page that is not visited
+fails here."""
 
 from __future__ import annotations
 
@@ -16,7 +17,14 @@ from playwright.sync_api import Page, expect
 from cyborgweb.api.root import COLLECTIONS
 from cyborgweb.manual import contents
 from tests.browser.conftest import ConsoleDesk
-from tests.browser.pages import LISTS, find_colour_violations, find_violations, first_row, open_page
+from tests.browser.pages import (
+    LISTS,
+    find_colour_violations,
+    find_unexplained_controls,
+    find_violations,
+    first_row,
+    open_page,
+)
 from tests.browser.people import PASSWORD
 from tests.support import addresses
 from tests.system.product import ROOT, Product, environment
@@ -38,10 +46,11 @@ def _work(product: Product) -> None:
 
 
 def check_page(page: Page, name: str, found: dict[str, list[str]]) -> None:
-    """Store in `found` the violations of the open page, in light and in dark, and whether it is too wide for WINDOW."""
+    """Store in `found` the violations of the open page, in light and in dark, its disabled controls without a reason,
+    and whether it is too wide for WINDOW."""
     page.set_viewport_size(WINDOW)
     page.emulate_media(color_scheme="light")
-    problems = find_violations(page)
+    problems = find_violations(page) + find_unexplained_controls(page)
     page.emulate_media(color_scheme="dark")
     problems += [f"dark: {one}" for one in find_colour_violations(page)]
     if page.evaluate("document.documentElement.scrollWidth > innerWidth"):

@@ -219,7 +219,7 @@ def export(olga: Shell) -> None:
 
 def hand_over(olga: Shell) -> None:
     """A viewer sees the same devices; each change is refused, and the message says which role would allow it."""
-    vera = Shell(olga.site, "vera", role="manager")
+    vera = Shell(olga.site, "vera", role="auditor")
     words = ("device-list", "--health", "failed", "--limit", "1000", "--quiet")
     seen = vera.run(*words)
     assert seen.out == olga.run(*words).out != ""

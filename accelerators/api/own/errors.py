@@ -150,8 +150,8 @@ def _build_message(error: exceptions.APIException) -> str:
             return f"{str(error.detail).rstrip('.')} here; the Allow header lists the allowed methods."
         case exceptions.NotAcceptable() | exceptions.UnsupportedMediaType():
             return MESSAGE_BY_STATUS[error.status_code]
-        case exceptions.PermissionDenied() if remedy := getattr(error, "remedy", ""):
-            return f"{error.detail}. {remedy}"
+        case exceptions.PermissionDenied() if explanation := getattr(error, "explanation", ""):
+            return str(explanation)
     return str(error.detail)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any, ClassVar, cast
 
-from rest_framework.exceptions import AuthenticationFailed, NotAuthenticated
+from rest_framework.exceptions import APIException, AuthenticationFailed, NotAuthenticated
 from rest_framework.renderers import BaseRenderer
 from rest_framework.request import Request
 from rest_framework.response import Response
@@ -36,6 +36,9 @@ class V2View(APIView):
     """Methods that upstream answers with 404 instead of 405."""
     has_microversions: ClassVar[bool] = True
     version = versions.MIN_VERSION
+    denial = ""
+    """Why the caller may not send this request, and what would allow it. Only pages for browsers show it: the answers
+    to other clients have upstream's sentence alone."""
 
     def initial(self, request: Request, *args: Any, **kwargs: Any) -> None:
         """Check authentication, microversion, method, Accept and permissions, in this order, before the handler runs.
@@ -73,8 +76,10 @@ class V2View(APIView):
     def handle_exception(self, exc: Exception) -> Response:
         """Return the answer for any exception, in the form that upstream uses on the wire.
 
-        Adds WWW-Authenticate to a 401 and Retry-After to a 503. Unexpected exceptions are logged and give 500.
+        Adds WWW-Authenticate to a 401 and Retry-After to a 503. Unexpected exceptions are logged and give 500. Sets
+        `denial`.
         """
+        self.denial = getattr(exc, "explanation", "")
         if isinstance(exc, faults.RouterError):
             self.headers = exc.headers
             accept = self.request.headers.get("Accept")
@@ -89,6 +94,15 @@ class V2View(APIView):
         if status == 503:
             self.headers = {**self.headers, "Retry-After": f"{getattr(exc, 'wait', 1):.0f}"}
         return Response(faults.wrap_fault(status, text), status)
+
+    def explain_refusal(self, request: Request) -> str:
+        """Return why the caller may not send this request now, with what would allow it; '' if the caller may. It is
+        also a reason that everything is read only."""
+        try:
+            self.check_permissions(request)
+        except APIException as error:
+            return getattr(error, "explanation", "") or faults.explain_error(error)[1]
+        return ""
 
     @property
     def caller(self) -> Caller:

@@ -11,15 +11,12 @@ from django.core.management.base import BaseCommand, CommandError
 from accelerators import conductor
 from accelerators.domain.states import EventSource
 from accelerators.management import shell
-from cyborgweb.auth.policy_rules import OPERATOR
+from cyborgweb.auth.policy import IMPLIED_ROLES, RANKED_ROLES
+from cyborgweb.auth.policy_rules import AUDITOR, OPERATOR
 from cyborgweb.models import ApiToken
 
-IMPLIED_ROLES = {
-    "admin": ["admin", "manager", "member", "reader"],
-    "manager": ["manager", "member", "reader"],
-    OPERATOR: [OPERATOR, "member", "reader"],
-    "member": ["member", "reader"],
-}
+ROLES = ("admin", "manager", OPERATOR, AUDITOR, "member", "reader", "service")
+"""The roles that a token can have, each with those that it implies; `service` implies none."""
 
 
 class Command(BaseCommand):
@@ -33,7 +30,7 @@ class Command(BaseCommand):
         parser.add_argument(
             "--role",
             default="admin",
-            choices=[*IMPLIED_ROLES, "reader", "service"],
+            choices=ROLES,
             help="role of the token (default: admin)",
         )
         parser.add_argument(
@@ -54,7 +51,7 @@ class Command(BaseCommand):
         if is_new_user:
             user.set_unusable_password()
             user.save()
-        roles = IMPLIED_ROLES.get(role, [role])
+        roles = [role, *(one for one in reversed(RANKED_ROLES) if one in IMPLIED_ROLES.get(role, ()) and one != role)]
         secret = ApiToken.create_with_secret(name, user, roles, options["project"])
         changes = {"roles": [None, roles], "project": [None, options["project"]]}
         conductor.record_event(

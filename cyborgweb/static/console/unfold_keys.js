@@ -50,6 +50,31 @@ function adopt(control) {
   });
 }
 
+// Django's two lists of groups or permissions disable their buttons. Say why, for screen readers and on hover.
+const REASONS = { add: "No row of the left list is selected.", remove: "No row of the right list is selected.",
+  add_all: "The left list has no rows.", remove_all: "The right list has no rows." };
+
+function explainDisabled(button, reason) {
+  button.title = button.disabled ? reason.textContent : "";
+  if (button.disabled) button.setAttribute("aria-describedby", reason.id);
+  else button.removeAttribute("aria-describedby");
+}
+
+function explainSelectorButtons() {
+  for (const [name, text] of Object.entries(REASONS)) {
+    for (const button of document.querySelectorAll(`.selector button[id$="_${name}"]`)) {
+      const reason = Object.assign(document.createElement("span"), { id: `${button.id}_reason`, hidden: true, textContent: text });
+      button.after(reason);
+      explainDisabled(button, reason);
+      new MutationObserver(() => explainDisabled(button, reason)).observe(button, { attributeFilter: ["disabled"] });
+    }
+  }
+}
+
+// Django's script makes the buttons when the page has loaded.
+if (document.readyState === "complete") explainSelectorButtons();
+else addEventListener("load", explainSelectorButtons);
+
 for (const control of document.querySelectorAll("[x-on\\:click]:not(a[href], button, input, select, textarea, #changelist-filter-close)")) adopt(control);
 nameIcons();
 // A form begins at its first wrong field, the form for a new row at its first field. Django's own script for the latter

@@ -10,8 +10,9 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from io import StringIO
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from typing import Any
 import pytest
 from django.contrib import admin
 from django.contrib.auth.models import Permission, User
+from django.core.management import call_command
 from django.db import connection, transaction
 from django.http import HttpResponse
 from django.test import Client, RequestFactory
@@ -325,6 +327,30 @@ def test_a_token_without_a_role_is_refused_by_every_route_of_our_own_api(client:
             assert answer.status_code == 403, (operation, answer.content)
             refused += 1
     assert refused > 80
+
+
+@pytest.mark.slow
+def test_a_token_of_an_auditor_is_refused_by_exactly_the_routes_whose_rules_do_not_allow_auditors(
+    client: Client,
+) -> None:
+    printed = StringIO()
+    call_command("api_token", "vera", "--role", "auditor", stdout=printed)
+    headers = {"X-Auth-Token": printed.getvalue().splitlines()[-1]}
+    auditor = Caller("vera", "u1", TOKEN_ROLES["auditor"], "local")
+    allowed_writes = set()
+    for operation, rule in find_api_operations().items():
+        if not rule:
+            continue
+        method, path = operation.split(" ")
+        is_allowed = policy.is_allowed(auditor, rule)
+        with nullcontext() if is_allowed else nothing_written(operation):
+            answer = client.generic(method, fill_path(path), b"", "application/json", headers=headers)
+        denial = f"Access was denied to the following resource: {rule}"
+        is_refused = answer.status_code == 403 and denial in answer.content.decode()
+        assert is_refused is not is_allowed, (operation, answer.content)
+        if is_allowed and method != "GET":
+            allowed_writes.add(rule)
+    assert allowed_writes == {"cyborg:census:create", "cyborg:inbox:update", "cyborg:inbox:read_all"}
 
 
 @contextmanager

@@ -51,7 +51,8 @@ def test_load_census_lists_fitting_and_silent_hosts_and_exits_with_1_if_none_fit
     first, second = (line.split() for line in fits.stdout.splitlines()[1:])
     assert first == ["cmp1", "yes", "4", "4", "12.0", "12.0"]
     assert second[:4] == ["cmp2", "no", "0", "0"]
-    assert fits.stderr == "cmp2 did not answer: no agent has joined for it\n"
+    why = "no agent has joined for it: let it join with a join token, then try again"
+    assert fits.stderr == f"cmp2 did not answer: {why}\n"
     none = cyborg("load-census", "--count", "5", "--hosts", "cmp1", "-f", "json")
     assert (none.exit_code, json.loads(none.stdout)["hosts"][0]["why"]) == (1, "room for 4 of 5")
     del said[min(said)]

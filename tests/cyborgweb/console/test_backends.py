@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import html
+import re
+
 import pytest
 from django.test import Client
 from django.urls import reverse
 
 from accelerators import conductor
+from accelerators.models import Backend as StoredBackend
 from accelerators.models import DriverWish
+from accelerators.models import Service as StoredService
+from accelerators.ui import badges
 from drivers.inventory import Backend, Service
 from tests.support.reports import apply_report, get_or_create_host, make_card, make_driver_report
 
@@ -60,6 +66,32 @@ def test_a_device_whose_backend_alone_failed_is_found_as_stale_and_not_as_live(o
         for answer in ("yes", "no")
     }
     assert found == {"yes": ["gpus"], "no": ["nics"]}
+
+
+def test_the_pages_of_a_service_a_backend_a_device_and_a_host_link_to_each_other(operator: Client) -> None:
+    backends = (Backend("nics", "pci", services=(READY_SERVICE, UNAVAILABLE_SERVICE)), Backend("disks", "pci"))
+    for name in ("cmp1", "cmp10"):
+        report = make_driver_report(make_card(1, backend="nics"), driver="generic_driver", backends=backends)
+        apply_report(get_or_create_host(name), report)
+    host = get_or_create_host("cmp1")
+    device, service = host.devices.get(), StoredService.objects.get(host="cmp1", name="sriov")
+    links = {
+        re.search(r'<a href="([^"]+)">nics</a>', operator.get(page).content.decode())[1]  # type: ignore[index]
+        for page in (
+            badges.page_url("service", service.pk),
+            reverse("admin:accelerators_service_changelist", query={"host": "cmp1"}),
+            badges.page_url("device", device.pk),
+            badges.page_url("host", host.pk),
+        )
+    }
+    (link,) = links
+    backend = operator.get(link)
+    assert backend.context["original"] == StoredBackend.objects.get(host="cmp1", name="nics")
+    lists = re.findall(r'<a href="([^"]+)">(1|1 of 2 ready)</a>', backend.content.decode())
+    listed = [list(operator.get(html.unescape(url)).context["cl"].result_list) for url, _ in lists]
+    assert listed == [[device], list(StoredService.objects.filter(host="cmp1", backend="nics").order_by("place"))]
+    empty = operator.get(badges.page_url("backend", StoredBackend.objects.get(host="cmp1", name="disks").key))
+    assert "of 0 ready" not in empty.content.decode()
 
 
 @pytest.mark.slow

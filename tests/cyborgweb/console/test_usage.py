@@ -8,6 +8,7 @@ from collections.abc import Collection
 import pytest
 from django.contrib.auth.models import User
 from django.db import connection
+from django.db.models.functions import Now
 from django.test import Client
 from django.test.utils import CaptureQueriesContext
 from django.urls import reverse
@@ -136,9 +137,10 @@ def test_pages_of_devices_and_hosts_show_samples_or_why_there_are_none(
     [
         ("nothing", "its agent has just connected, or its release"),
         ("away", "web-2 may have them, and does not answer"),
-        ("down", "its agent is down"),
+        ("down", "the agent of {} is down: start it"),
         ("barred", "was revoked (by olga): to have it back, make a token"),
-        ("none", "no agent has joined"),
+        ("none", "no agent has joined for {}: let it join"),
+        ("removing", "host {} is being removed: wait until it is gone"),
     ],
 )
 def test_pages_of_devices_and_hosts_say_why_there_are_no_samples(
@@ -154,9 +156,13 @@ def test_pages_of_devices_and_hosts_say_why_there_are_no_samples(
         Agent.objects.update(barred="revoked", barred_reason="by olga")
     elif what == "none":
         Agent.objects.all().delete()
+    elif what == "removing":
+        Agent.objects.update(barred="revoked", barred_reason="its host is removed")
+        with conductor.writing():
+            Host.objects.update(removing_since=Now())
     for model, key in (("device", host.devices.get().pk), ("host", host.pk)):
         page = operator.get(reverse(f"admin:accelerators_{model}_change", args=[key])).content.decode()
-        assert why in page, model
+        assert why.format(host.name) in page, model
 
 
 def test_usage_and_census_pages_need_the_permission_to_view_devices(client: Client, fill: Fill) -> None:

@@ -284,6 +284,16 @@ def test_subscriptions_and_the_inbox_are_managed_in_the_console(client: Client, 
         assert b"in-the-url" not in shown.content
 
 
+def test_a_subscription_is_deleted_in_the_console_with_its_deliveries(client: Client, subscribe: Subscribe) -> None:
+    client.force_login(User.objects.create(username="vera", is_staff=True, is_superuser=True))
+    hook = subscribe("webhook", target="https://hook.example/")
+    hook.deliveries.create(kind="request.bound", event=1, reader="1")
+    address = f"/admin/cyborgweb/subscription/{hook.pk}/delete/?generation={hook.generation}"
+    assert 'name="post" value="yes"' in client.get(address).content.decode()
+    assert client.post(address, {"post": "yes"}).status_code == 302
+    assert not Subscription.objects.exists() and not Delivery.objects.exists()
+
+
 @pytest.mark.slow
 def test_auditors_neither_see_nor_can_filter_by_the_url_of_a_webhook(client: Client, subscribe: Subscribe) -> None:
     hook = subscribe(

@@ -49,9 +49,19 @@ def test_api_token_prints_the_token_last_and_stores_only_its_hash() -> None:
     assert token.roles == ["admin", "manager", "member", "reader"]
 
 
-def test_a_service_token_has_only_the_role_service() -> None:
-    run_manage_command("api_token", "nova", "--role", "service")
-    assert ApiToken.objects.get().roles == ["service"]
+@pytest.mark.parametrize(
+    ("role", "stored"),
+    [
+        ("service", ["service"]),
+        ("reader", ["reader"]),
+        ("manager", ["manager", "member", "reader"]),
+        ("accelerator_operator", ["accelerator_operator", "member", "reader"]),
+        ("auditor", ["auditor", "reader"]),
+    ],
+)
+def test_a_token_has_its_role_and_those_that_the_role_implies(role: str, stored: list[str]) -> None:
+    run_manage_command("api_token", "nova", "--role", role)
+    assert ApiToken.objects.get().roles == stored
 
 
 def test_join_token_prints_one_line_with_host_address_and_secret() -> None:

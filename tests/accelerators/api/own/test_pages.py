@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import json
 import re
+from typing import Any
 
 import pytest
+from django.contrib.auth.models import User
 from django.test import Client
+from rest_framework.request import Request
 
 from accelerators.api import browsable
+from accelerators.api.own.views import CollectionView
 from accelerators.domain.caller import Caller
 from accelerators.domain.states import EventSource
 from accelerators.models import AcceleratorRequest, Device
-from cyborgweb.auth import read_only
+from cyborgweb.auth import read_only, roles
 from tests.accelerators.api.own.conftest import Ask, Fill
 
 pytestmark = pytest.mark.django_db
@@ -110,6 +114,26 @@ def test_pages_say_which_role_the_actions_need_that_they_do_not_offer(ask: Ask, 
     assert "Enable" in decided and all("The role admin would be sufficient." in reason for reason in decided.values())
 
 
+@pytest.mark.parametrize("by", ["admin", "reader"])
+def test_a_page_checks_once_whether_the_caller_may_use_an_action(
+    by: str, ask: Ask, fill: Fill, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fill(1)
+    uuid = AcceleratorRequest.objects.filter(project_id="p1").first().uuid
+    checked: list[tuple[str, str]] = []
+    explain = CollectionView.explain_refusal
+
+    def explain_and_note(view: CollectionView[Any], request: Request, rule: str = "") -> str:
+        checked.append((str(request.method), rule))
+        return explain(view, request, rule)
+
+    monkeypatch.setattr(CollectionView, "explain_refusal", explain_and_note)
+    for path in ("/api/accelerators/", f"/api/accelerators/{uuid}/", "/api/profiles/"):
+        checked.clear()
+        get_page(ask, path, by)
+        assert len(checked) == len(set(checked)) > 0, path
+
+
 def test_pages_offer_no_action_while_everything_is_read_only_and_say_so(ask: Ask, fill: Fill) -> None:
     fill(1)
     path = f"/api/devices/{Device.objects.get().uuid}/"
@@ -167,6 +191,40 @@ def test_v2_answers_browsers_with_pages_and_others_with_json(ask: Ask, fill: Fil
     }.items():
         response = ask("/v2/devices", Accept=accept)
         assert (response.status_code, response["Content-Type"]) == (status, "application/json")
+
+
+def test_pages_of_v2_offer_what_the_caller_may_do_and_say_which_role_the_rest_needs(ask: Ask, fill: Fill) -> None:
+    fill(1)
+    path = f"/v2/devices/{Device.objects.get().uuid}"
+    for address in (path, f"/accelerator{path}.json"):
+        text = get_page(ask, address, "member")
+        assert list_forms(text) == set()
+        assert read_refusals(text) == {
+            verb: f"Access was denied to the following resource: cyborg:device:{verb.lower()}."
+            " The role admin would be sufficient."
+            for verb in ("Enable", "Disable")
+        }
+        assert read_refusals(get_page(ask, address)) == {}
+    assert list_forms(get_page(ask, "/v2/accelerator_requests", "member")) == {("POST", "/v2/accelerator_requests")}
+    read_only.switch_read_only(True, Caller("olga", "1", frozenset(), ""), "the database moves", EventSource.PERSON)
+    read_only._drop_cached(None)  # the notification after the commit
+    text = get_page(ask, path)
+    assert list_forms(text) == set() and "by olga: the database moves" in read_refusals(text)["Enable"]
+
+
+def test_a_page_of_v2_that_may_not_be_opened_names_the_role_and_other_clients_get_upstreams_answer(
+    client: Client, ask: Ask
+) -> None:
+    tenant = User.objects.create_user("tom", is_staff=True)
+    tenant.groups.add(roles.get_group("project:p1"))
+    client.force_login(tenant)
+    denial = "Access was denied to the following resource: cyborg:device:get_all"
+    page = get_page(ask, "/v2/devices", by="", status=403)
+    assert f"<p>{denial}. The role manager would be sufficient.</p>" in page
+    fault = {"faultcode": "Client", "faultstring": denial, "debuginfo": None}
+    assert json.loads(ask("/v2/devices", by="").content) == {"error_message": json.dumps(fault)}
+    page = get_page(ask, "/v2/deployables/x/program", status=405)
+    assert "The method GET is not allowed" in page and "<dt>Allow</dt><dd>GET</dd>" in page
 
 
 def test_a_long_list_of_v2_is_cut_on_a_page_with_a_link_to_the_rest(

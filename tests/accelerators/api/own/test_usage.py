@@ -20,6 +20,7 @@ from accelerators.models import AcceleratorRequest, AttachHandle, Deployable, De
 from accelerators.requests import candidates, profiles
 from agents import telemetry
 from agents.gateway.asgi_app import AgentGateway
+from agents.key_revocation import explain_bar
 from agents.models import Agent, Lease
 from agents.telemetry import HostLoad, LoadSnapshot
 from cyborgweb.asgi import HttpApplication
@@ -289,19 +290,19 @@ def test_a_census_lists_fitting_hosts_least_busy_first_and_hosts_that_did_not_an
     assert (census["came"], census["fitting"], len(missing)) == (3, 4, 4)
     assert missing["cmp3"].startswith("silent: no answer within 2 s; it last spoke 4")
     assert "an older release" in missing["cmp4"]
-    assert missing["cmp5"] == "its agent is down" == why["cmp5"]
-    assert missing["cmp8"] == "no agent has joined for it" == why["cmp8"]
+    assert missing["cmp5"] == "its agent is down: start it, then try again" == why["cmp5"]
+    assert missing["cmp8"].startswith("no agent has joined for it: let it join") and missing["cmp8"] == why["cmp8"]
 
 
 def test_a_census_of_named_hosts_counts_their_room_and_names_a_silent_gateway(ask: Ask, heard: SetLoad) -> None:
     near, far = create_heard_host("cmp0", 2), create_heard_host("cmp1", 2)
     make_ready(near, far)
     heard(near, 1.0, silent="web-2")
-    Agent.objects.filter(host=near).update(barred="revoked")
+    Agent.objects.filter(host=near).update(barred="revoked", barred_reason="by olga")
     asked = {"hosts": ["cmp1", "cmp0"], "count": 5, "within_s": 0.2}
     census = json.loads(ask(CENSUS, method="POST", data=asked).content)
     assert [(row["host"]["name"], row["room"], row["why"]) for row in census["hosts"]] == [
-        ("cmp0", 4, "its agent may not connect: revoked"),
+        ("cmp0", 4, explain_bar("revoked", "by olga", "")),
         ("cmp1", 4, "room for 4 of 5"),
     ]
     assert census["missing"][1] == {
