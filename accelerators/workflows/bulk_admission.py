@@ -34,12 +34,13 @@ _RULES_CHANGED_TEXT = "the rules have changed since it was chosen"
 
 
 class AdmissionDecision(NamedTuple):
-    """The decision of the rules about a device: the outcome, a text that explains it, and the reason code of a
-    refusal."""
+    """The decision of the rules about a device: the outcome, a text that explains it, the reason code of a refusal, and
+    what the device becomes, None if it stays as it is."""
 
     outcome: DeviceOutcome
     text: str
     reason: RefusalReason | None = None
+    after: LifecycleState | None = None
 
 
 def build_arguments() -> dict[str, Any]:
@@ -87,8 +88,8 @@ def decide_admission(
     for applies, text, reason in refusals:
         if applies:
             return AdmissionDecision(refused, text, reason)
-    text = f"becomes {state_after_action(action, state_now).as_text} by rule {rule.name}"
-    return AdmissionDecision(DeviceOutcome.MOVED, text)
+    after = state_after_action(action, state_now)
+    return AdmissionDecision(DeviceOutcome.MOVED, f"becomes {after.as_text} by rule {rule.name}", after=after)
 
 
 def admit_each(
@@ -111,7 +112,7 @@ def admit_each(
         for device in locked:
             facts, state_now = _get_facts(device), lifecycle.build_lifecycle_state(device)
             word = words_when_chosen[device.uuid]
-            outcome, text, refusal = decide_admission(
+            outcome, text, refusal, _ = decide_admission(
                 *(chosen_rules, present_rules, facts, word, state_now),
                 is_busy=device.busy_with is not None,
                 is_held=device.id in held_ids,

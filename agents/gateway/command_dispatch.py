@@ -95,40 +95,39 @@ def store_messages(messages: Sequence[CommandMessage]) -> set[CommandId]:
     return command_queue.store_answers(answers) if answers else set()
 
 
-def find_agent_obstacles(hosts: Collection[Host], *, may_wait: bool) -> dict[int, Obstacle]:
+def find_agent_obstacles(hosts: Collection[Host]) -> dict[int, Obstacle]:
     """Return, by host id, why the agents of these hosts accept no commands; hosts without an obstacle are left out.
 
-    That an agent is down or barred, that none has joined, or that the host is being removed, is an obstacle unless the
-    command may wait for it. Costs one query.
+    That an agent is too old, down or barred, that none has joined, or that the host is being removed, is an obstacle.
+    Costs one query.
     """
     agents = Agent.objects.filter(host__in=hosts).order_by().select_related("host__lease")
     agent_by_host = {agent.host_id: agent for agent in agents}
-    obstacles = {host.pk: _find_obstacle(host, agent_by_host.get(host.pk), may_wait) for host in hosts}
+    obstacles = {host.pk: _find_obstacle(host, agent_by_host.get(host.pk)) for host in hosts}
     return {pk: obstacle for pk, obstacle in obstacles.items() if obstacle}
 
 
-def _find_obstacle(host: Host, agent: Agent | None, may_wait: bool) -> Obstacle | None:
+def _find_obstacle(host: Host, agent: Agent | None) -> Obstacle | None:
     """Return why the agent of `host` accepts no commands, None if it does. `agent` is None if none has joined."""
     if agent is not None and agent.ops == "":
         return _build_obstacle(host.name, _describe_no_commands(agent.version))
-    if may_wait:
-        return None
     if host.removing_since:  # its agent is revoked, and none can join
         remedy = "wait until it is gone, or cancel its removal"
         return Obstacle(f"host {host.name} is being removed: {remedy}", f"it is being removed: {remedy}")
     if agent is None:
         remedy = "let it join with a join token, then try again"
-        return Obstacle(f"no agent has joined for {host.name}: {remedy}", f"no agent has joined for it: {remedy}")
+        texts = (f"no agent has joined for {host.name}: {remedy}", f"no agent has joined for it: {remedy}")
+        return Obstacle(*texts, may_wait=True)
     if agent.barred:
         bar = agent.barred, agent.barred_reason
         return Obstacle(key_revocation.explain_bar(*bar, host.name), key_revocation.explain_bar(*bar, ""))
     is_down = liveness.get_agent_state(agent) == AgentState.DOWN
-    return _build_obstacle(host.name, "is down: start it, then try again", may_pass=True) if is_down else None
+    return _build_obstacle(host.name, "is down: start it, then try again", is_down=True) if is_down else None
 
 
-def _build_obstacle(host: str, predicate: str, *, may_pass: bool = False) -> Obstacle:
-    """Return an Obstacle whose texts say this about the agent of `host`."""
-    return Obstacle(f"the agent of {host} {predicate}", f"its agent {predicate}", may_pass)
+def _build_obstacle(host: str, predicate: str, *, is_down: bool = False) -> Obstacle:
+    """Return an Obstacle whose texts say this about the agent of `host`, which may be only down (`is_down`)."""
+    return Obstacle(f"the agent of {host} {predicate}", f"its agent {predicate}", may_pass=is_down, may_wait=is_down)
 
 
 def _describe_no_commands(release: str) -> str:

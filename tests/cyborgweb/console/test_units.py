@@ -26,7 +26,7 @@ from tests.accelerators.api.own.test_units import (
     report_two_hosts,
 )
 
-pytestmark = pytest.mark.django_db
+pytestmark = [pytest.mark.django_db, pytest.mark.usefixtures("agents_need_not_be_up")]
 
 UNITS_URL = "/admin/accelerators/device/units/"
 
