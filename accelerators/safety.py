@@ -262,16 +262,29 @@ def build_held_condition(device: str) -> Q:
 
     `device` is the path from the queried rows to the device; "pk" if the rows are devices.
     """
-    prefix = "" if device == "pk" else f"{device}__"
     holding_requests = _query_holding_requests()
     conditions = [holding_requests.filter(**{path: OuterRef(device)}) for path in HOLDER_PATHS]
-    address = Func(
+    conditions.append(holding_requests.filter(_claims_address_of(device)))
+    return reduce(or_, (Q(Exists(requests)) for requests in conditions))
+
+
+def build_released_condition(device: str) -> Q:
+    """Return the condition that `find_releases_of_devices` finds a released handle for the device: a guest may still
+    use the device, although no request holds it. `device` is as for `build_held_condition`."""
+    releases = ReleasedHandle.objects.filter(handle__attach_type=HandleType.PCI)
+    of_device = releases.filter(handle__deployable__device=OuterRef(device))
+    return Q(Exists(of_device)) | Q(Exists(releases.filter(_claims_address_of(device))))
+
+
+def _claims_address_of(device: str) -> Func:
+    """Return the condition, for a subquery, that a row claims the function at the device's address or a part of it."""
+    prefix = "" if device == "pk" else f"{device}__"
+    return Func(
         OuterRef(f"{prefix}host_id"),
         OuterRef(f"{prefix}address"),
         template="claim && accelerators_whole_function(%(expressions)s)",
         output_field=BooleanField(),
     )
-    return reduce(or_, (Q(Exists(requests)) for requests in (*conditions, holding_requests.filter(address))))
 
 
 def query_requests_of_devices(devices: Collection[int], *columns: str) -> QuerySet[Any, Any]:

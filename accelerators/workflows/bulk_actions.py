@@ -356,6 +356,7 @@ ADMISSION_COLUMNS = (
     "installs",
     "busy",
     "is_held",
+    "released",
     "removing",
     *(f"device__{name}" for name in admission_rules.FACT_COLUMNS),
 )
@@ -385,6 +386,7 @@ def _build_admission_forecaster(bulk: Bulk, away_agents: Mapping[int, AwayAgent]
         installs: bool,
         busy: bool,
         held: bool,
+        released: bool,
         removing: bool,
         *facts: str,
     ) -> BulkForecast:
@@ -397,6 +399,7 @@ def _build_admission_forecaster(bulk: Bulk, away_agents: Mapping[int, AwayAgent]
             *(chosen_rules, present_rules, AdmissionFacts(*facts), word_when_chosen, state_now),
             is_busy=busy,
             is_held=held,
+            is_released=released,
             is_host_removed=removing,
         )
         return _add_delay(BulkForecast(outcome, text, held), after, away_agents.get(away_host or 0))
@@ -415,8 +418,8 @@ def _add_delay(forecast: BulkForecast, after: LifecycleState | None, away: AwayA
 
 def forecast_unit_change(change: partitioning.PartitionChange, device: Device) -> tuple[BulkForecast, str]:
     """Predict what a change of units would do to one device now; return the forecast and the device's
-    `describe_units`. Makes no holder checks. Costs two statements, one if `host` is not loaded, and one for each of the
-    `command_queue.REACH_CHECKS`."""
+    `describe_units`. Makes no holder checks. Costs three statements, one if `host` is not loaded, and one for each of
+    the `command_queue.REACH_CHECKS`."""
     present_units = partitioning.count_units([device])[device.pk]
     seen = partitioning.describe_units(device.lifecycle_text, present_units)
     away = _explain_away_agents([device.host]).get(device.host_id)
@@ -426,6 +429,7 @@ def forecast_unit_change(change: partitioning.PartitionChange, device: Device) -
         device,
         present_units,
         is_held=bool(safety.find_requests_of_device(device)),
+        is_released=bool(safety.find_releases_of_devices([device.pk])),
         is_able=bulk_commands.PARTITION in device.acts.split(),
         away=away,
     )
@@ -451,16 +455,18 @@ def _count_unit_changes(bulk: Bulk) -> Counter[BulkForecast]:
         "stood",
         "unit_count",
         "is_held",
+        "released",
         "able",
         *(f"device__{name}" for name in UNIT_FACT_COLUMNS),
     )
     groups = items.order_by().values_list(*columns).annotate(number=Count("id"))
     numbers = Counter[BulkForecast]()
-    for away_host, stood, present_units, is_held, is_able, *facts, number in groups:
+    for away_host, stood, present_units, is_held, is_released, is_able, *facts, number in groups:
         device = Device(**dict(zip(UNIT_FACT_COLUMNS, facts, strict=True))) if facts[0] else None
         forecast = _predict_unit_change(
             *(change, stood, device, present_units),
             is_held=is_held,
+            is_released=is_released,
             is_able=bool(is_able),
             away=away_agents.get(away_host),
         )
@@ -480,6 +486,7 @@ def _forecast_unit_changes(
             _predict_unit_change(
                 *(change, item.stood, item.device, item.unit_count),
                 is_held=item.is_held,
+                is_released=item.released,
                 is_able=item.able,
                 away=away_agents.get(item.away_host),
             ),
@@ -495,6 +502,7 @@ def _predict_unit_change(
     present_units: int,
     *,
     is_held: bool,
+    is_released: bool,
     is_able: bool,
     away: AwayAgent | None,
 ) -> BulkForecast:
@@ -510,6 +518,7 @@ def _predict_unit_change(
         is_supported=is_able,
         is_busy=device.busy_with is not None,
         is_held=is_held,
+        is_released=is_released,
         away=away,
     )
     try:
@@ -558,7 +567,7 @@ def _predict_outcome_of_item(bulk: Bulk, item: Any, away_agents: Mapping[int, Aw
     return predict_outcome(bulk, item.stood, away_agents.get(item.away_host), *facts)
 
 
-_FACTS = ("installs", "busy", "is_held", "able", "held", "removing")
+_FACTS = ("installs", "busy", "is_held", "released", "able", "held", "removing")
 FACT_COLUMNS = ("device__state", "device__returns_to", "device__drain_to", *_FACTS)
 FACT_ATTRIBUTES = ("now_state", "now_returns", "now_drains", *_FACTS)
 """The last arguments of `predict_outcome`: FACT_COLUMNS for queries, FACT_ATTRIBUTES the same as attributes of loaded
@@ -601,10 +610,21 @@ def _query_items_with_facts(bulk: Bulk, away_agents: Mapping[int, AwayAgent]) ->
         installs=Q(device__to_install__gt=""),
         busy=Q(device__busy_with__isnull=False),
         is_held=safety.build_held_condition("device"),
+        released=_build_released_fact(bulk),
         able=Q(device__acts__regex=rf"\m{bulk.action}\M"),
         removing=Q(device__host__removing_since__isnull=False),
         away_host=Case(away) if away_agents else Value(None, output_field=BigIntegerField()),
     )
+
+
+def _build_released_fact(bulk: Bulk) -> Q | Value:
+    """Return the expression which says that a guest may still use a released handle of the device of an item, if this
+    decides about the action; otherwise False, so that the database does not look for them."""
+    if bulk.action in DESTRUCTIVE or bulk.action in (Action.RETIRE, Action.DRAIN):
+        return safety.build_released_condition("device")
+    if bulk.action in (Action.ENABLE, bulk_admission.ADMIT):
+        return Q(device__to_install__gt="") & safety.build_released_condition("device")
+    return Value(False)
 
 
 def predict_outcome(
@@ -621,11 +641,12 @@ def predict_outcome(
 
     `word_when_chosen` is what the device's `LifecycleState.as_text` was when the set was chosen. `away` is the agent of
     its host if the action sends a command to it, and the agent takes none now. `state`, `returns` and `drains` are the
-    device's columns now; `state` is None if the device is gone. `facts` are six answers: whether the driver has to
-    install the device, whether a command is working on it, whether a request holds it, whether the driver supports the
-    command that is asked for, whether a request held it when the set was chosen, and whether its host is being removed.
+    device's columns now; `state` is None if the device is gone. `facts` are seven answers: whether the driver has to
+    install the device, whether a command is working on it, whether a request holds it, whether a guest may still use a
+    released handle of it, whether the driver supports the command that is asked for, whether a request held it when the
+    set was chosen, and whether its host is being removed.
     """
-    installs, busy, held, supported, was_held, removing = map(bool, facts)
+    installs, busy, held, released, supported, was_held, removing = map(bool, facts)
     if state is None:
         return BulkForecast(DeviceOutcome.REFUSED, "does not exist any more", held)
     returns_to, drain_to = returns and DeviceState(returns), drains and DrainTarget(drains)
@@ -639,6 +660,7 @@ def predict_outcome(
             is_supported=supported,
             is_busy=busy,
             is_held=held,
+            is_released=released,
             away=away,
         )
         in_use = held and bulk.action in DESTRUCTIVE
@@ -659,32 +681,36 @@ def predict_outcome(
         blocked_text = f"was {word_when_chosen} when it was chosen, is {state_now.as_text} now"
     elif removing and not blocked_text:
         blocked_text = bulk_admission.HOST_REMOVED_TEXT
-    elif held and after.effective_state in (DeviceState.RETIRED, DeviceState.INSTALLING):
-        blocked_text = (
-            f"is held: it cannot be {'retired' if after.effective_state == DeviceState.RETIRED else 'installed'}"
-        )
+    elif (held or released) and (act := ACTS_ON_FREE_DEVICES.get(after.effective_state)):
+        blocked_text = f"is held: it cannot be {act}" if held else bulk_commands.describe_release(act)
     elif held and not was_held:
         blocked_text = "is held now; it was free when it was chosen"
     elif busy and action is Action.ENABLE:
         blocked_text = "is busy with a command"
     if blocked_text:
         return BulkForecast(DeviceOutcome.REFUSED, blocked_text, held)
-    changed = after if held or not after.drain_to else state_after_last_request(after)
-    return _add_delay(BulkForecast(DeviceOutcome.MOVED, _describe_change(changed), held), after, away)
+    waits_for_guest = released and after.drain_to is DrainTarget.RETIRED
+    changed = after if held or waits_for_guest or not after.drain_to else state_after_last_request(after)
+    text = _describe_change(changed, "its last request ends" if held else "its host confirms that no guest uses it")
+    return _add_delay(BulkForecast(DeviceOutcome.MOVED, text, held), after, away)
 
 
-def _describe_change(after: LifecycleState) -> str:
-    """Return what a device becomes, and what happens when its last request ends, as text for people."""
+ACTS_ON_FREE_DEVICES = {DeviceState.RETIRED: "retired", DeviceState.INSTALLING: "installed"}
+"""The states that only a free device can get, each with the word for the act."""
+
+
+def _describe_change(after: LifecycleState, end_of_drain: str) -> str:
+    """Return what a device becomes, and what happens at the end of its drain, as text for people."""
     text = f"becomes {replace(after, drain_to=None).as_text}"
     if after.drain_to is None:
         return text
     if after.drain_to.value == after.state.value:
-        return f"{text}, and drains until its last request ends"
-    return f"{text}, drains, and becomes {after.drain_to} when its last request ends"
+        return f"{text}, and drains until {end_of_drain}"
+    return f"{text}, drains, and becomes {after.drain_to} when {end_of_drain}"
 
 
 def forecast_device(action: Action, drain_to: DrainTarget, device: Device) -> BulkForecast:
-    """Predict what an action would do to one device now. Makes no holder checks. Costs one statement, one if `host` is
+    """Predict what an action would do to one device now. Makes no holder checks. Costs two statements, one if `host` is
     not loaded, and one for each of the `command_queue.REACH_CHECKS` if the device would have to be installed."""
     is_held = bool(safety.find_requests_of_device(device))
     would_install = action is Action.ENABLE and device.to_install
@@ -698,6 +724,7 @@ def forecast_device(action: Action, drain_to: DrainTarget, device: Device) -> Bu
         bool(device.to_install),
         device.busy_with is not None,
         is_held,
+        bool(safety.find_releases_of_devices([device.pk])),
         True,
         is_held,
         device.host.removing_since is not None,

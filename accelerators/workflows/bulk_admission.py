@@ -23,6 +23,7 @@ from accelerators.domain.device_actions import Action, LifecycleState, state_aft
 from accelerators.domain.errors import RefusalReason
 from accelerators.domain.states import AdmittedState, DeviceOutcome, DeviceState, EventSource
 from accelerators.models import Device
+from accelerators.workflows import bulk_commands
 
 ADMIT = "admit"
 """The bulk action that applies the admission rules. Its argument `rules` are those of the time of the preview."""
@@ -62,13 +63,14 @@ def decide_admission(
     *,
     is_busy: bool,
     is_held: bool,
+    is_released: bool,
     is_host_removed: bool,
 ) -> AdmissionDecision:
     """Decide what the rules do to a device. This is a pure function, for the forecast and for `admit_each`.
 
     `chosen_rules` are those of the time when the device was chosen; `word_when_chosen` is what its
-    `LifecycleState.as_text` was then. `is_busy` says that a command is working on it, and `is_host_removed` that its
-    host is being removed.
+    `LifecycleState.as_text` was then. `is_busy` says that a command is working on it, `is_released` that a guest may
+    still use a released handle of it, and `is_host_removed` that its host is being removed.
     """
     refused, conflict = DeviceOutcome.REFUSED, RefusalReason.CONFLICT
     if word_when_chosen != state_now.as_text:
@@ -80,15 +82,17 @@ def decide_admission(
     if isinstance(decided, str):
         return AdmissionDecision(DeviceOutcome.UNCHANGED, decided)
     rule, action = decided
+    after = state_after_action(action, state_now)
+    is_installed = after.state is DeviceState.INSTALLING
     refusals = (
         (is_host_removed, HOST_REMOVED_TEXT, conflict),
         (is_held, "is held by a request: rules change only devices that nobody holds", RefusalReason.IN_USE),
+        (is_released and is_installed, bulk_commands.describe_release("installed"), RefusalReason.IN_USE),
         (is_busy and action is Action.ENABLE, "is busy with a command", conflict),
     )
     for applies, text, reason in refusals:
         if applies:
             return AdmissionDecision(refused, text, reason)
-    after = state_after_action(action, state_now)
     return AdmissionDecision(DeviceOutcome.MOVED, f"becomes {after.as_text} by rule {rule.name}", after=after)
 
 
@@ -108,7 +112,9 @@ def admit_each(
     with conductor.writing():
         locked = conductor.lock_devices(Device.objects.filter(uuid__in=list(words_when_chosen)))
         present_rules = admission_rules.load_enabled_rules()
-        held_ids = {pk for pk, _ in safety.query_requests_of_devices([device.id for device in locked], "id")}
+        locked_ids = [device.id for device in locked]
+        held_ids = {pk for pk, _ in safety.query_requests_of_devices(locked_ids, "id")}
+        released_ids = {pk for pk, _ in safety.find_releases_of_devices(locked_ids)}
         for device in locked:
             facts, state_now = _get_facts(device), lifecycle.build_lifecycle_state(device)
             word = words_when_chosen[device.uuid]
@@ -116,6 +122,7 @@ def admit_each(
                 *(chosen_rules, present_rules, facts, word, state_now),
                 is_busy=device.busy_with is not None,
                 is_held=device.id in held_ids,
+                is_released=device.id in released_ids,
                 is_host_removed=device.host.removing_since is not None,
             )
             decided = _decide(chosen_rules, facts, state_now)

@@ -46,13 +46,15 @@ def predict_refusal(
     is_supported: bool,
     is_busy: bool,
     is_held: bool,
+    is_released: bool,
     away: AwayAgent | None,
 ) -> str:
     """Return why command `op` would be refused for a device, or '' if it would be placed. This is a pure function, for
     forecasts.
 
     `word_when_chosen` and `word_now` are the device's `LifecycleState.as_text`. `is_supported` says that its driver
-    supports `op`; `is_held` is known from our own requests only; `away` is the agent of its host if it takes no
+    supports `op`; `is_held` is known from our own requests only, and `is_released` says that a guest may still use a
+    released handle of the device; `away` is the agent of its host if it takes no
     commands now. A command that can wait for the agent is placed. A held or changed device is refused destructive
     commands only.
     """
@@ -62,11 +64,17 @@ def predict_refusal(
         return f"is {state}: {op} is not possible"
     if not is_supported:
         return f"its driver does not support {op}"
-    if op in DESTRUCTIVE and is_held:
-        return f"is held: it cannot be {command_queue.PAST_PARTICIPLES[op]}"
+    if op in DESTRUCTIVE and (is_held or is_released):
+        act = command_queue.PAST_PARTICIPLES[op]
+        return f"is held: it cannot be {act}" if is_held else describe_release(act)
     if is_busy and op in command_queue.EXCLUSIVE_OPS:
         return "is busy with a command"
     return away.obstacle.nameless_text if away and not away.obstacle.may_wait else ""
+
+
+def describe_release(act: str) -> str:
+    """Return why a device with a released handle is refused an act; `act` completes "it cannot be ..."."""
+    return f"a guest may still use it, because its host has not confirmed that none does: it cannot be {act}"
 
 
 def describe_delay(op: str, away: AwayAgent) -> str:

@@ -209,6 +209,7 @@ def test_applying_rules_refuses_devices_that_are_gone_busy_or_whose_host_is_remo
     [
         ({"is_held": True}, "in_use"),
         ({"is_busy": True}, "conflict"),
+        ({"is_released": True}, None),
         ({"is_held": True, "is_host_removed": True}, "conflict"),
         ({}, None),
     ],
@@ -220,7 +221,7 @@ def test_the_decision_about_a_device_has_the_reason_code_of_a_refusal(
     state = LifecycleState(DeviceState.INACTIVE)
     decision = bulk_admission.decide_admission(
         *(rules, rules, AdmissionFacts("cmp1", "fake", "", "", "GPU"), state.as_text, state),
-        **({"is_busy": False, "is_held": False, "is_host_removed": False} | facts),
+        **({"is_busy": False, "is_held": False, "is_released": False, "is_host_removed": False} | facts),
     )
     assert decision.reason == reason
     assert decision.outcome == ("refused" if reason else "moved")
