@@ -114,7 +114,6 @@ def admit_each(
         present_rules = admission_rules.load_enabled_rules()
         locked_ids = [device.id for device in locked]
         held_ids = {pk for pk, _ in safety.query_requests_of_devices(locked_ids, "id")}
-        released_ids = {pk for pk, _ in safety.find_releases_of_devices(locked_ids)}
         for device in locked:
             facts, state_now = _get_facts(device), lifecycle.build_lifecycle_state(device)
             word = words_when_chosen[device.uuid]
@@ -122,7 +121,7 @@ def admit_each(
                 *(chosen_rules, present_rules, facts, word, state_now),
                 is_busy=device.busy_with is not None,
                 is_held=device.id in held_ids,
-                is_released=device.id in released_ids,
+                is_released=False,  # `apply_action` refuses to install it, and names the guest
                 is_host_removed=device.host.removing_since is not None,
             )
             decided = _decide(chosen_rules, facts, state_now)
