@@ -11,7 +11,7 @@ is refused.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Hashable, Mapping
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
 from operator import or_
@@ -191,19 +191,24 @@ def find_holders(devices: Collection[Device], answers: HolderAnswers) -> DeviceH
     return DeviceHolders(results)
 
 
-def find_known_holders(devices: Collection[Device]) -> DeviceHolders:
-    """Return who holds these devices by our own tables alone, before other services are asked. Two statements; locks
-    nothing."""
-    return DeviceHolders(_find_own_holders([device.pk for device in devices]))
+def find_known_holders(
+    devices: Collection[Device], requests: Mapping[int, Sequence[str]] | None = None
+) -> DeviceHolders:
+    """Return who holds these devices by our own tables alone, before other services are asked. Locks nothing.
+
+    `requests` are those of `find_requests_of_devices`; without them, it is called. Costs one statement with them, else
+    two, and none without devices.
+    """
+    return DeviceHolders(_find_own_holders([device.pk for device in devices], requests))
 
 
-def _find_own_holders(devices: Collection[int]) -> dict[int, dict[str, HolderCheckResult]]:
+def _find_own_holders(
+    devices: Collection[int], requests: Mapping[int, Sequence[str]] | None = None
+) -> dict[int, dict[str, HolderCheckResult]]:
     """Return the holders of these devices that our own tables know: requests, and guests that may still use a released
-    handle. Two statements."""
-    requests: dict[int, list[str]] = {pk: [] for pk in devices}
+    handle. See `find_known_holders`."""
+    requests = find_requests_of_devices(devices) if requests is None else requests
     releases: dict[int, list[str]] = {pk: [] for pk in devices}
-    for pk, uuid, instance in query_requests_of_devices(devices, "uuid", "instance_uuid") if devices else ():
-        requests[pk].append(_describe_request(uuid, instance))
     for pk, release in find_releases_of_devices(devices) if devices else ():
         releases[pk].append(f"a guest, perhaps: {release.description}")
     return {
@@ -215,12 +220,6 @@ def _find_own_holders(devices: Collection[int]) -> dict[int, dict[str, HolderChe
     }
 
 
-def find_own_holders(device: Device) -> tuple[str, ...]:
-    """Return the holders of the device that our own tables know: up to MAX_HOLDERS_NAMED requests, and as many guests
-    that may still use a released handle. Reads rows without locking them."""
-    return tuple(holder for result in _find_own_holders([device.pk])[device.pk].values() for holder in result.holders)
-
-
 def find_requests_of_device(device: Device) -> tuple[str, ...]:
     """Return up to MAX_HOLDERS_NAMED requests that hold a handle of the device or are being bound to it.
 
@@ -228,6 +227,17 @@ def find_requests_of_device(device: Device) -> tuple[str, ...]:
     """
     rows = query_requests_of_devices([device.pk], "uuid", "instance_uuid")[:MAX_HOLDERS_NAMED]
     return tuple(_describe_request(uuid, instance) for _, uuid, instance in rows)
+
+
+def find_requests_of_devices(devices: Collection[int]) -> dict[int, list[str]]:
+    """Return all requests that hold a handle of each of these devices or are being bound to it, by device id.
+
+    Reads rows without locking them. Costs one statement, and none without devices.
+    """
+    requests: dict[int, list[str]] = {pk: [] for pk in devices}
+    for pk, uuid, instance in query_requests_of_devices(devices, "uuid", "instance_uuid") if devices else ():
+        requests[pk].append(_describe_request(uuid, instance))
+    return requests
 
 
 def _describe_request(uuid: UUID, instance: UUID | None) -> str:
@@ -262,16 +272,29 @@ def build_held_condition(device: str) -> Q:
 
     `device` is the path from the queried rows to the device; "pk" if the rows are devices.
     """
-    prefix = "" if device == "pk" else f"{device}__"
     holding_requests = _query_holding_requests()
     conditions = [holding_requests.filter(**{path: OuterRef(device)}) for path in HOLDER_PATHS]
-    address = Func(
+    conditions.append(holding_requests.filter(_claims_address_of(device)))
+    return reduce(or_, (Q(Exists(requests)) for requests in conditions))
+
+
+def build_released_condition(device: str) -> Q:
+    """Return the condition that `find_releases_of_devices` finds a released handle for the device: a guest may still
+    use the device, although no request holds it. `device` is as for `build_held_condition`."""
+    releases = ReleasedHandle.objects.filter(handle__attach_type=HandleType.PCI)
+    of_device = releases.filter(handle__deployable__device=OuterRef(device))
+    return Q(Exists(of_device)) | Q(Exists(releases.filter(_claims_address_of(device))))
+
+
+def _claims_address_of(device: str) -> Func:
+    """Return the condition, for a subquery, that a row claims the function at the device's address or a part of it."""
+    prefix = "" if device == "pk" else f"{device}__"
+    return Func(
         OuterRef(f"{prefix}host_id"),
         OuterRef(f"{prefix}address"),
         template="claim && accelerators_whole_function(%(expressions)s)",
         output_field=BooleanField(),
     )
-    return reduce(or_, (Q(Exists(requests)) for requests in (*conditions, holding_requests.filter(address))))
 
 
 def query_requests_of_devices(devices: Collection[int], *columns: str) -> QuerySet[Any, Any]:

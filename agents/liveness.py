@@ -102,22 +102,24 @@ def get_agent_state(agent: Agent) -> AgentState:
 def explain_absence(host: Host, agent: Agent | None) -> Obstacle | None:
     """Return why the host's agent cannot be reached, with what helps; None if it is up or late.
 
-    `agent` is None if none has joined. The obstacle may pass by itself only if the agent is down. Costs as many queries
-    as `get_last_heard`.
+    `agent` is None if none has joined. The obstacle may pass by itself only if the agent is down; a command may wait
+    for an agent that is down or has not joined. Costs as many queries as `get_last_heard`.
     """
     if host.removing_since:  # its agent is revoked, and none can join
         remedy = "wait until it is gone, or cancel its removal"
         return Obstacle(f"host {host.name} is being removed: {remedy}", f"it is being removed: {remedy}")
     if agent is None:
         remedy = "let it join with a join token, then try again"
-        return Obstacle(f"no agent has joined for {host.name}: {remedy}", f"no agent has joined for it: {remedy}")
+        texts = (f"no agent has joined for {host.name}: {remedy}", f"no agent has joined for it: {remedy}")
+        return Obstacle(*texts, may_wait=True)
     if agent.barred:
         bar = agent.barred, agent.barred_reason
         return Obstacle(explain_bar(*bar, host.name), explain_bar(*bar, ""))
     if get_agent_state(agent) != AgentState.DOWN:
         return None
     predicate = "is down: start it, then try again"
-    return Obstacle(f"the agent of {host.name} {predicate}", f"its agent {predicate}", may_pass=True)
+    texts = (f"the agent of {host.name} {predicate}", f"its agent {predicate}")
+    return Obstacle(*texts, may_pass=True, may_wait=True)
 
 
 def get_writer_statuses(hosts: Collection[int]) -> dict[int, WriterStatus]:

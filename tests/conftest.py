@@ -140,15 +140,17 @@ def _preset_database_clock(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def agents_need_not_be_up() -> Iterator[None]:
-    """Let drivers be changed on hosts without agents, for tests that answer the commands themselves.
+    """Let drivers be changed on hosts without agents, for tests that answer the commands themselves; previews say
+    nothing about agents that are down.
 
     Whether an agent accepts commands is still checked.
     """
     from accelerators.commands.command_queue import REACH_CHECKS
     from agents.gateway import command_dispatch
 
-    def find_obstacles(hosts: Collection[Host], *, may_wait: bool) -> dict[int, Obstacle]:
-        return command_dispatch.find_agent_obstacles(hosts, may_wait=True)
+    def find_obstacles(hosts: Collection[Host]) -> dict[int, Obstacle]:
+        obstacles = command_dispatch.find_agent_obstacles(hosts)
+        return {pk: obstacle for pk, obstacle in obstacles.items() if not obstacle.may_wait}
 
     with REACH_CHECKS.replaced("agent", find_obstacles):
         yield

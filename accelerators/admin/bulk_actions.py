@@ -6,6 +6,7 @@ of attachments and requests; `accelerators.workflows.bulk_actions` performs the 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 from urllib.parse import urlencode
 
@@ -113,9 +114,13 @@ class BulkAdmin(ReadOnlyModelAdmin):
         return badges.render_relative_time(bulk.started_at or bulk.created_at)
 
     def get_urls(self) -> list[Any]:
-        """Add the URL of `progress_view`."""
-        progress_view = self.admin_site.admin_view(self.progress_view)
-        return [path("<int:pk>/now/", progress_view, name="accelerators_bulk_now"), *super().get_urls()]
+        """Add the URLs of `progress_view` and `rows_view`."""
+        progress_view, rows_view = map(self.admin_site.admin_view, (self.progress_view, self.rows_view))
+        return [
+            path("<int:pk>/now/", progress_view, name="accelerators_bulk_now"),
+            path("<int:pk>/rows/", rows_view, name="accelerators_bulk_rows"),
+            *super().get_urls(),
+        ]
 
     def progress_view(self, request: HttpRequest, pk: int) -> HttpResponse:
         """Answer with the part of a bulk action's page that shows its progress; the page polls it until it has ended.
@@ -127,6 +132,25 @@ class BulkAdmin(ReadOnlyModelAdmin):
         return TemplateResponse(
             request, "accelerators/admin/bulk_action_progress.html", context, status=200 if bulk else 404
         )
+
+    def rows_view(self, request: HttpRequest, pk: int) -> HttpResponse:
+        """Answer with the rows of these objects (`items` in the query) of a bulk action; its page polls it while
+        commands are under way, so that each row shows how its command goes on.
+
+        Costs one statement beside those for the bulk action and the user. At most MAX_RESULT_ROWS objects are shown.
+        Answers 404 if there is no such bulk action, or if the query names no objects. Raises PermissionDenied for a
+        user who may not view bulk actions.
+        """
+        bulk = self._require_view_permission(request, Bulk.objects.filter(pk=pk).first())
+        words = request.GET.get("items", "").split(",")[:MAX_RESULT_ROWS]
+        if bulk is None or not all(word.isascii() and word.isdecimal() and len(word) <= 18 for word in words):
+            return HttpResponse(status=404)
+        keys = [int(word) for word in words]
+        items = bulk_actions.annotate_with_commands(bulk.items.filter(pk__in=keys))
+        found = {item.pk: item for item in items}
+        rows = _render_rows([found[key] for key in dict.fromkeys(keys) if key in found], bulk)
+        context = {"rows": rows, "noun": bulk.target, "rows_url": request.get_full_path()}
+        return TemplateResponse(request, "accelerators/admin/bulk_action_rows.html", context)
 
     def _require_view_permission(self, request: HttpRequest, bulk: Bulk | None) -> Bulk | None:
         """Return `bulk`, which may be None, unchanged.
@@ -163,7 +187,7 @@ class BulkAdmin(ReadOnlyModelAdmin):
         context |= {"mine": bulk_actions.may_confirm(bulk, device_actions.get_caller(request))}
         draft = bulk.state == BulkState.DRAFT
         context |= _build_confirmation_context(bulk) if draft else {}
-        context |= _build_result_context(bulk) if not draft or bulk.ended_at else {}
+        context |= _build_result_context(bulk, bool(context["refresh_url"])) if not draft or bulk.ended_at else {}
         return TemplateResponse(request, "accelerators/admin/bulk_action.html", context)
 
     def _handle_post(self, request: HttpRequest, bulk: Bulk) -> HttpResponse:
@@ -377,7 +401,8 @@ def build_progress_context(bulk: Bulk) -> dict[str, Any]:
     """Return the context of `bulk_action_progress.html`: state, progress, counts, commands by state, and duration.
 
     `refresh_url` is the URL that the page polls; it is '' if neither the bulk action nor one of its commands is under
-    way. The whole page is read again only then, and when the state of the bulk action changes, because it costs more.
+    way. The whole page is read again only then, and when the state of the bulk action changes, because it costs more;
+    its rows are read by `BulkAdmin.rows_view`.
     Costs one statement if the action orders commands, else none.
     """
     running = bulk.state == BulkState.RUNNING
@@ -476,10 +501,32 @@ def _build_confirmation_context(bulk: Bulk) -> dict[str, Any]:
     }
 
 
-def _build_result_context(bulk: Bulk) -> dict[str, Any]:
+def _render_rows(items: Sequence[BulkItem], bulk: Bulk) -> list[tuple[SafeString | str, ...]]:
+    """Return the cells of these items of `bulk_actions.annotate_with_commands`: object, host, outcome, state and
+    reason. Costs no statement."""
+    return [
+        (
+            render_item_object(item, bulk),
+            badges.render_host_link(item.host),
+            render_item_outcome(item, bulk),
+            render_item_state(item, bulk) or badges.DASH,
+            _render_item_reason(item, bulk) or badges.DASH,
+        )
+        for item in items
+    ]
+
+
+def _build_rows_url(items: Sequence[BulkItem], bulk: Bulk) -> str:
+    """Return the URL of the rows of these items, which the page polls."""
+    address = reverse("admin:accelerators_bulk_rows", args=[bulk.pk])
+    return f"{address}?items={','.join(str(item.pk) for item in items)}"
+
+
+def _build_result_context(bulk: Bulk, is_under_way: bool) -> dict[str, Any]:
     """Return the context of the result: at most MAX_RESULT_ROWS processed objects with their outcomes.
 
-    Refused objects come first, then those whose command or installation has failed. Costs four statements.
+    Refused objects come first, then those whose command or installation has failed. The page polls the rows while the
+    bulk action or one of its commands `is_under_way`. Costs four statements.
     """
     processed = bulk_actions.annotate_with_commands(bulk.items.exclude(outcome=""))
     failed = bulk_actions.query_failed_items(bulk)
@@ -489,16 +536,8 @@ def _build_result_context(bulk: Bulk) -> dict[str, Any]:
     items += processed.exclude(pk__in=failed_ids).order_by("id")[: MAX_RESULT_ROWS - len(items)]
     list_url = reverse("admin:accelerators_bulkitem_changelist")
     return {
-        "rows": [
-            (
-                render_item_object(item, bulk),
-                badges.render_host_link(item.host),
-                render_item_outcome(item, bulk),
-                render_item_state(item, bulk) or badges.DASH,
-                _render_item_reason(item, bulk) or badges.DASH,
-            )
-            for item in items
-        ],
+        "rows": _render_rows(items, bulk),
+        "rows_url": _build_rows_url(items, bulk) if is_under_way and bulk_actions.orders_commands(bulk) else "",
         "left": max(0, bulk.finished_count - len(items)),
         "failed_count": bulk_actions.query_failed_objects(bulk).count()
         if bulk.action in bulk_actions.KNOWN_ACTIONS

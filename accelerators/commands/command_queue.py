@@ -74,19 +74,21 @@ class Obstacle(NamedTuple):
 
     `text` names the host; `nameless_text` does not, so that hosts with the same reason can be counted together.
     `may_pass` is True if the agent is only down: it may come back by itself, for example after the conductor was away.
+    `may_wait` is True if a command can be placed nevertheless, because it waits for an agent that is down or has not
+    joined.
     """
 
     text: str
     nameless_text: str
     may_pass: bool = False
+    may_wait: bool = False
 
 
 class ReachCheck(Protocol):
     """A function that finds out why the agents of hosts take no commands."""
 
-    def __call__(self, hosts: Collection[Host], *, may_wait: bool) -> dict[int, Obstacle]:
-        """Return the obstacles by host id; hosts without one are left out. If `may_wait` is True, an agent that is away
-        is none."""
+    def __call__(self, hosts: Collection[Host]) -> dict[int, Obstacle]:
+        """Return the obstacles by host id; hosts without one are left out."""
         ...
 
 
@@ -691,13 +693,13 @@ def refuse_if_busy(device: Device, op: str, busy_ops: Mapping[UUID, str] | None 
 def explain_unreachable(hosts: Collection[Host], *, may_wait: bool = True) -> dict[int, Obstacle]:
     """Return, by host id, why the agents of these hosts take no commands; hosts without an obstacle are left out.
 
-    If `may_wait` is False, that an agent is away, or that none has joined, is an obstacle. Costs one statement per
-    check.
+    If `may_wait` is True, an obstacle for which a command can wait is left out, too. Costs one statement per check, and
+    none without hosts.
     """
     obstacles: dict[int, Obstacle] = {}
-    for check in REACH_CHECKS.values():
-        obstacles = check(hosts, may_wait=may_wait) | obstacles
-    return obstacles
+    for check in REACH_CHECKS.values() if hosts else ():
+        obstacles = check(hosts) | obstacles
+    return {pk: obstacle for pk, obstacle in obstacles.items() if not (may_wait and obstacle.may_wait)}
 
 
 def refuse_if_unreachable(host: Host, *, may_wait: bool = True) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 from uuid import UUID
 
 from django.db import IntegrityError, connection
-from django.db.models import Count, QuerySet
+from django.db.models import Count, Q, QuerySet
 
 from accelerators import conductor, safety
 from accelerators.domain import admission, generations
@@ -147,12 +147,12 @@ def forecast_rule(values: Mapping[str, Any], rule: AdmissionRule | None = None) 
 def _compute_reach(rules: Sequence[EnabledRule], counts: Callable[[AdmissionFacts, EnabledRule], bool]) -> RuleReach:
     """Return the devices that these rules would move, if `counts` says so for the device's facts and the deciding
     rule."""
-    facts_of_devices = query_undecided_devices().order_by().values_list(*FACT_COLUMNS).annotate(number=Count("id"))
+    columns_of_devices = query_undecided_devices().order_by().values_list(*FACT_COLUMNS, "cannot_be_installed")
     reach = RuleReach(Counter(), Counter())
-    for *columns, number in facts_of_devices.iterator():
+    for *columns, cannot_be_installed, number in columns_of_devices.annotate(number=Count("id")).iterator():
         facts = AdmissionFacts(*columns)
         rule = admission.first_matching_rule(rules, facts)
-        if rule and rule.action in DECIDING_ADMISSIONS and counts(facts, rule):
+        if rule and _is_moved(rule, cannot_be_installed) and counts(facts, rule):
             reach.by_rule[rule.name] += number
             reach.by_host[facts.host] += number
     return reach
@@ -163,23 +163,36 @@ def _to_enabled_rule(row: AdmissionRule) -> EnabledRule:
     return EnabledRule(*(getattr(row, name) for name in EnabledRule.__struct_fields__))
 
 
+def _is_moved(rule: EnabledRule | None, cannot_be_installed: bool) -> bool:
+    """Return whether a device about which this rule decides would be moved; None is no rule. `cannot_be_installed` is
+    as in `query_undecided_devices`."""
+    if rule is None or rule.action not in DECIDING_ADMISSIONS:
+        return False
+    return not (cannot_be_installed and rule.action == AdmittedState.READY)
+
+
 def query_undecided_devices() -> QuerySet[Device]:
     """Return the devices that rules may decide about: inactive, not draining, not busy with a command, held by nobody,
-    and on a host that is not being removed."""
+    and on a host that is not being removed.
+
+    The column `cannot_be_installed` says that the driver has to install a device before it is ready, and that a guest
+    may still use a released handle of it.
+    """
     undecided = Device.objects.filter(state="inactive", drain_to__isnull=True, busy_with__isnull=True)
-    return undecided.filter(~safety.build_held_condition("pk"), host__removing_since__isnull=True)
+    free = undecided.filter(~safety.build_held_condition("pk"), host__removing_since__isnull=True)
+    return free.annotate(cannot_be_installed=Q(to_install__gt="") & safety.build_released_condition("pk"))
 
 
 def query_devices_to_move() -> QuerySet[Device]:
     """Return the inactive devices that the enabled rules would move now. Two statements, and one for the result."""
-    rules, moved_groups = load_enabled_rules(), dict[AdmissionFacts, bool]()
+    rules, rule_by_facts = load_enabled_rules(), dict[AdmissionFacts, EnabledRule | None]()
+    columns_of_devices = query_undecided_devices().order_by().values_list("id", "cannot_be_installed", *FACT_COLUMNS)
     ids = []
-    for pk, *columns in query_undecided_devices().order_by().values_list("id", *FACT_COLUMNS).iterator():
+    for pk, cannot_be_installed, *columns in columns_of_devices.iterator():
         facts = AdmissionFacts(*columns)
-        if facts not in moved_groups:
-            rule = admission.first_matching_rule(rules, facts)
-            moved_groups[facts] = rule is not None and rule.action in DECIDING_ADMISSIONS
-        if moved_groups[facts]:
+        if facts not in rule_by_facts:
+            rule_by_facts[facts] = admission.first_matching_rule(rules, facts)
+        if _is_moved(rule_by_facts[facts], cannot_be_installed):
             ids.append(pk)
     return Device.objects.filter(id__in=ids)
 

@@ -180,18 +180,20 @@ def apply_action(
     changes: list[DeviceStateChange] = []
     with conductor.writing():
         devices = {device.uuid: device for device in lock_devices(Device.objects.filter(uuid__in=uuids))}
-        holder_counts = _count_holding_requests(devices.values())
+        requests = safety.find_requests_of_devices([device.id for device in devices.values()])
         holders = safety.find_holders(devices.values(), answers) if action is Action.RETIRE else None
+        to_install = [one for one in devices.values() if one.to_install] if action is Action.ENABLE else []
+        own_holders = safety.find_known_holders(to_install, requests)
         busy_ops = command_queue.load_busy_ops(devices.values(), "install") if action is Action.ENABLE else {}
         results = {}
         for uuid, device in devices.items():
-            before = build_lifecycle_state(device, holder_counts[device.id])
+            before = build_lifecycle_state(device, len(requests[device.id]))
             try:
-                after = _decide_new_state(action, device, before, drain_to, seen)
+                after = _decide_new_state(action, device, before, drain_to, seen, requests[device.id])
                 if holders and after.effective_state == _S.RETIRED != before.effective_state:
                     holders.refuse_unless_free(device, "retired")
                 if action is Action.ENABLE and after != before:
-                    _refuse_unless_idle(device, after, busy_ops)
+                    _refuse_unless_idle(device, after, busy_ops, own_holders)
             except RefusedError as refused:
                 results[uuid] = _build_refused_result(device, refused.reason, refused.text)
             else:
@@ -221,11 +223,11 @@ def ask_holders_for_action(
     if not retires or not safety.HOLDER_CHECKS:
         return safety.NO_ANSWERS
     devices = list(Device.objects.filter(uuid__in=list(uuids)).select_related("host").order_by("id"))
-    holder_counts, to_ask = _count_holding_requests(devices), []
+    requests, to_ask = safety.find_requests_of_devices([device.id for device in devices]), []
     for device in devices:
-        before = build_lifecycle_state(device, holder_counts[device.id])
+        before = build_lifecycle_state(device, len(requests[device.id]))
         try:
-            after = _decide_new_state(action, device, before, drain_to, seen)
+            after = _decide_new_state(action, device, before, drain_to, seen, requests[device.id])
         except RefusedError:
             continue
         if after != before:
@@ -234,15 +236,20 @@ def ask_holders_for_action(
 
 
 def _decide_new_state(
-    action: Action, device: Device, before: LifecycleState, drain_to: DrainTarget, seen: SeenStates | None
+    action: Action,
+    device: Device,
+    before: LifecycleState,
+    drain_to: DrainTarget,
+    seen: SeenStates | None,
+    requests: Sequence[str],
 ) -> LifecycleState:
     """Return the lifecycle state that the action gives to a locked device, equal to `before` if nothing has to change.
 
-    `drain_to` is the final state of a drain. `seen` holds the states that a person saw before the decision; if it is
-    None, no state is compared, and held devices are not refused here. Raises RefusedError: CONFLICT if the state does
-    not allow the action, if the device would change but is not in the state that was `seen`, or if its host is being
-    removed; IN_USE if it would change, requests hold it, and `seen` does not say that held devices are included, or
-    says that it was free.
+    `drain_to` is the final state of a drain; `requests` describe those that hold the device. `seen` holds the states
+    that a person saw before the decision; if it is None, no state is compared, and held devices are not refused here.
+    Raises RefusedError: CONFLICT if the state does not allow the action, if the device would change but is not in the
+    state that was `seen`, or if its host is being removed; IN_USE if it would change, requests hold it, and `seen` does
+    not say that held devices are included, or says that it was free.
     """
     seen_word = seen.words_by_device.get(device.uuid, before.as_text) if seen else before.as_text
     changed_by = f"{device.state_by}: {device.state_reason or 'no reason given'}"
@@ -265,7 +272,7 @@ def _decide_new_state(
     if after != before and device.host.removing_since:
         raise RefusedError(RefusalReason.CONFLICT, f"Host {device.host.name} of device {device.uuid} is being removed.")
     if after != before and before.holding_requests and seen:
-        holders = ", ".join(safety.find_requests_of_device(device))
+        holders = ", ".join(requests[: safety.MAX_HOLDERS_NAMED])
         if not seen.held_too:
             text = f"Device {device.uuid} is held by {holders}: confirm that held devices are included."
             raise RefusedError(RefusalReason.IN_USE, text)
@@ -407,16 +414,17 @@ def _count_holding_requests(devices: Iterable[Device]) -> Counter[int]:
     return Counter(device for device, _ in safety.query_requests_of_devices([device.id for device in devices], "id"))
 
 
-def _refuse_unless_idle(device: Device, after: LifecycleState, busy_ops: Mapping[UUID, str]) -> None:
+def _refuse_unless_idle(
+    device: Device, after: LifecycleState, busy_ops: Mapping[UUID, str], own_holders: safety.DeviceHolders
+) -> None:
     """Raise RefusedError CONFLICT if a command is working on the device; `busy_ops` are those of `load_busy_ops`.
 
-    Raise RefusedError IN_USE if the device would be installed while it is held or a guest may still use it (S1).
+    Raise RefusedError IN_USE if the device would be installed while it is held or a guest may still use it (S1);
+    `own_holders` are those of `safety.find_known_holders`.
     """
     command_queue.refuse_if_busy(device, "install", busy_ops)
-    if after.effective_state == _S.INSTALLING and (holders := safety.find_own_holders(device)):
-        raise RefusedError(
-            RefusalReason.IN_USE, f"Device {device.uuid} is held by {', '.join(holders)}: it cannot be installed."
-        )
+    if after.effective_state == _S.INSTALLING:
+        own_holders.refuse_if_held(device, "installed")
 
 
 def _build_result(device: Device, after: LifecycleState, outcome: Literal["moved", "unchanged"]) -> ActionResult:

@@ -10,8 +10,8 @@ twice. An action that this release does not know is left to a conductor of a new
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
@@ -19,7 +19,7 @@ from typing import Any
 
 import msgspec
 from django.db import connection, transaction
-from django.db.models import Case, Count, Exists, F, OuterRef, Q, QuerySet, Subquery, Value, When
+from django.db.models import BigIntegerField, Case, Count, Exists, F, OuterRef, Q, QuerySet, Subquery, Value, When
 from django.db.models.functions import JSONObject, Now
 
 from accelerators import conductor, outbox, safety
@@ -45,6 +45,7 @@ from accelerators.models.bulks import BULK_IS_RUNNING, ITEM_IS_WAITING
 from accelerators.runtime import database_clock, jobs
 from accelerators.runtime.after_commit import call_after_commit
 from accelerators.workflows import bulk_admission, bulk_commands
+from accelerators.workflows.bulk_commands import AwayAgent
 from accelerators.workflows.bulk_detachments import DETACH, DETACH_ACTION
 from accelerators.workflows.bulk_labels import LABEL, LABEL_ACTION
 from accelerators.workflows.bulk_targets import BulkForecast, InstanceReach, TargetAction
@@ -311,8 +312,8 @@ def forecast_bulk(bulk: Bulk) -> list[BulkForecast]:
     """Predict what confirming a set now would do: each kind of outcome with its number of objects.
 
     Sorted by outcome, and then by number, the largest first. Costs one statement, whatever the size of the set; for
-    admission rules and labels two, for detachments three, and for commands two and one for each of the
-    `command_queue.REACH_CHECKS`. Returns [] for an action that this release does not know.
+    admission rules and labels two, for detachments three, and those of `_find_away_agents`. Returns [] for an action
+    that this release does not know.
     """
     if bulk.action not in KNOWN_ACTIONS:
         return []
@@ -322,23 +323,32 @@ def forecast_bulk(bulk: Bulk) -> list[BulkForecast]:
         return _sort_forecasts(_count_unit_changes(bulk))
     if bulk.action == bulk_admission.ADMIT:
         return _sort_forecasts(_count_admissions(bulk))
-    fact_groups = (
-        _query_items_with_facts(bulk).order_by().values_list("stood", *FACT_COLUMNS).annotate(number=Count("id"))
-    )
+    away_agents = _find_away_agents(bulk)
+    items = _query_items_with_facts(bulk, away_agents).order_by()
     count_by_forecast: Counter[BulkForecast] = Counter()
-    for *facts, number in fact_groups:
-        count_by_forecast[predict_outcome(bulk, *facts)] += number
+    for word, away_host, *facts, number in items.values_list("stood", "away_host", *FACT_COLUMNS).annotate(
+        number=Count("id")
+    ):
+        count_by_forecast[predict_outcome(bulk, word, away_agents.get(away_host), *facts)] += number
     return _sort_forecasts(count_by_forecast)
 
 
 def _sort_forecasts(count_by_forecast: Counter[BulkForecast]) -> list[BulkForecast]:
-    """Return the forecasts with their numbers of devices, sorted by outcome, and then by number, the largest first."""
-    return sorted(
-        (replace(entry, number=n) for entry, n in count_by_forecast.items()), key=lambda one: (one.outcome, -one.number)
-    )
+    """Return the forecasts with their numbers of devices, sorted by outcome, and then by number, the largest first.
+
+    Forecasts that differ only in their hosts are one, whose text names some of the hosts.
+    """
+    numbers, hosts = Counter[BulkForecast](), defaultdict[BulkForecast, set[str]](set)
+    for entry, number in count_by_forecast.items():
+        kind = replace(entry, away_hosts=())
+        numbers[kind] += number
+        hosts[kind].update(entry.away_hosts)
+    merged = (replace(kind.name_hosts(hosts[kind]), number=number) for kind, number in numbers.items())
+    return sorted(merged, key=lambda one: (one.outcome, -one.number))
 
 
 ADMISSION_COLUMNS = (
+    "away_host",
     "stood",
     "device__state",
     "device__returns_to",
@@ -346,6 +356,7 @@ ADMISSION_COLUMNS = (
     "installs",
     "busy",
     "is_held",
+    "released",
     "removing",
     *(f"device__{name}" for name in admission_rules.FACT_COLUMNS),
 )
@@ -354,18 +365,20 @@ ADMISSION_COLUMNS = (
 
 def _count_admissions(bulk: Bulk) -> Counter[BulkForecast]:
     """Predict what the admission rules would do to the devices of a set: each forecast with its number of devices."""
-    groups = _query_items_with_facts(bulk).order_by().values_list(*ADMISSION_COLUMNS).annotate(number=Count("id"))
-    predict, numbers = _build_admission_forecaster(bulk), Counter[BulkForecast]()
-    for *columns, number in groups:
+    away_agents = _find_away_agents(bulk)
+    items = _query_items_with_facts(bulk, away_agents).order_by()
+    predict, numbers = _build_admission_forecaster(bulk, away_agents), Counter[BulkForecast]()
+    for *columns, number in items.values_list(*ADMISSION_COLUMNS).annotate(number=Count("id")):
         numbers[predict(*columns)] += number
     return numbers
 
 
-def _build_admission_forecaster(bulk: Bulk) -> Callable[..., BulkForecast]:
+def _build_admission_forecaster(bulk: Bulk, away_agents: Mapping[int, AwayAgent]) -> Callable[..., BulkForecast]:
     """Return a function that predicts, from the ADMISSION_COLUMNS of an item, what the admission rules would do."""
     chosen_rules, present_rules = bulk_admission.read_rules(bulk.arguments), admission_rules.load_enabled_rules()
 
     def predict(
+        away_host: int | None,
         word_when_chosen: str,
         state: str | None,
         returns: str | None,
@@ -373,6 +386,7 @@ def _build_admission_forecaster(bulk: Bulk) -> Callable[..., BulkForecast]:
         installs: bool,
         busy: bool,
         held: bool,
+        released: bool,
         removing: bool,
         *facts: str,
     ) -> BulkForecast:
@@ -381,33 +395,45 @@ def _build_admission_forecaster(bulk: Bulk) -> Callable[..., BulkForecast]:
             return BulkForecast(DeviceOutcome.REFUSED, "does not exist any more", held=False)
         returns_to, drain_to = returns and DeviceState(returns), drains and DrainTarget(drains)
         state_now = LifecycleState(DeviceState(state), returns_to or None, drain_to or None, 0, installs)
-        outcome, text, _ = bulk_admission.decide_admission(
+        outcome, text, _, after = bulk_admission.decide_admission(
             *(chosen_rules, present_rules, AdmissionFacts(*facts), word_when_chosen, state_now),
             is_busy=busy,
             is_held=held,
+            is_released=released,
             is_host_removed=removing,
         )
-        return BulkForecast(outcome, text, held)
+        return _add_delay(BulkForecast(outcome, text, held), after, away_agents.get(away_host or 0))
 
     return predict
 
 
+def _add_delay(forecast: BulkForecast, after: LifecycleState | None, away: AwayAgent | None) -> BulkForecast:
+    """Return the forecast of a device that becomes `after`; if it would be installed by an agent that takes no commands
+    now, the text says so."""
+    if not away or not after or after.state is not DeviceState.INSTALLING or forecast.outcome != DeviceOutcome.MOVED:
+        return forecast
+    text = f"{forecast.text}; {bulk_commands.describe_delay('install', away)}"
+    return replace(forecast, text=text, away_hosts=(away.host,))
+
+
 def forecast_unit_change(change: partitioning.PartitionChange, device: Device) -> tuple[BulkForecast, str]:
     """Predict what a change of units would do to one device now; return the forecast and the device's
-    `describe_units`. Makes no holder checks. Costs two statements, one if `host` is not loaded, and one for each of the
-    `command_queue.REACH_CHECKS`."""
+    `describe_units`. Makes no holder checks. Costs three statements, one if `host` is not loaded, and one for each of
+    the `command_queue.REACH_CHECKS`."""
     present_units = partitioning.count_units([device])[device.pk]
     seen = partitioning.describe_units(device.lifecycle_text, present_units)
+    away = _explain_away_agents([device.host]).get(device.host_id)
     forecast = _predict_unit_change(
         change,
         seen,
         device,
         present_units,
         is_held=bool(safety.find_requests_of_device(device)),
+        is_released=bool(safety.find_releases_of_devices([device.pk])),
         is_able=bulk_commands.PARTITION in device.acts.split(),
-        is_unreachable=bool(command_queue.explain_unreachable([device.host])),
+        away=away,
     )
-    return forecast, seen
+    return forecast.name_hosts(forecast.away_hosts), seen
 
 
 UNIT_FACT_COLUMNS = ("state", "returns_to", "drain_to", "busy_with", "driver", "changeable", "sized_by")
@@ -417,36 +443,40 @@ UNIT_FACT_COLUMNS = ("state", "returns_to", "drain_to", "busy_with", "driver", "
 def _count_unit_changes(bulk: Bulk) -> Counter[BulkForecast]:
     """Predict what a change of units would do to the devices of a set: each forecast with its number of devices.
 
-    Costs one statement, which groups the devices with the same facts. With a generation, which only a change of a
-    single device has, the device itself is read.
+    Costs one statement, which groups the devices with the same facts, and those of `_find_away_agents`. With a
+    generation, which only a change of a single device has, the device itself is read.
     """
-    change = partitioning.PartitionChange.from_arguments(bulk.arguments or {})
-    items = partitioning.annotate_unit_count(_query_items_with_facts(bulk), "device__")
+    change, away_agents = partitioning.PartitionChange.from_arguments(bulk.arguments or {}), _find_away_agents(bulk)
+    items = partitioning.annotate_unit_count(_query_items_with_facts(bulk, away_agents), "device__")
     if change.generation is not None:
-        return Counter(one for _, one in _forecast_unit_changes(bulk, items))
+        return Counter(one for _, one in _forecast_unit_changes(bulk, items, away_agents))
     columns = (
+        "away_host",
         "stood",
         "unit_count",
         "is_held",
+        "released",
         "able",
-        "unreachable",
         *(f"device__{name}" for name in UNIT_FACT_COLUMNS),
     )
     groups = items.order_by().values_list(*columns).annotate(number=Count("id"))
     numbers = Counter[BulkForecast]()
-    for stood, present_units, is_held, is_able, is_unreachable, *facts, number in groups:
+    for away_host, stood, present_units, is_held, is_released, is_able, *facts, number in groups:
         device = Device(**dict(zip(UNIT_FACT_COLUMNS, facts, strict=True))) if facts[0] else None
         forecast = _predict_unit_change(
             *(change, stood, device, present_units),
             is_held=is_held,
+            is_released=is_released,
             is_able=bool(is_able),
-            is_unreachable=bool(is_unreachable),
+            away=away_agents.get(away_host),
         )
         numbers[forecast] += number
     return numbers
 
 
-def _forecast_unit_changes(bulk: Bulk, items: QuerySet[Any]) -> list[tuple[BulkItem, BulkForecast]]:
+def _forecast_unit_changes(
+    bulk: Bulk, items: QuerySet[Any], away_agents: Mapping[int, AwayAgent]
+) -> list[tuple[BulkItem, BulkForecast]]:
     """Predict what a change of units would do to each of these items, which are annotated with facts and
     `unit_count`."""
     change = partitioning.PartitionChange.from_arguments(bulk.arguments or {})
@@ -456,8 +486,9 @@ def _forecast_unit_changes(bulk: Bulk, items: QuerySet[Any]) -> list[tuple[BulkI
             _predict_unit_change(
                 *(change, item.stood, item.device, item.unit_count),
                 is_held=item.is_held,
+                is_released=item.released,
                 is_able=item.able,
-                is_unreachable=item.unreachable,
+                away=away_agents.get(item.away_host),
             ),
         )
         for item in items.select_related("device")
@@ -471,8 +502,9 @@ def _predict_unit_change(
     present_units: int,
     *,
     is_held: bool,
+    is_released: bool,
     is_able: bool,
-    is_unreachable: bool,
+    away: AwayAgent | None,
 ) -> BulkForecast:
     """Predict what a change of units would do to one device, which has `present_units` units now; None is a device that
     is gone. `word_when_chosen` is its `describe_units` when it was chosen."""
@@ -486,16 +518,22 @@ def _predict_unit_change(
         is_supported=is_able,
         is_busy=device.busy_with is not None,
         is_held=is_held,
-        is_unreachable=is_unreachable,
+        is_released=is_released,
+        away=away,
     )
     try:
         layout = partitioning.plan_layout(device, change, present_units)
     except RefusedError as refused:
         refusal = refusal or refused.text
     if refusal:
-        return BulkForecast(DeviceOutcome.REFUSED, refusal, is_held)
+        away_hosts = (away.host,) if away and refusal == away.obstacle.nameless_text else ()
+        return BulkForecast(DeviceOutcome.REFUSED, refusal, is_held, away_hosts=away_hosts)
     words = ", ".join(f"{word}={value}" for word, value in layout.items())
-    return BulkForecast(DeviceOutcome.MOVED, f"is divided again with {words}; it has {present_units} units now", False)
+    text = f"is divided again with {words}; it has {present_units} units now"
+    if not away:
+        return BulkForecast(DeviceOutcome.MOVED, text, held=False)
+    text += f"; {bulk_commands.describe_delay(bulk_commands.PARTITION, away)}"
+    return BulkForecast(DeviceOutcome.MOVED, text, held=False, away_hosts=(away.host,))
 
 
 def forecast_first_items(bulk: Bulk, maximum: int, held_only: bool = False) -> list[tuple[BulkItem, BulkForecast]]:
@@ -506,38 +544,65 @@ def forecast_first_items(bulk: Bulk, maximum: int, held_only: bool = False) -> l
     if target_action := TARGET_ACTIONS.get(bulk.action):
         items = list((bulk.items.filter(held=True) if held_only else bulk.items.all())[:maximum])
         return list(zip(items, target_action.predict(bulk, items), strict=True))
-    annotated = _query_items_with_facts(bulk).order_by("id")
+    away_agents = _find_away_agents(bulk)
+    annotated = _query_items_with_facts(bulk, away_agents).order_by("id")
     if not held_only:  # select by id first, so that the database looks for holders of these devices only
         annotated = annotated.filter(pk__in=list(bulk.items.order_by("id").values_list("pk", flat=True)[:maximum]))
     chosen = (annotated.filter(Q(is_held=True)) if held_only else annotated)[:maximum]
     if bulk.action == bulk_commands.PARTITION:
-        return _forecast_unit_changes(bulk, partitioning.annotate_unit_count(chosen, "device__"))
-    if bulk.action == bulk_admission.ADMIT:
-        predict = _build_admission_forecaster(bulk)
+        annotated_with_units = partitioning.annotate_unit_count(chosen, "device__")
+        forecasts = _forecast_unit_changes(bulk, annotated_with_units, away_agents)
+    elif bulk.action == bulk_admission.ADMIT:
+        predict = _build_admission_forecaster(bulk, away_agents)
         columns_by_item = {pk: columns for pk, *columns in chosen.values_list("pk", *ADMISSION_COLUMNS)}
-        return [(item, predict(*columns_by_item[item.pk])) for item in chosen]
-    items = list(chosen)
-    return [
-        (item, predict_outcome(bulk, item.stood, *(getattr(item, name) for name in FACT_ATTRIBUTES))) for item in items
-    ]
+        forecasts = [(item, predict(*columns_by_item[item.pk])) for item in chosen]
+    else:
+        forecasts = [(item, _predict_outcome_of_item(bulk, item, away_agents)) for item in chosen]
+    return [(item, one.name_hosts(one.away_hosts)) for item, one in forecasts]
 
 
-_FACTS = ("installs", "busy", "is_held", "able", "held", "removing", "unreachable")
+def _predict_outcome_of_item(bulk: Bulk, item: Any, away_agents: Mapping[int, AwayAgent]) -> BulkForecast:
+    """Return the forecast of an item of `_query_items_with_facts`."""
+    facts = (getattr(item, name) for name in FACT_ATTRIBUTES)
+    return predict_outcome(bulk, item.stood, away_agents.get(item.away_host), *facts)
+
+
+_FACTS = ("installs", "busy", "is_held", "released", "able", "held", "removing")
 FACT_COLUMNS = ("device__state", "device__returns_to", "device__drain_to", *_FACTS)
 FACT_ATTRIBUTES = ("now_state", "now_returns", "now_drains", *_FACTS)
-"""The arguments of `predict_outcome` after `word_when_chosen`: FACT_COLUMNS for queries, FACT_ATTRIBUTES the same as
-attributes of loaded items."""
+"""The last arguments of `predict_outcome`: FACT_COLUMNS for queries, FACT_ATTRIBUTES the same as attributes of loaded
+items."""
 
 
-def _query_items_with_facts(bulk: Bulk) -> QuerySet[BulkItem]:
+def _find_away_agents(bulk: Bulk) -> dict[int, AwayAgent]:
+    """Return, by host id, the agents that take no commands now, of the hosts of a set whose devices get commands.
+
+    These are the hosts of all devices for an action of `bulk_commands.BULK_OPS`. When devices are enabled or admitted,
+    they are the hosts of the devices that have to be installed. Costs one statement to find the hosts, and one for each
+    of the `command_queue.REACH_CHECKS`; none for another action.
+    """
+    if bulk.action in bulk_commands.BULK_OPS:
+        with_commands = bulk.items.order_by()
+    elif bulk.action in (Action.ENABLE, bulk_admission.ADMIT):
+        with_commands = bulk.items.order_by().filter(device__to_install__gt="")
+    else:
+        return {}
+    return _explain_away_agents(Host.objects.filter(pk__in=with_commands.values("device__host")).defer("drivers"))
+
+
+def _explain_away_agents(hosts: Iterable[Host]) -> dict[int, AwayAgent]:
+    """Return, by host id, those agents of these hosts that take no commands now."""
+    host_by_id = {host.pk: host for host in hosts}
+    obstacles = command_queue.explain_unreachable([*host_by_id.values()], may_wait=False)
+    return {pk: AwayAgent(host_by_id[pk].name, obstacle) for pk, obstacle in obstacles.items()}
+
+
+def _query_items_with_facts(bulk: Bulk, away_agents: Mapping[int, AwayAgent]) -> QuerySet[BulkItem]:
     """Return the items of a set, annotated with what `predict_outcome` needs to know of each device now.
 
-    For commands, costs one statement to find the hosts, and one for each of the `command_queue.REACH_CHECKS`.
+    `away_host` is the id of the device's host if its agent is one of `away_agents`, else None.
     """
-    unreachable_ids: list[int] = []
-    if bulk.action in bulk_commands.BULK_OPS:
-        hosts = Host.objects.filter(pk__in=bulk.items.order_by().values("device__host")).defer("drivers")
-        unreachable_ids = [*command_queue.explain_unreachable(list(hosts))]
+    away = When(device__host__in=[*away_agents], then=F("device__host_id"))
     return bulk.items.annotate(
         now_state=F("device__state"),
         now_returns=F("device__returns_to"),
@@ -545,25 +610,43 @@ def _query_items_with_facts(bulk: Bulk) -> QuerySet[BulkItem]:
         installs=Q(device__to_install__gt=""),
         busy=Q(device__busy_with__isnull=False),
         is_held=safety.build_held_condition("device"),
+        released=_build_released_fact(bulk),
         able=Q(device__acts__regex=rf"\m{bulk.action}\M"),
         removing=Q(device__host__removing_since__isnull=False),
-        unreachable=Q(device__host__in=unreachable_ids) if unreachable_ids else Value(False),
+        away_host=Case(away) if away_agents else Value(None, output_field=BigIntegerField()),
     )
 
 
+def _build_released_fact(bulk: Bulk) -> Q | Value:
+    """Return the expression which says that a guest may still use a released handle of the device of an item, if this
+    decides about the action; otherwise False, so that the database does not look for them."""
+    if bulk.action in DESTRUCTIVE or bulk.action in (Action.RETIRE, Action.DRAIN):
+        return safety.build_released_condition("device")
+    if bulk.action in (Action.ENABLE, bulk_admission.ADMIT):
+        return Q(device__to_install__gt="") & safety.build_released_condition("device")
+    return Value(False)
+
+
 def predict_outcome(
-    bulk: Bulk, word_when_chosen: str, state: str | None, returns: str | None, drains: str | None, *facts: bool | None
+    bulk: Bulk,
+    word_when_chosen: str,
+    away: AwayAgent | None,
+    state: str | None,
+    returns: str | None,
+    drains: str | None,
+    *facts: bool | None,
 ) -> BulkForecast:
     """Predict what the bulk action would do to one device: moved, unchanged, or refused with a reason. This is a pure
     function.
 
-    `word_when_chosen` is what the device's `LifecycleState.as_text` was when the set was chosen. `state`, `returns` and
-    `drains` are the device's columns now; `state` is None if the device is gone. `facts` are seven answers: whether the
-    driver has to install the device, whether a command is working on it, whether a request holds it, whether the driver
-    supports the command that is asked for, whether a request held it when the set was chosen, whether its host is being
-    removed, and, for commands, whether its agent accepts none.
+    `word_when_chosen` is what the device's `LifecycleState.as_text` was when the set was chosen. `away` is the agent of
+    its host if the action sends a command to it, and the agent takes none now. `state`, `returns` and `drains` are the
+    device's columns now; `state` is None if the device is gone. `facts` are seven answers: whether the driver has to
+    install the device, whether a command is working on it, whether a request holds it, whether a guest may still use a
+    released handle of it, whether the driver supports the command that is asked for, whether a request held it when the
+    set was chosen, and whether its host is being removed.
     """
-    installs, busy, held, supported, was_held, removing, unreachable = map(bool, facts)
+    installs, busy, held, released, supported, was_held, removing = map(bool, facts)
     if state is None:
         return BulkForecast(DeviceOutcome.REFUSED, "does not exist any more", held)
     returns_to, drain_to = returns and DeviceState(returns), drains and DrainTarget(drains)
@@ -577,14 +660,16 @@ def predict_outcome(
             is_supported=supported,
             is_busy=busy,
             is_held=held,
-            is_unreachable=unreachable,
+            is_released=released,
+            away=away,
         )
         in_use = held and bulk.action in DESTRUCTIVE
-        return BulkForecast(
-            DeviceOutcome.REFUSED if refusal else DeviceOutcome.MOVED,
-            refusal or "the command is sent to its agent",
-            in_use,
+        text = refusal or (
+            bulk_commands.describe_delay(bulk.action, away) if away else "the command is sent to its agent"
         )
+        outcome = DeviceOutcome.REFUSED if refusal else DeviceOutcome.MOVED
+        is_away = away is not None and refusal in ("", away.obstacle.nameless_text)
+        return BulkForecast(outcome, text, in_use, away_hosts=(away.host,) if away and is_away else ())
     action, blocked_text = Action(bulk.action), ""
     try:
         after = state_after_action(action, state_now, DrainTarget(bulk.then))
@@ -596,51 +681,55 @@ def predict_outcome(
         blocked_text = f"was {word_when_chosen} when it was chosen, is {state_now.as_text} now"
     elif removing and not blocked_text:
         blocked_text = bulk_admission.HOST_REMOVED_TEXT
-    elif held and after.effective_state in (DeviceState.RETIRED, DeviceState.INSTALLING):
-        blocked_text = (
-            f"is held: it cannot be {'retired' if after.effective_state == DeviceState.RETIRED else 'installed'}"
-        )
+    elif (held or released) and (act := ACTS_ON_FREE_DEVICES.get(after.effective_state)):
+        blocked_text = f"is held: it cannot be {act}" if held else bulk_commands.describe_release(act)
     elif held and not was_held:
         blocked_text = "is held now; it was free when it was chosen"
     elif busy and action is Action.ENABLE:
         blocked_text = "is busy with a command"
     if blocked_text:
         return BulkForecast(DeviceOutcome.REFUSED, blocked_text, held)
-    return BulkForecast(
-        DeviceOutcome.MOVED,
-        _describe_change(after if held or not after.drain_to else state_after_last_request(after)),
-        held,
-    )
+    waits_for_guest = released and after.drain_to is DrainTarget.RETIRED
+    changed = after if held or waits_for_guest or not after.drain_to else state_after_last_request(after)
+    text = _describe_change(changed, "its last request ends" if held else "its host confirms that no guest uses it")
+    return _add_delay(BulkForecast(DeviceOutcome.MOVED, text, held), after, away)
 
 
-def _describe_change(after: LifecycleState) -> str:
-    """Return what a device becomes, and what happens when its last request ends, as text for people."""
+ACTS_ON_FREE_DEVICES = {DeviceState.RETIRED: "retired", DeviceState.INSTALLING: "installed"}
+"""The states that only a free device can get, each with the word for the act."""
+
+
+def _describe_change(after: LifecycleState, end_of_drain: str) -> str:
+    """Return what a device becomes, and what happens at the end of its drain, as text for people."""
     text = f"becomes {replace(after, drain_to=None).as_text}"
     if after.drain_to is None:
         return text
     if after.drain_to.value == after.state.value:
-        return f"{text}, and drains until its last request ends"
-    return f"{text}, drains, and becomes {after.drain_to} when its last request ends"
+        return f"{text}, and drains until {end_of_drain}"
+    return f"{text}, drains, and becomes {after.drain_to} when {end_of_drain}"
 
 
 def forecast_device(action: Action, drain_to: DrainTarget, device: Device) -> BulkForecast:
-    """Predict what an action would do to one device now. Makes no holder checks. Costs one statement, and one if `host`
-    is not loaded."""
+    """Predict what an action would do to one device now. Makes no holder checks. Costs two statements, one if `host` is
+    not loaded, and one for each of the `command_queue.REACH_CHECKS` if the device would have to be installed."""
     is_held = bool(safety.find_requests_of_device(device))
-    return predict_outcome(
+    would_install = action is Action.ENABLE and device.to_install
+    forecast = predict_outcome(
         Bulk(action=action, then=drain_to),
         lifecycle.build_lifecycle_state(device).as_text,
+        _explain_away_agents([device.host]).get(device.host_id) if would_install else None,
         device.state,
         device.returns_to,
         device.drain_to,
         bool(device.to_install),
         device.busy_with is not None,
         is_held,
+        bool(safety.find_releases_of_devices([device.pk])),
         True,
         is_held,
         device.host.removing_since is not None,
-        False,
     )
+    return forecast.name_hosts(forecast.away_hosts)
 
 
 def confirm_draft(bulk: Bulk, reason: str, held_too: bool, dry_run: bool = False) -> bool:

@@ -23,6 +23,7 @@ from accelerators.domain.device_actions import Action, LifecycleState, state_aft
 from accelerators.domain.errors import RefusalReason
 from accelerators.domain.states import AdmittedState, DeviceOutcome, DeviceState, EventSource
 from accelerators.models import Device
+from accelerators.workflows import bulk_commands
 
 ADMIT = "admit"
 """The bulk action that applies the admission rules. Its argument `rules` are those of the time of the preview."""
@@ -34,12 +35,13 @@ _RULES_CHANGED_TEXT = "the rules have changed since it was chosen"
 
 
 class AdmissionDecision(NamedTuple):
-    """The decision of the rules about a device: the outcome, a text that explains it, and the reason code of a
-    refusal."""
+    """The decision of the rules about a device: the outcome, a text that explains it, the reason code of a refusal, and
+    what the device becomes, None if it stays as it is."""
 
     outcome: DeviceOutcome
     text: str
     reason: RefusalReason | None = None
+    after: LifecycleState | None = None
 
 
 def build_arguments() -> dict[str, Any]:
@@ -61,13 +63,14 @@ def decide_admission(
     *,
     is_busy: bool,
     is_held: bool,
+    is_released: bool,
     is_host_removed: bool,
 ) -> AdmissionDecision:
     """Decide what the rules do to a device. This is a pure function, for the forecast and for `admit_each`.
 
     `chosen_rules` are those of the time when the device was chosen; `word_when_chosen` is what its
-    `LifecycleState.as_text` was then. `is_busy` says that a command is working on it, and `is_host_removed` that its
-    host is being removed.
+    `LifecycleState.as_text` was then. `is_busy` says that a command is working on it, `is_released` that a guest may
+    still use a released handle of it, and `is_host_removed` that its host is being removed.
     """
     refused, conflict = DeviceOutcome.REFUSED, RefusalReason.CONFLICT
     if word_when_chosen != state_now.as_text:
@@ -79,16 +82,18 @@ def decide_admission(
     if isinstance(decided, str):
         return AdmissionDecision(DeviceOutcome.UNCHANGED, decided)
     rule, action = decided
+    after = state_after_action(action, state_now)
+    is_installed = after.state is DeviceState.INSTALLING
     refusals = (
         (is_host_removed, HOST_REMOVED_TEXT, conflict),
         (is_held, "is held by a request: rules change only devices that nobody holds", RefusalReason.IN_USE),
+        (is_released and is_installed, bulk_commands.describe_release("installed"), RefusalReason.IN_USE),
         (is_busy and action is Action.ENABLE, "is busy with a command", conflict),
     )
     for applies, text, reason in refusals:
         if applies:
             return AdmissionDecision(refused, text, reason)
-    text = f"becomes {state_after_action(action, state_now).as_text} by rule {rule.name}"
-    return AdmissionDecision(DeviceOutcome.MOVED, text)
+    return AdmissionDecision(DeviceOutcome.MOVED, f"becomes {after.as_text} by rule {rule.name}", after=after)
 
 
 def admit_each(
@@ -107,14 +112,16 @@ def admit_each(
     with conductor.writing():
         locked = conductor.lock_devices(Device.objects.filter(uuid__in=list(words_when_chosen)))
         present_rules = admission_rules.load_enabled_rules()
-        held_ids = {pk for pk, _ in safety.query_requests_of_devices([device.id for device in locked], "id")}
+        locked_ids = [device.id for device in locked]
+        held_ids = {pk for pk, _ in safety.query_requests_of_devices(locked_ids, "id")}
         for device in locked:
             facts, state_now = _get_facts(device), lifecycle.build_lifecycle_state(device)
             word = words_when_chosen[device.uuid]
-            outcome, text, refusal = decide_admission(
+            outcome, text, refusal, _ = decide_admission(
                 *(chosen_rules, present_rules, facts, word, state_now),
                 is_busy=device.busy_with is not None,
                 is_held=device.id in held_ids,
+                is_released=False,  # `apply_action` refuses to install it, and names the guest
                 is_host_removed=device.host.removing_since is not None,
             )
             decided = _decide(chosen_rules, facts, state_now)

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 from uuid import UUID
 
 from accelerators import conductor, safety
 from accelerators.commands import command_queue
+from accelerators.commands.command_queue import Obstacle
 from accelerators.devices import partitioning
 from accelerators.devices.lifecycle import ActionResult
 from accelerators.domain.caller import Caller
@@ -25,11 +26,15 @@ PARTITION = "partition"
 """The bulk action that changes the number of units of its devices. Its arguments are those of a `PartitionChange`."""
 LISTED_OPS = ("health", "reset")
 """Commands without arguments that a bulk action can place."""
-UNREACHABLE_TEXT = "the agent of its host accepts no commands"
-"""The forecast for a device to whose agent no command is sent; the refusal of the command names the host and what to
-do."""
 BULK_OPS = (*LISTED_OPS, PARTITION)
 """Commands that a bulk action can place."""
+
+
+class AwayAgent(NamedTuple):
+    """An agent that takes no commands now: the name of its host, and the reason."""
+
+    host: str
+    obstacle: Obstacle
 
 
 def predict_refusal(
@@ -41,14 +46,16 @@ def predict_refusal(
     is_supported: bool,
     is_busy: bool,
     is_held: bool,
-    is_unreachable: bool,
+    is_released: bool,
+    away: AwayAgent | None,
 ) -> str:
     """Return why command `op` would be refused for a device, or '' if it would be placed. This is a pure function, for
     forecasts.
 
     `word_when_chosen` and `word_now` are the device's `LifecycleState.as_text`. `is_supported` says that its driver
-    supports `op`; `is_held` is known from our own requests only; `is_unreachable` says that
-    `command_queue.explain_unreachable` has an obstacle for its host. A held or changed device is refused destructive
+    supports `op`; `is_held` is known from our own requests only, and `is_released` says that a guest may still use a
+    released handle of the device; `away` is the agent of its host if it takes no
+    commands now. A command that can wait for the agent is placed. A held or changed device is refused destructive
     commands only.
     """
     if op in DESTRUCTIVE and word_when_chosen != word_now:
@@ -57,11 +64,23 @@ def predict_refusal(
         return f"is {state}: {op} is not possible"
     if not is_supported:
         return f"its driver does not support {op}"
-    if op in DESTRUCTIVE and is_held:
-        return f"is held: it cannot be {command_queue.PAST_PARTICIPLES[op]}"
+    if op in DESTRUCTIVE and (is_held or is_released):
+        act = command_queue.PAST_PARTICIPLES[op]
+        return f"is held: it cannot be {act}" if is_held else describe_release(act)
     if is_busy and op in command_queue.EXCLUSIVE_OPS:
         return "is busy with a command"
-    return UNREACHABLE_TEXT if is_unreachable else ""
+    return away.obstacle.nameless_text if away and not away.obstacle.may_wait else ""
+
+
+def describe_release(act: str) -> str:
+    """Return why a device with a released handle is refused an act; `act` completes "it cannot be ..."."""
+    return f"a guest may still use it, because its host has not confirmed that none does: it cannot be {act}"
+
+
+def describe_delay(op: str, away: AwayAgent) -> str:
+    """Return what happens to command `op` that is placed for an agent which takes no commands now, and what to do."""
+    start_s, _ = command_queue.get_time_limits(op)
+    return f"the command expires if it is not begun within {start_s} seconds, and {away.obstacle.nameless_text}"
 
 
 def ask_holders_for_each(

@@ -7,7 +7,7 @@ devices.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 from uuid import UUID
 
@@ -18,19 +18,31 @@ from accelerators.domain.caller import Caller
 from accelerators.domain.states import BulkTarget, DeviceOutcome, EventSource
 from accelerators.models import Bulk, BulkItem
 
+MAX_HOSTS_NAMED = 5
+
 
 @dataclass(frozen=True)
 class BulkForecast:
     """Predicted outcome for one object, or for `number` objects of a set with the same outcome.
 
     `held` is True if the action concerns what one of our own requests holds; other holder checks are not made. For a
-    command that is not destructive it is always False.
+    command that is not destructive it is always False. `away_hosts` are the hosts whose agents `text` says to take no
+    commands now.
     """
 
     outcome: DeviceOutcome
     text: str
     held: bool
     number: int = 1
+    away_hosts: tuple[str, ...] = ()
+
+    def name_hosts(self, hosts: Collection[str]) -> BulkForecast:
+        """Return a copy without `away_hosts` whose text names these hosts instead, at most MAX_HOSTS_NAMED of them."""
+        if not hosts:
+            return self
+        words, left = sorted(hosts)[:MAX_HOSTS_NAMED], len(hosts) - MAX_HOSTS_NAMED
+        named = ", ".join(words) + (f" and {left} more" if left > 0 else "")
+        return replace(self, text=f"{self.text} (host{'s'[: len(hosts) > 1]} {named})", away_hosts=())
 
 
 @dataclass(frozen=True)

@@ -94,23 +94,23 @@ def store_messages(messages: Sequence[CommandMessage]) -> set[CommandId]:
     return command_queue.store_answers(answers) if answers else set()
 
 
-def find_agent_obstacles(hosts: Collection[Host], *, may_wait: bool) -> dict[int, Obstacle]:
+def find_agent_obstacles(hosts: Collection[Host]) -> dict[int, Obstacle]:
     """Return, by host id, why the agents of these hosts accept no commands; hosts without an obstacle are left out.
 
-    That an agent is down or barred, that none has joined, or that the host is being removed, is an obstacle unless the
-    command may wait for it. Costs one query.
+    That an agent is too old, down or barred, that none has joined, or that the host is being removed, is an obstacle.
+    Costs one query.
     """
     agents = Agent.objects.filter(host__in=hosts).order_by().select_related("host__lease")
     agent_by_host = {agent.host_id: agent for agent in agents}
-    obstacles = {host.pk: _find_obstacle(host, agent_by_host.get(host.pk), may_wait) for host in hosts}
+    obstacles = {host.pk: _find_obstacle(host, agent_by_host.get(host.pk)) for host in hosts}
     return {pk: obstacle for pk, obstacle in obstacles.items() if obstacle}
 
 
-def _find_obstacle(host: Host, agent: Agent | None, may_wait: bool) -> Obstacle | None:
+def _find_obstacle(host: Host, agent: Agent | None) -> Obstacle | None:
     """Return why the agent of `host` accepts no commands, None if it does. `agent` is None if none has joined."""
     if agent is not None and agent.ops == "":
         return _refuse_commands(host.name, agent.version)
-    return None if may_wait else liveness.explain_absence(host, agent)
+    return liveness.explain_absence(host, agent)
 
 
 def _refuse_commands(host: str, release: str) -> Obstacle:

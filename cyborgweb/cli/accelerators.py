@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import product
 from typing import Any
 from uuid import UUID
 
@@ -12,7 +13,8 @@ from cyborgweb.cli import bulk, completion, names, options
 from cyborgweb.cli.backends import describe_ended_command
 from cyborgweb.cli.confirmation import order_after_preview
 from cyborgweb.cli.conflicts import change_based_on
-from cyborgweb.cli.exit_codes import ExitCode
+from cyborgweb.cli.connection import ApiClient
+from cyborgweb.cli.exit_codes import CliError, ExitCode
 from cyborgweb.cli.following import wait_for_commands
 from cyborgweb.cli.many_targets import show_and_exit
 from cyborgweb.cli.options import CliContext, pass_cli_context, verb_command
@@ -178,15 +180,28 @@ def accelerator_delete(cli_context: CliContext, count: int | None, **target_opti
 @verb_command(
     "accelerator-update",
     "accelerator-update 3f1c --layout vfs=8 --generation 41\n"
+    "accelerator-update --host cmp1 --backend nics --layout mtu=9000\n"
     "accelerator-update --filter host=cmp1 --filter state=inactive --layout mtu=9000 --dry-run",
 )
 @bulk.add_device_options
+@click.option(
+    "--host",
+    "hosts",
+    multiple=True,
+    shell_complete=completion.complete_hosts,
+    help="All devices of this host; can be repeated.",
+)
+@click.option(
+    "--backend", "backends", multiple=True, help="Of --host, only the devices of this backend; can be repeated."
+)
 @options.layout_option()
 @options.generation_option
 @pass_cli_context
 def accelerator_update(
     cli_context: CliContext,
     named: Sequence[str],
+    hosts: Sequence[str],
+    backends: Sequence[str],
     filters: Sequence[str],
     retried: UUID | None,
     layout: dict[str, str],
@@ -200,22 +215,26 @@ def accelerator_update(
     held, and if it has changed meanwhile.
 
     Name devices, or write - to read their names from standard input. Several devices are changed by one job of the
-    service; you are asked to type their number first if they are on several hosts. A filter leaves out devices whose
-    layout cannot be changed. --generation is only for a single device that is named.
+    service; you are asked to type their number first if they are on several hosts. --host and a filter leave out
+    devices whose layout cannot be changed. --generation is only for a single device that is named.
     """
-    selection = bulk.Selection(bulk.DEVICES, (*named,), (*filters,), retried)
+    if backends and not hosts:
+        raise click.UsageError("--backend selects devices of --host: give both.")
+    selection = bulk.Selection(bulk.DEVICES, (*named, *hosts), (*filters,), retried)
     if bool(layout) == bool(retried):
         raise click.UsageError("Give --layout, unless you give --retry-failed, which sets the same layout again.")
-    _refuse_generation_of_many(selection, generation)
+    is_one_device = selection.is_one_object and not hosts
+    _refuse_generation_of_many(selection.kind, is_one_device, generation)
     body: dict[str, Any] = options.drop_empty({"reason": reason})
     how = {"yes": yes, "dry_run": dry_run}
     if retried:
         return _retry_failed(cli_context, "update", retried, body, wait, **how)
     uuid_by_name = {name: names.resolve_device(cli_context.api, name) for name in named}
     body |= {"layout": layout}
-    if not selection.is_one_object:
+    if not is_one_device:
         name_by_uuid = {uuid: name for name, uuid in uuid_by_name.items()}
-        body |= {"selector": bulk.parse_filters(filters)} if filters else {"devices": [*name_by_uuid]}
+        uuids = dict.fromkeys((*name_by_uuid, *_find_devices_of_hosts(cli_context.api, hosts, backends)))
+        body |= {"selector": bulk.parse_filters(filters)} if filters else {"devices": [*uuids]}
         question = "Change the layout of these devices?"
         body |= {"action": PARTITION}
         return _change_many(cli_context, "update", "bulk_actions/", body, question, name_by_uuid, wait, **how)
@@ -229,7 +248,8 @@ def accelerator_update(
         f"Change the layout of {device}?",
         bulk.DEVICES.plural,
         method="PATCH",
-        **how,
+        yes=yes,
+        dry_run=dry_run,
     )
     if command is None:
         return
@@ -241,6 +261,25 @@ def accelerator_update(
         "state": command["state"],
     }
     _wait_and_finish(cli_context, "update", [row], wait)
+
+
+def _find_devices_of_hosts(api: ApiClient, hosts: Sequence[str], backends: Sequence[str]) -> list[str]:
+    """Return the uuids of the devices of these hosts, or of these backends of theirs, whose layout can be changed.
+
+    Retired and missing devices are left out. Costs a request for each page of devices. Raises CliError if a host, or a
+    backend of it, has no such device.
+    """
+    uuids: list[str] = []
+    for host, backend in product(hosts, backends or ("",)):
+        query = options.drop_empty({"host": host, "backend": backend}) | {"fields": "uuid,state,changeable"}
+        rows = api.iterate_rows("devices/", bulk.MAX_OBJECTS, **query)
+        found = [row["uuid"] for row in rows if row["changeable"] and row["state"] not in ("retired", "missing")]
+        if not found:
+            place = f"backend {backend} of host {host}" if backend else f"host {host}"
+            text = f"There is no device of {place} whose layout can be changed."
+            raise CliError(ExitCode.NOT_FOUND, text)
+        uuids += found
+    return uuids
 
 
 @verb_command(
@@ -276,7 +315,7 @@ def accelerator_label(
     selection = bulk.Selection(bulk.ACCELERATORS, (*named,), (*filters,), retried)
     if (label is None) != bool(retried):
         raise click.UsageError("Give --label, unless you give --retry-failed, which sets the same label again.")
-    _refuse_generation_of_many(selection, generation)
+    _refuse_generation_of_many(selection.kind, selection.is_one_object, generation)
     body = options.drop_empty({"reason": reason}) | ({} if label is None else {"label": label})
     if selection.is_one_object and not dry_run:
         (uuid,) = selection.kind.resolve(cli_context.api, named)
@@ -307,10 +346,10 @@ def _label_one(cli_context: CliContext, uuid: str, body: dict[str, Any], generat
     }
 
 
-def _refuse_generation_of_many(selection: bulk.Selection, generation: int | None) -> None:
+def _refuse_generation_of_many(kind: bulk.ObjectKind, is_one_object: bool, generation: int | None) -> None:
     """Raise UsageError if there is a generation and the user has not named a single object."""
-    if generation is not None and not selection.is_one_object:
-        raise click.UsageError(f"--generation is only for a single {selection.kind.noun} that is named.")
+    if generation is not None and not is_one_object:
+        raise click.UsageError(f"--generation is only for a single {kind.noun} that is named.")
 
 
 def _change_units(

@@ -21,9 +21,8 @@ from cyborgweb.cli.options import CliContext, drop_empty, pass_cli_context, verb
 from cyborgweb.cli.output import OutputOptions, format_row_lines, print_row, print_rows
 
 MAX_OBJECTS = 1_000_000
-MAX_LISTED_ACTIONS = 50
-MAX_SHOWN_FAILURES = 100
-"""How many objects that were refused or have failed `bulk-show` shows."""
+DEFAULT_SHOWN_ROWS = 100
+"""How many bulk actions, or objects that were refused or have failed, `bulk-show` shows without --limit."""
 BULK_COLUMNS = (
     "uuid",
     "state",
@@ -426,46 +425,55 @@ def _build_result_row(kind: ObjectKind, result: Mapping[str, Any]) -> dict[str, 
 @verb_command("bulk-show", "bulk-show 5d0c1d0e-0a53-4a0c-8f0e-1c2d3e4f5a6b --wait")
 @click.argument("bulk", type=click.UUID, required=False)
 @options.follow_option
+@click.option(
+    "--limit",
+    type=click.IntRange(1, MAX_OBJECTS),
+    default=DEFAULT_SHOWN_ROWS,
+    show_default=True,
+    help="Largest number of objects that were refused or have failed or, without a uuid, of bulk actions.",
+)
 @options.watch_option
 @pass_cli_context
-def bulk_show(cli_context: CliContext, bulk: UUID | None, wait: bool) -> None:
+def bulk_show(cli_context: CliContext, bulk: UUID | None, wait: bool, limit: int) -> None:
     """Show a bulk action, which changes many devices, attachments or accelerators; without a uuid list the newest.
 
     --wait also waits for the commands, installations and detachments that it has ordered, and exits with the same code
-    as the verb that began the bulk action: 0 if all objects are done, 6 if only some are. The first 100 objects that
-    were refused or have failed are shown, in JSON and YAML as the field `failed`. The field `results` is the URL of the
-    list with the result of each object. The verb that began the bulk action repeats it with --retry-failed for the
-    objects that failed.
+    as the verb that began the bulk action: 0 if all objects are done, 6 if only some are. The objects that were refused
+    or have failed are shown, as many as --limit says, in JSON and YAML as the field `failed`. The field `results` is
+    the URL of the list with the result of each object. The verb that began the bulk action repeats it with
+    --retry-failed for the objects that failed.
     """
     if bulk is None:
         return cli_context.print_list(
-            lambda: cli_context.api.iterate_rows("bulk_actions/", MAX_LISTED_ACTIONS), BULK_COLUMNS, "No bulk actions."
+            lambda: cli_context.api.iterate_rows("bulk_actions/", limit), BULK_COLUMNS, "No bulk actions."
         )
     shown = cli_context.api.get(f"bulk_actions/{bulk}/")
     if wait:
         shown = follow_bulk_action(cli_context.api, shown)
     # The exit code needs all of them, the output only the first.
-    failed_rows = list(islice(iterate_failed_rows(cli_context.api, shown), None if wait else MAX_SHOWN_FAILURES + 1))
-    _print_bulk_action(shown, failed_rows, cli_context.output)
+    failed_rows = list(islice(iterate_failed_rows(cli_context.api, shown), None if wait else limit + 1))
+    _print_bulk_action(shown, failed_rows, limit, cli_context.output)
     if wait:
         exit_unless_done(find_exit_code(shown, failed_rows))
 
 
-def _print_bulk_action(bulk: Mapping[str, Any], failed_rows: Sequence[dict[str, Any]], output: OutputOptions) -> None:
-    """Print a bulk action with the first of its objects that were refused or have failed.
+def _print_bulk_action(
+    bulk: Mapping[str, Any], failed_rows: Sequence[dict[str, Any]], limit: int, output: OutputOptions
+) -> None:
+    """Print a bulk action with the first of its objects that were refused or have failed, at most `limit`.
 
     As a table these are rows below the bulk action; otherwise, and with chosen columns, they are its field `failed`. If
-    there are more, standard error says where all of them are listed.
+    there are more, standard error says so.
     """
-    failed = [{name: row[name] for name in row if name != "code"} for row in failed_rows[:MAX_SHOWN_FAILURES]]
+    failed = [{name: row[name] for name in row if name != "code"} for row in failed_rows[:limit]]
     if output.format == "table" and not output.columns:
         print_row(bulk, output)
         print_rows(failed, KIND_BY_TARGET[bulk["target"]].columns, output)
     else:
         print_row({**bulk, "failed": failed}, output)
-    if len(failed_rows) > MAX_SHOWN_FAILURES:
-        text = f"Only the first {MAX_SHOWN_FAILURES} {bulk['target']}s that were refused or have failed are shown."
-        click.echo(f"{text} All of them are listed at {bulk['results']}&failed=true", err=True)
+    if len(failed_rows) > limit:
+        text = f"Only the first {limit} {bulk['target']}s that were refused or have failed are shown."
+        click.echo(f"{text} A larger --limit shows more; all are listed at {bulk['results']}&failed=true", err=True)
 
 
 @verb_command("bulk-cancel", "bulk-cancel 5d0c1d0e-0a53-4a0c-8f0e-1c2d3e4f5a6b")

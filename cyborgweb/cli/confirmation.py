@@ -28,8 +28,11 @@ def order_after_preview(
     always_ask: bool = False,
     method: str = "POST",
     stores_draft: bool = False,
+    empty_text: str = "",
 ) -> dict[str, Any] | None:
     """Send a request and return its answer; with `dry_run` only print its preview, and return None.
+
+    `empty_text` is printed on standard error instead of a preview in which nothing would be done.
 
     If the service asks for a confirmation, or with `always_ask`, its preview is printed on standard error, and the user
     must type the number of objects, which `noun` names in the plural; with `yes` nobody is asked. A service of an older
@@ -45,7 +48,7 @@ def order_after_preview(
             confirm(question, yes)
         return cli_context.api.send_change(method, path, json=body)
     if dry_run:
-        print_rows(build_forecast_rows(preview), FORECAST_COLUMNS, cli_context.output)
+        print_rows(build_forecast_rows(preview), FORECAST_COLUMNS, cli_context.output, empty_text)
         return None
     is_asked = not yes and (preview["confirm"] or always_ask)
     if is_asked:

@@ -17,6 +17,7 @@ from cyborgweb.cli.output import print_row
 
 DEVICE_TYPES = ("GPU", "FPGA", "AICHIP", "QAT", "NIC", "SSD")
 ADMISSIONS = ("ready", "inactive", "quarantined")
+MOVES_NO_DEVICE_TEXT = "The rule would move none of the devices that are inactive now."
 RULE_COLUMNS = ("order", "name", "enabled", "action", "host", "driver", "vendor", "model", "type")
 
 
@@ -70,7 +71,16 @@ def rule_create(cli_context: CliContext, rule: str, yes: bool, dry_run: bool, **
     """
     body = {"name": rule} | _drop_missing(values)
     question = f"Create the rule {rule}? It matches devices that are inactive now."
-    created = order_after_preview(cli_context, "rules/", body, question, "devices", yes=yes, dry_run=dry_run)
+    created = order_after_preview(
+        cli_context,
+        "rules/",
+        body,
+        question,
+        "devices",
+        yes=yes,
+        dry_run=dry_run,
+        empty_text=MOVES_NO_DEVICE_TEXT,
+    )
     if created is not None:
         print_row(created, cli_context.output)
 
@@ -105,6 +115,7 @@ def rule_set(
             yes=yes,
             dry_run=dry_run,
             method="PATCH",
+            empty_text=MOVES_NO_DEVICE_TEXT,
         )
     if changed is not None:
         print_row(changed, cli_context.output)

@@ -11,20 +11,22 @@ from django.db import connection
 from django.test.utils import CaptureQueriesContext
 
 from accelerators import conductor
-from accelerators.devices import partitioning
+from accelerators.commands import command_queue
+from accelerators.devices import admission_rules, partitioning
 from accelerators.domain.caller import Caller
+from accelerators.domain.device_actions import Action
 from accelerators.domain.errors import RefusedError
 from accelerators.domain.states import DrainTarget, EventSource, RolloutOp
-from accelerators.models import Command, Device, DriverWish, Host, RolloutStep
+from accelerators.models import Bulk, Command, Device, DriverWish, Host, RolloutStep
 from accelerators.runtime import database_clock
-from accelerators.workflows import bulk_actions, bulk_commands, driver_rollouts, rollout_previews
+from accelerators.workflows import bulk_actions, bulk_admission, bulk_commands, driver_rollouts, rollout_previews
 from accelerators.workflows.driver_config import DriverChange
 from accelerators.workflows.driver_rollouts import RolloutPace
 from agents import authentication, key_revocation
 from agents.models import Agent, Lease
 from drivers.inventory import DriverReport
 from tests.accelerators.api.own.test_units import build_divisible_card
-from tests.support.reports import apply_report, get_or_create_host, make_driver_report
+from tests.support.reports import apply_report, get_or_create_host, make_card, make_driver_report
 
 pytestmark = pytest.mark.django_db
 OLGA = Caller("olga", "u", frozenset({"admin"}), "p1")
@@ -126,31 +128,97 @@ def test_a_host_that_is_being_removed_is_not_told_to_join(hosts: list[Host], nam
     assert forecast.text == "it is being removed: wait until it is gone, or cancel its removal"
 
 
+CAN_WAIT = ("down", "never-joined")
+"""The hosts for whose agents a command can wait."""
+
+
+def draft_bulk_action(action: str) -> Bulk:
+    """Store a bulk action on all devices as a draft."""
+    change = {"units": 0, "layout": {"vfs": "8"}, "generation": None} if action == bulk_commands.PARTITION else None
+    return bulk_actions.create_draft(action, DrainTarget.MAINTENANCE, Device.objects.all(), OLGA, arguments=change)
+
+
 @pytest.mark.parametrize("op", bulk_commands.BULK_OPS)
-def test_the_preview_and_the_result_of_a_bulk_command_refuse_devices_whose_agent_takes_no_commands(op: str) -> None:
+def test_the_preview_of_a_bulk_command_says_on_which_hosts_the_agents_take_no_commands_and_the_result_agrees(
+    hosts: list[Host], op: str
+) -> None:
     acts = " ".join(bulk_commands.BULK_OPS)
-    for name in ("new", "old"):
-        host = get_or_create_host(name)
-        apply_report(
-            host, make_driver_report(build_divisible_card(1, 2, acts=acts), build_divisible_card(2, 2, acts=acts))
-        )
-        Agent.objects.create(host=host, public_key=name, ops="" if name == "old" else acts, version="0.0.9")
-    change = {"units": 0, "layout": {"vfs": "8"}, "generation": None} if op == bulk_commands.PARTITION else None
-    draft = bulk_actions.create_draft(op, DrainTarget.MAINTENANCE, Device.objects.all(), OLGA, arguments=change)
+    for host in hosts:
+        cards = (build_divisible_card(1, 2, acts=acts), build_divisible_card(2, 2, acts=acts))
+        apply_report(host, make_driver_report(*cards), seq=2)
+    draft = draft_bulk_action(op)
     with CaptureQueriesContext(connection) as captured:
         forecasts = bulk_actions.forecast_bulk(draft)
     assert len(captured) == 3, "one for the devices, one for the hosts, one for the agents"
-    assert [(one.outcome, one.number) for one in forecasts] == [("moved", 2), ("refused", 2)]
-    assert forecasts[1].text == "the agent of its host accepts no commands"
-    first = {item.pk: forecast.outcome for item, forecast in bulk_actions.forecast_first_items(draft, 10)}
+    expected = {f"{REASONS[name]} (host {name})": "refused" for name in ("barred", "old")}
+    done = "the command is sent to its agent"
     if op == bulk_commands.PARTITION:
-        change_of_old = partitioning.PartitionChange.from_arguments(change or {})
-        single, _ = bulk_actions.forecast_unit_change(change_of_old, Device.objects.filter(host__name="old")[0])
-        assert single.outcome == "refused"
+        done = "is divided again with vfs=8; it has 2 units now"
+    expected |= {done: "moved"}
+    for name in CAN_WAIT:
+        text = f"the command expires if it is not begun within 60 seconds, and {REASONS[name]} (host {name})"
+        expected[f"{done}; {text}" if op == bulk_commands.PARTITION else text] = "moved"
+    assert {one.text: one.outcome for one in forecasts} == expected
+    assert {one.number for one in forecasts} == {2}
+    first = {item.pk: forecast for item, forecast in bulk_actions.forecast_first_items(draft, 10)}
+    assert {one.text: one.outcome for one in first.values()} == expected
+    if op == bulk_commands.PARTITION:
+        wanted = partitioning.PartitionChange.from_arguments(draft.arguments or {})
+        singles = (bulk_actions.forecast_unit_change(wanted, device)[0] for device in Device.objects.all())
+        assert {one.text: one.outcome for one in singles} == expected
     bulk_actions.confirm_draft(draft, "", held_too=True)
-    assert {item.pk: item.outcome for item in draft.items.all()} == first
+    assert {item.pk: item.outcome for item in draft.items.all()} == {pk: one.outcome for pk, one in first.items()}
+    assert {command.host.name for command in Command.objects.all()} == {"up", *CAN_WAIT}, "these may come back"
     refused = set(draft.items.filter(host="old").values_list("outcome", "text"))
     assert refused == {("refused", "The agent of old (release 0.0.9) accepts no commands: update it.")}
+
+
+def test_the_preview_names_five_hosts_whose_agents_are_down_and_counts_the_others() -> None:
+    for number in range(7):
+        host = get_or_create_host(f"cmp{number}")
+        apply_report(host, make_driver_report(make_card(1, acts="reset"), make_card(2, acts="reset")))
+        Agent.objects.create(host=host, public_key=host.name, ops="reset")
+    (forecast,) = bulk_actions.forecast_bulk(draft_bulk_action("reset"))
+    assert forecast.number == 14
+    assert forecast.text.endswith(f"{REASONS['down']} (hosts cmp0, cmp1, cmp2, cmp3, cmp4 and 2 more)")
+
+
+def test_a_host_is_not_named_for_devices_that_are_refused_for_another_reason(hosts: list[Host]) -> None:
+    apply_report(hosts[1], make_driver_report(make_card(1, acts="health")), seq=2)
+    (forecast,) = bulk_actions.forecast_bulk(draft_bulk_action("reset"))
+    assert forecast.text == "its driver does not support reset"
+
+
+@pytest.mark.parametrize("action", [Action.ENABLE, bulk_admission.ADMIT])
+def test_the_preview_of_devices_to_be_installed_says_on_which_hosts_the_agents_take_no_commands(
+    hosts: list[Host], action: str
+) -> None:
+    for host in hosts:
+        apply_report(host, make_driver_report(make_card(1, to_install="bind it"), make_card(2)), seq=2)
+    admission_rules.create_rule({"name": "all", "action": "ready"}, OLGA)
+    draft, ending = draft_bulk_action(action), " by rule all" if action == bulk_admission.ADMIT else ""
+    forecasts = {one.text: (str(one.outcome), one.number) for one in bulk_actions.forecast_bulk(draft)}
+    expected = {f"becomes ready{ending}": ("moved", 5), f"becomes installing{ending}": ("moved", 1)}
+    for name, reason in REASONS.items():
+        text = f"becomes installing{ending}; the command expires if it is not begun within 3600 seconds, and {reason}"
+        expected[f"{text} (host {name})"] = ("moved", 1)
+    assert forecasts == expected
+    assert {one.text for _, one in bulk_actions.forecast_first_items(draft, 10)} == expected.keys()
+    if action is Action.ENABLE:
+        singles = (bulk_actions.forecast_device(action, DrainTarget.MAINTENANCE, one) for one in Device.objects.all())
+        assert {one.text for one in singles} == expected.keys()
+    bulk_actions.confirm_draft(draft, "", held_too=True)
+    assert {item.outcome for item in draft.items.all()} == {"moved"}
+    assert Command.objects.filter(op="install").count() == 5, "an installation waits an hour for the agent"
+
+
+def test_a_command_for_a_host_whose_agent_is_barred_is_refused_at_once(hosts: list[Host]) -> None:
+    (barred,) = (one for one in hosts if one.name == "barred")
+    apply_report(barred, make_driver_report(make_card(1, acts="health")), seq=2)
+    with pytest.raises(RefusedError, match="The agent of barred was revoked"):
+        command_queue.order_device_command("health", Device.objects.get().uuid, OLGA)
+    with pytest.raises(RefusedError, match="The agent of barred was revoked"):
+        command_queue.order_host_command("rescan", barred.uuid, OLGA)
 
 
 def start_on_down_and_up(hosts: list[Host]) -> Callable[[], RolloutStep]:

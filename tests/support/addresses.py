@@ -20,6 +20,7 @@ FILES_AND_FRAGMENTS = {
     "short_link",
     "view_on_site",
     "accelerators_bulk_now",
+    "accelerators_bulk_rows",
     "accelerators_command_lately",
     "accelerators_command_now",
     "accelerators_host_load",

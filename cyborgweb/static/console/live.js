@@ -152,6 +152,7 @@
   // A part that shows work in progress has an address of its own. It is fetched once a second, also without a socket.
   async function pieces() {
     for (const piece of document.hidden ? [] : main?.querySelectorAll("[data-live]") ?? []) try {
+      if (!piece.dataset.live) continue;  // its work has ended: the page was read again for a piece before it
       const now = (await read(piece.dataset.live)).body.firstElementChild;
       if (now.dataset.open !== piece.dataset.open) await again();
       else if (!piece.contains(document.activeElement)) morph(piece, now);

@@ -85,6 +85,7 @@ OPEN_ROUTES = ["GET /", "GET /api/", "GET /api/docs/", "GET /api/schema/", "GET 
 DJANGO_VIEWS = ("changelist", "add", "history", "delete", "change", "export")
 PARTS_OF_PAGES = (
     "accelerators_bulk_now",
+    "accelerators_bulk_rows",
     "accelerators_command_lately",
     "accelerators_command_now",
     "accelerators_host_load",

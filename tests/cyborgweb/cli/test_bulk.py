@@ -158,20 +158,21 @@ def test_a_bulk_action_that_is_cancelled_while_it_is_followed_is_not_done(
     }
 
 
-def test_bulk_show_shows_the_first_refused_devices_and_says_where_all_are_listed(
-    cyborg: Cyborg, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_bulk_show_shows_as_many_refused_devices_as_the_limit_says_and_tells_of_the_others(cyborg: Cyborg) -> None:
     create_heard_host("cmp1", 3)
     with conductor.writing():
         Device.objects.update(state="ready")
     assert cyborg("device-retire", "--filter", "host=cmp1", "--yes").exit_code == 1
     bulk = Bulk.objects.get()
-    monkeypatch.setattr("cyborgweb.cli.bulk.MAX_SHOWN_FAILURES", 2)
     for words in ((), ("--wait",)):
-        shown = cyborg("bulk-show", str(bulk.uuid), *words, "-f", "json")
+        shown = cyborg("bulk-show", str(bulk.uuid), *words, "--limit", "2", "-f", "json")
         assert (shown.exit_code, len(json.loads(shown.stdout)["failed"])) == (1 if words else 0, 2)
-        assert "Only the first 2 devices that were refused or have failed are shown." in shown.stderr
+        assert "Only the first 2 devices that were refused or have failed are shown. A larger --limit" in shown.stderr
         assert shown.stderr.endswith(f"/api/bulk_results/?bulk_action={bulk.uuid}&failed=true\n")
+        shown = cyborg("bulk-show", str(bulk.uuid), *words, "--limit", "3", "-f", "json")
+        assert (len(json.loads(shown.stdout)["failed"]), "Only the first" in shown.stderr) == (3, False)
+    assert cyborg("device-retire", "--filter", "host=cmp1", "--yes").exit_code == 1
+    assert len(json.loads(cyborg("bulk-show", "--limit", "1", "--json").stdout)) == 1
 
 
 def test_an_interruption_names_the_bulk_action_that_goes_on(cyborg: Cyborg, monkeypatch: pytest.MonkeyPatch) -> None:

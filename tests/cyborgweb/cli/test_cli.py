@@ -136,7 +136,12 @@ def test_a_dry_run_prints_the_request_and_changes_nothing(cyborg: Cyborg) -> Non
 
 def test_shell_completion_offers_verbs_and_option_values() -> None:
     assert "_CYBORG_COMPLETE=zsh_complete" in run_cyborg("completion", "zsh").output
-    for words, offered in (("cyborg dri", "driver-list"), ("cyborg device-list --state mis", "missing")):
+    for words, offered in (
+        ("cyborg dri", "driver-list"),
+        ("cyborg device-list --state mis", "missing"),
+        ("cyborg accelerator-update --ba", "--backend"),
+        ("cyborg bulk-show --li", "--limit"),
+    ):
         complete = {"_CYBORG_COMPLETE": "bash_complete", "COMP_WORDS": words, "COMP_CWORD": str(words.count(" "))}
         assert f"plain,{offered}\n" in run_cyborg(**complete).output
 

@@ -256,6 +256,40 @@ def test_accelerator_update_with_an_outdated_generation_is_refused(cyborg: Cybor
     assert failed.exit_code == 1 and "the firmware says no" in failed.stdout
 
 
+def test_accelerator_update_takes_all_devices_of_a_host_or_of_its_backends(cyborg: Cyborg, host: Host) -> None:
+    apply_report(
+        host,
+        make_driver_report(*(make_card(n, **CARD_VALUES) for n in (1, 2)), driver="nic_driver"),
+        make_driver_report(make_card(3, **CARD_VALUES | {"backend": "disks"}), make_card(4), driver="disk_driver"),
+        seq=2,
+    )
+    apply_report(get_or_create_host("cmp2"), make_driver_report(make_card(1, **CARD_VALUES)))
+    shown = ("--layout", "vfs=2", "--dry-run", "-f", "csv", "-c", "number,outcome")
+    for words, number in {
+        ("--host", "cmp1"): 3,
+        ("--host", "cmp1", "--backend", "nics"): 2,
+        ("--host", "cmp1", "--backend", "nics", "--backend", "disks"): 3,
+        ("--host", "cmp1", "cmp1/0000:01:00.0"): 3,
+        ("--host", "cmp1", "--host", "cmp2", "--backend", "nics"): 3,
+        ("--host", "cmp1", "--backend", "disks"): 1,
+    }.items():
+        preview = cyborg("accelerator-update", *words, *shown)
+        assert preview.stdout.splitlines()[1:] == [f"{number},will be done"], (words, preview.output)
+    for words, text in {
+        ("--backend", "nics"): "give both",
+        ("--host", "cmp1", "--filter", "host=cmp1"): "Select devices in one way",
+        ("--host", "cmp1", "--backend", "disks", "--generation", "1"): "only for a single device",
+    }.items():
+        assert_refused(cyborg("accelerator-update", *words, "--layout", "vfs=2"), 2, text)
+    for words in (("--host", "cmp9"), ("--host", "cmp1", "--backend", "gpus")):
+        assert_refused(cyborg("accelerator-update", *words, "--layout", "vfs=2"), 3, "whose layout can be changed")
+    done = cyborg("accelerator-update", "--host", "cmp1", "--backend", "nics", "--layout", "vfs=2", "--no-wait")
+    assert done.exit_code == 0, done.output
+    assert {command.device_id for command in Command.objects.all()} == {
+        Device.objects.get(host=host, address=f"0000:0{n}:00.0").pk for n in (1, 2)
+    }
+
+
 @pytest.mark.slow
 def test_the_layout_of_several_devices_is_changed_by_one_job_and_failed_ones_are_retried_by_the_same_verb(
     cyborg: Cyborg, host: Host

@@ -39,6 +39,16 @@ def test_a_rule_that_would_move_devices_is_created_after_its_preview(hosts: tupl
     assert Device.objects.filter(state="inactive").count() == 2 * len(hosts)
 
 
+def test_the_preview_of_a_rule_that_would_move_no_device_says_so(cyborg: Cyborg) -> None:
+    create_inactive_devices("cmp1")
+    text = "The rule would move none of the devices that are inactive now.\n"
+    shown = cyborg("rule-create", "hall3", "--host", "other*", "--action", "ready", "--dry-run")
+    assert (shown.exit_code, shown.stdout, shown.stderr) == (0, "", text)
+    assert cyborg("rule-create", "one", "--host", "other*", "--action", "ready").exit_code == 0
+    assert cyborg("rule-set", "one", "--action", "quarantined", "--dry-run").stderr.endswith(text)
+    assert cyborg("rule-set", "one", "--action", "quarantined", "--dry-run", "--json").stdout == "[]\n"
+
+
 def test_a_rule_is_changed_in_the_named_fields_alone_and_deleted(cyborg: Cyborg) -> None:
     create_inactive_devices("cmp1")
     assert cyborg("rule-create", "one", "--host", "cmp1", "--driver", "x*", "--action", "ready").exit_code == 0

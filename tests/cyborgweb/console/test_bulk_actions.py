@@ -28,6 +28,7 @@ from accelerators.workflows import bulk_actions
 from tests.cyborgweb.console.conftest import Fill
 from tests.support.reports import apply_report, make_card, make_driver_report
 
+pytestmark = pytest.mark.usefixtures("agents_need_not_be_up")
 LIST = "admin:accelerators_device_changelist"
 OLGA = Caller("olga", "1", frozenset(), "")
 

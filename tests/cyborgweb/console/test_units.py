@@ -26,7 +26,7 @@ from tests.accelerators.api.own.test_units import (
     report_two_hosts,
 )
 
-pytestmark = pytest.mark.django_db
+pytestmark = [pytest.mark.django_db, pytest.mark.usefixtures("agents_need_not_be_up")]
 
 UNITS_URL = "/admin/accelerators/device/units/"
 
@@ -112,6 +112,42 @@ def test_devices_of_several_backends_are_divided_after_a_preview_and_held_ones_r
 def find_open_mark(client: Client, address: str) -> list[str]:
     """Return the value of the live part of a page; when it changes, the browser reads the whole page again."""
     return re.findall(r'data-open="([^"]*)"', client.get(address).content.decode())
+
+
+@pytest.mark.parametrize("number", [1, 5])
+def test_the_rows_of_a_bulk_action_are_read_again_in_place_while_its_commands_go_on(
+    operator: Client, number: int
+) -> None:
+    report_cards(*(build_divisible_card(n, 2) for n in range(1, number + 1)))
+    uuids = [str(uuid) for uuid in Device.objects.values_list("uuid", flat=True)]
+    get_page_text(operator, UNITS_URL, change="more", count="1", device=uuids)
+    confirm_newest_draft(operator)
+    bulk = Bulk.objects.get()
+    page, rows_url = badges.page_url("bulk", bulk.uuid), reverse("admin:accelerators_bulk_rows", args=[bulk.pk])
+
+    def find_rows_address() -> str:
+        found = re.search(rf'data-live="({rows_url}[^"]*)"', operator.get(page).content.decode())
+        return found[1] if found else ""
+
+    polled = find_rows_address()
+    assert polled.count(",") == number - 1
+    before = operator.get(polled)
+    assert before.content.decode().count("queued") == number and polled in before.content.decode()
+    first = Command.objects.order_by("id")[0]
+    answer_and_settle(first, "failed", "no room")
+    with CaptureQueriesContext(connection) as run:
+        now = operator.get(polled)
+    assert sum("accelerators_bulkitem" in one["sql"] for one in run) == 1
+    assert len(run) <= 4, "the session, the user, the bulk action, and one for the rows"
+    assert ("no room" in now.content.decode(), now.content.decode().count("queued")) == (True, number - 1)
+    for command in Command.objects.order_by("id")[1:]:
+        answer_and_settle(command)
+    assert not find_rows_address()
+    for wrong in ("", "?items=", "?items=x", f"?items={'9' * 19}"):
+        assert operator.get(rows_url + wrong).status_code == 404
+    other = reverse("admin:accelerators_bulk_rows", args=[bulk.pk + 1])
+    assert operator.get(f"{other}?items=1").status_code == 404
+    assert "<tr><td>" not in operator.get(f"{rows_url}?items=0").content.decode()
 
 
 def test_the_page_of_a_change_of_units_shows_how_the_command_of_each_device_ended(operator: Client) -> None:

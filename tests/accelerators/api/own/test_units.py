@@ -26,7 +26,7 @@ from drivers.inventory import Device as Card
 from tests.accelerators.api.own.conftest import INSTANCES, Ask, get_error_message, get_results
 from tests.support.reports import apply_report, get_or_create_host, make_card, make_driver_report
 
-pytestmark = pytest.mark.django_db
+pytestmark = [pytest.mark.django_db, pytest.mark.usefixtures("agents_need_not_be_up")]
 UNKNOWN_UUID = "00000000-0000-4000-8000-000000000000"
 OLGA = Caller("olga", "u", frozenset({"admin"}), "p1")
 
