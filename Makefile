@@ -57,6 +57,10 @@ check: $(VENV)/dev  ## while you work: style, types, and the tests of the packag
 test-system: $(VENV)/dev  ## start the whole product, kill its parts, see that nothing is lost
 	$(BIN)/python -m pytest -m "system or exhaustive or slow or hypothesis" -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder
 
+LANE ?= test
+slowest: $(VENV)/dev  ## run a lane (LANE=test-system, …) and print which of its modules and tests took the longest
+	@PYTEST_ADDOPTS="$$PYTEST_ADDOPTS -p tests.support.slowest" $(MAKE) --no-print-directory $(LANE)
+
 OUTAGES := tests/system/test_slow_services.py
 LONGER := tests/accelerators/requests/test_binding_machine.py tests/system/test_race.py tests/system/test_fleet.py
 ALONE := hostile_and_slow_neighbours
@@ -121,4 +125,4 @@ lock: $(VENV)/dev  ## resolve the locked requirements anew (needs uv)
 	uv pip compile -q --universal --python-version 3.11 --generate-hashes --no-emit-index-url --no-header --no-annotate requirements/mutants.in -c requirements/dev.txt -o requirements/mutants.txt
 	for name in requirements/system/*.in; do uv pip compile -q --python-version 3.11 --generate-hashes --no-emit-index-url --no-header --no-annotate $$name -o $${name%.in}.txt || exit 1; done
 
-.PHONY: help up test check test-long test-system test-qemu test-browser deps-browser deps-sim environments lint bench bench-full bench-check mutants fleet docs manual lock
+.PHONY: help up test check slowest test-long test-system test-qemu test-browser deps-browser deps-sim environments lint bench bench-full bench-check mutants fleet docs manual lock
