@@ -163,6 +163,13 @@ def test_tests_that_share_a_product_run_in_one_process() -> None:
         assert sharing.group_of(f"{file}::test_it") == file
         assert (ROOT / file).exists()
     assert all("product" in (ROOT / folder / "conftest.py").read_text() for folder in sharing.FOLDERS)
+    story, usage, live, keys = (
+        f"{sharing.BROWSER_TESTS}/test_{n}.py" for n in ("story", "usage", "live", "keyboard_tasks")
+    )
+    assert (
+        sharing.group_of(f"{story}::test_it") == sharing.group_of(f"{usage}::test_it") != sharing.group_of(f"{live}::a")
+    )
+    assert sharing.group_of(f"{keys}::test_it") == keys
 
 
 def test_the_system_tests_that_begin_first_exist() -> None:

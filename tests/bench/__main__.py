@@ -81,13 +81,13 @@ def _measure(lab: Lab, *, full: bool, only: str, soak_s: float | None) -> list[R
     generator = Generator(lab)
     rows = startup
     if "wire" in wanted:
-        size = rows_wire.Size(500, 30, 1.0) if full else rows_wire.Size(500, 10, 0.5)
+        size = rows_wire.Size(500, 30, 1.0) if full else rows_wire.Size(500, 7, 0.5)
         rows += rows_wire.rows(lab, generator, size, progress)
     if "merge" in wanted:
         rows += rows_merge.rows(rows_merge.Size(2000, 5) if full else rows_merge.Size(300, 5), progress)
     if "api" in wanted:
         smoke, published = (
-            rows_api.Size((1000,), 10_000, 8, 0.5, beats=4, cycles_s=4.0),
+            rows_api.Size((1000,), 10_000, 6, 0.5, beats=4, cycles_s=4.0),
             rows_api.Size((1000, 10_000), 100_000, 10, 1.0, beats=8, cycles_s=12.0),
         )
         rows += rows_api.rows(lab, generator, published if full else smoke, progress)
@@ -97,7 +97,7 @@ def _measure(lab: Lab, *, full: bool, only: str, soak_s: float | None) -> list[R
         seconds, events = (20.0, 1_000_000) if full else (4.0, 300_000)  # fewer have no word that only older ones have
         rows += rows_console.rows(lab, generator, 100_000, seconds, progress)
         rows += rows_console.search_rows(lab, generator, 100_000, events, seconds, progress)
-        rows += rows_live.rows(lab, 60.0 if full else 20.0, progress)
+        rows += rows_live.rows(lab, 60.0 if full else 10.0, progress)
     if "cli" in wanted:
         from tests.bench import rows_cli
 
@@ -109,7 +109,7 @@ def _measure(lab: Lab, *, full: bool, only: str, soak_s: float | None) -> list[R
     if "samples" in wanted:
         from tests.bench import rows_samples
 
-        size = rows_samples.Size(1000, 5, 10.0) if full else rows_samples.Size(200, 3, 4.0)
+        size = rows_samples.Size(1000, 5, 10.0) if full else rows_samples.Size(200, 3, 3.0)
         rows += rows_samples.rows(lab, generator, size, progress)
     if wanted - WITHOUT_PRODUCT:
         rows += _measure_product_groups(lab, generator, full=full, wanted=wanted, soak_s=soak_s)
@@ -129,7 +129,7 @@ def _measure_product_groups(
     fixtures.empty_inventory()
     lab.stop_database()
     progress("starting the whole product")
-    size = rows_whole.Size(300, 5000, 3) if full else rows_whole.Size(80, 1000, 5)
+    size = rows_whole.Size(300, 5000, 3) if full else rows_whole.Size(50, 1000, 3)
     rows: list[Row] = []
     at_rest: list[Row] = []
     with run_product(lab) as product:

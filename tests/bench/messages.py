@@ -17,6 +17,12 @@ def host_name(number: int) -> str:
     return f"bench-{number:05d}"
 
 
+def host_address(number: int) -> str:
+    """Return the loopback address of bench host `number`. Each host has its own, because the gateway gives each address
+    a share of its handshakes."""
+    return f"127.1.{number // 250 % 250}.{number % 250 + 1}"
+
+
 def private_key(number: int) -> Ed25519PrivateKey:
     """Return the key of bench host `number`; it is the same in every process."""
     return Ed25519PrivateKey.from_private_bytes(hashlib.blake2b(b"bench%d" % number, digest_size=32).digest())

@@ -197,8 +197,9 @@ async def connect(gateway: Address, number: int, key: Key, epoch: int = 1, host:
     """
     loop = asyncio.get_running_loop()
     answered: asyncio.Future[str] = loop.create_future()
+    own_address = (messages.host_address(number), 0)
     request, _ = await loop.create_connection(
-        lambda: _ChallengeRequest(answered), "127.0.0.1", gateway.port, ssl=gateway.tls
+        lambda: _ChallengeRequest(answered), "127.0.0.1", gateway.port, ssl=gateway.tls, local_addr=own_address
     )
     try:
         nonce = await answered
@@ -207,7 +208,9 @@ async def connect(gateway: Address, number: int, key: Key, epoch: int = 1, host:
     welcomed: asyncio.Future[Peer] = loop.create_future()
     peer = Peer(number, key, welcomed, epoch, host)
     peer.prepare(nonce, gateway.fingerprint)
-    socket, _ = await loop.create_connection(lambda: peer, "127.0.0.1", gateway.port, ssl=gateway.tls)
+    socket, _ = await loop.create_connection(
+        lambda: peer, "127.0.0.1", gateway.port, ssl=gateway.tls, local_addr=own_address
+    )
     try:
         return await welcomed
     except BaseException:

@@ -41,13 +41,13 @@ def rows(lab: Lab, *, full: bool, progress: Callable[[str], None]) -> list[Row]:
     lab.stop_database()
     with keystone.running() as identity, placement.running(identity) as placement_service, novas.running_nova() as nova:
         lab.start_database()
-        found = rows_placement.rows(placement_service, 500 if full else 40, 3 if full else 1, progress)
+        found = rows_placement.rows(placement_service, 500 if full else 30, 3 if full else 1, progress)
         lab.stop_database()
         cloud = identity.environment("service") | {"CYBORG_NOVA_ENDPOINT": nova.url, "CYBORG_HOST_NAME": HOST}
         cloud |= {"CYBORG_HOST_NODE": HOST, "CYBORG_ENABLED_DRIVERS": "fake_driver"}
         cloud |= {"CYBORG_AGENT_STATE_DIR": str(lab.home / "agent-in-a-cloud")}  # an agent's key belongs to one host
         with run_product(lab, **cloud) as product:
-            samples = 300 if full else 40
+            samples = 300 if full else 30
             progress(f"a device leaves and enters offer, {samples} times; then as many requests are bound")
             found += _measure_product(product, placement_service, nova, samples)
     return found

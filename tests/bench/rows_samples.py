@@ -1,7 +1,8 @@
 """Rows of samples: the CPU that watched hosts cost the web process, and the effect on the latency of heartbeats.
 
 This process is the watcher: it reads the samples of all hosts once a second, as a page of the console does. The agents
-send as the gateway asks them to. Rounds with and without a watcher alternate.
+send as the gateway asks them to. Each round has a turn with a watcher and one without. Their order alternates, because
+after a turn with a watcher the agents go on for FOR_S.
 """
 
 from __future__ import annotations
@@ -52,18 +53,22 @@ def rows(lab: Lab, generator: Generator, size: Size, progress: Callable[[str], N
     with run_server(lab, "product", CYBORG_LEASE_FLUSH_S="1") as server:
         generator.connect("watched", server.port, size.hosts)
         generator.ask("start_sampling", group="watched", devices=DEVICES, pause=PAUSE_S)
-        _wait_until(lambda: len(_request_loads(hosts)) == size.hosts, "every host's samples")
-        for _ in range(size.rounds):
-            watched.append(_run_turn(generator, server, hosts, size.seconds))
-            _wait_until(
-                lambda: not generator.ask("measure_sampling", group="watched", seconds=0.5)["samples"],
-                "the end of samples",
-            )
-            quiet.append(_run_turn(generator, server, [], size.seconds))
-            _request_loads(hosts)
-            sleep(EVERY_S)
+        for number in range(size.rounds):
+            for is_watched in (False, True) if number % 2 == 0 else (True, False):
+                if is_watched:
+                    _wait_until(lambda: len(_request_loads(hosts)) == size.hosts, "every host's samples")
+                    sleep(EVERY_S)
+                    watched.append(_run_turn(generator, server, hosts, size.seconds))
+                else:
+                    _wait_until(lambda: _count_samples(generator) == 0, "the end of samples")
+                    quiet.append(_run_turn(generator, server, [], size.seconds))
         generator.ask("close", group="watched")
     return _make_rows(size, quiet, watched)
+
+
+def _count_samples(generator: Generator) -> int:
+    """Return how many samples arrive in half a second."""
+    return int(generator.ask("measure_sampling", group="watched", seconds=0.5)["samples"])
 
 
 def _make_rows(size: Size, quiet: list[Turn], watched: list[Turn]) -> list[Row]:

@@ -52,6 +52,8 @@ FIND_UNEXPLAINED = """() => [...document.querySelectorAll(":disabled, [aria-disa
     .filter(one => one.getClientRects().length)
     .filter(one => !document.getElementById(one.getAttribute("aria-describedby") ?? "")?.textContent.trim())
     .map(one => `disabled without a reason: ${one.outerHTML.slice(0, 200)}`)"""
+AXE_SCRIPT = Axe().axe_script
+RUN_AXE = "options => axe.run(options).then(results => results.violations)"
 FOREIGN = {"aria-prohibited-attr": "help-tooltip"}
 """Violations in markup of Django that are ignored: rule → text in the element. SelectFilter2.js writes these icons
 beside the lists of groups and permissions; the same help is also shown as text."""
@@ -97,9 +99,11 @@ def find_unexplained_controls(page: Page) -> list[str]:
 
 
 def _run_axe(page: Page, options: dict[str, Any]) -> list[str]:
-    found: list[dict[str, Any]] = (
-        Axe().run(page, options={"resultTypes": ["violations"]} | options).response["violations"]
-    )
+    """Run axe-core in the page and return the violations. The script, which is large, is loaded once for each page, and
+    nothing but the violations is sent back."""
+    if not page.evaluate("'axe' in window"):
+        page.evaluate(AXE_SCRIPT)
+    found: list[dict[str, Any]] = page.evaluate(RUN_AXE, {"resultTypes": ["violations"]} | options)
     return [
         f"{one['id']}: {node['html'][:200]} {node['failureSummary']}"
         for one in found

@@ -1,4 +1,4 @@
-"""`python -m tests.support.temporary`: print the folder for temporary files of the fast lane, for `make test`.
+"""`python -m tests.support.temporary`: print the folder for temporary files of the tests, for the Makefile.
 
 It is `/dev/shm`, which is memory: there a small file costs a seventh of the CPU time that it costs on a disk, and no
 test waits for a busy disk. It is the usual folder if TMPDIR is set, or if `/dev/shm` cannot be used.
@@ -11,8 +11,8 @@ import tempfile
 from pathlib import Path
 
 MEMORY = Path("/dev/shm")
-NEEDED_BYTES = 2_000_000_000
-"""Free space without which the memory is not used; a run needs half a gigabyte."""
+NEEDED_BYTES = 4_000_000_000
+"""Free space without which the memory is not used. The fast lane needs half a gigabyte, the system lane two."""
 
 
 def choose_folder(memory: Path = MEMORY, needed_bytes: int = NEEDED_BYTES) -> str:

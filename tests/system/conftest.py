@@ -62,7 +62,7 @@ def folder() -> Iterator[Path]:
 
 
 class fresh_folder:
-    """A context manager that makes a folder in /tmp and removes it at the end.
+    """A context manager that makes a temporary folder with a short path and removes it at the end.
 
     It also removes the socket folders that PostgreSQL servers below it have elsewhere, where the path was too long.
     """
