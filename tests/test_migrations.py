@@ -78,8 +78,8 @@ REVIEWED_STEPS: dict[str, str] = {
     "accelerators 0016_host_removal_progress: RunSQL": "it sets a time limit for the migration's locks",
     "accelerators 0016_host_removal_progress: AddIndex accelerators.acceleratorrequest": "no request can be written "
     "while the index is built, which takes less than a second for 100 000 requests",
-    "accelerators 0019_index_commands_by_request_id: RunSQL": "it sets a time limit for the migration's locks",
-    "accelerators 0019_index_commands_by_request_id: AddIndex accelerators.command": "no command can be written while "
+    "accelerators 0018_index_commands_by_request_id: RunSQL": "it sets a time limit for the migration's locks",
+    "accelerators 0018_index_commands_by_request_id: AddIndex accelerators.command": "no command can be written while "
     "the index is built: 0.6 s of processor time for 1 000 000 commands",
     "agents 0003_agent_announcement: RunSQL": "it sets a time limit for the migration's locks",
     "agents 0002_used_nonces: RunSQL": "it sets a time limit for the migration's locks",
