@@ -351,7 +351,7 @@ def _handle_rollout_post(request: HttpRequest, rollout: Rollout) -> HttpResponse
                 driver_rollouts.confirm_rollout(rollout, request.POST.get("reason", ""))
         case "again":
             permissions.require_permission(request, permissions.START_ROLLOUT)
-            rollout = driver_rollouts.create_retry_draft(rollout, caller, EventSource.PERSON)
+            rollout = driver_rollouts.create_retry_draft(rollout, caller, EventSource.PERSON).rollout
         case _:
             permissions.require_permission(request, permissions.CANCEL_ROLLOUT)
             driver_rollouts.cancel_rollout(rollout, caller)
@@ -581,16 +581,16 @@ def _start_rollout(request: HttpRequest, row: HostDriver) -> Rollout:
         if max_parallel_text.isdecimal() and len(max_parallel_text) < 4
         else driver_rollouts.DEFAULT_PARALLEL
     )
-    return driver_rollouts.start_rollout(
-        DriverChange(op, row.driver, enabled, settings),
-        hosts,
-        device_actions.get_caller(request),
-        pace=driver_rollouts.RolloutPace(max_parallel, "go_on" not in request.POST),
-        reason=request.POST.get("reason", ""),
-        source=EventSource.PERSON,
-        is_draft=len(hosts) > 1,
-        generation=None if request.POST.get("where") in ("all", "named") else read_generation(request),
-    )
+    arguments = DriverChange(op, row.driver, enabled, settings), hosts, device_actions.get_caller(request)
+    options: driver_rollouts.RolloutOptions = {
+        "pace": driver_rollouts.RolloutPace(max_parallel, "go_on" not in request.POST),
+        "reason": request.POST.get("reason", ""),
+        "source": EventSource.PERSON,
+        "generation": None if request.POST.get("where") in ("all", "named") else read_generation(request),
+    }
+    if len(hosts) > 1:
+        return driver_rollouts.store_draft(*arguments, **options).rollout
+    return driver_rollouts.start_rollout(*arguments, **options)
 
 
 def _select_chosen_hosts(request: HttpRequest, row: HostDriver, op: RolloutOp) -> list[Host]:

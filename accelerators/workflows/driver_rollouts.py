@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Any, NamedTuple, TypedDict
 
 from django.db import transaction
 from django.db.models import F, Q, QuerySet
@@ -39,6 +39,7 @@ from accelerators.runtime import database_clock, jobs
 from accelerators.runtime.after_commit import call_after_commit
 from accelerators.workflows import driver_config, driver_settings, rollout_previews
 from accelerators.workflows.driver_config import ChangeOrigin, DriverChange, build_change
+from accelerators.workflows.rollout_previews import RolloutPreview
 
 ROLLOUTS_JOB = "rollouts"
 MAX_ROLLOUT_HOSTS = 10_000
@@ -56,6 +57,13 @@ HOLDER_CHECK_PAUSE = outbox.build_retry_pause(safety.HOLDER_CHECK_PAUSE_S, safet
 _R, _S = RolloutState, RolloutStepState
 
 
+class StoredDraft(NamedTuple):
+    """A rollout that is stored as a draft, and its preview."""
+
+    rollout: Rollout
+    preview: RolloutPreview
+
+
 @dataclass(frozen=True)
 class RolloutPace:
     """The pace of a rollout: the number of hosts that are changed at the same time, and whether it stops after a
@@ -63,6 +71,15 @@ class RolloutPace:
 
     max_parallel: int = DEFAULT_PARALLEL
     stop_on_failure: bool = True
+
+
+class RolloutOptions(TypedDict):
+    """The keyword arguments that `start_rollout` and `store_draft` have in common."""
+
+    pace: RolloutPace
+    reason: str
+    source: EventSource
+    generation: int | None
 
 
 def select_hosts(names: Sequence[str] = (), selector: Mapping[str, Any] | None = None) -> list[Host]:
@@ -104,19 +121,63 @@ def start_rollout(
     pace: RolloutPace = RolloutPace(),
     reason: str = "",
     source: EventSource,
-    is_draft: bool = False,
     generation: int | None = None,
 ) -> Rollout:
     """Start a rollout of `change` on these hosts and return it.
 
-    A draft is only stored, with the generation of the driver's desired state and the foreseen refusal of each host;
-    `confirm_rollout` starts it. Settings that the driver cannot use are refused here if they are checked here for all
-    hosts; otherwise each host for which they are checked is refused alone.
-    For a single host the order is placed when this returns; for more, the job `rollouts` places them. Raises
-    RefusedError INVALID for a wrong change, reason or pace, and for a single host whatever
-    `driver_config.order_driver_change` raises; then nothing is stored. `generation`, only for a single host, is the
-    generation of the wanted configuration that the caller has seen.
+    Settings that the driver cannot use are refused here if they are checked here for all hosts; otherwise each host for
+    which they are checked is refused alone. For a single host the order is placed when this returns; for more, the job
+    `rollouts` places them. Raises RefusedError INVALID for a wrong change, reason or pace, and for a single host
+    whatever `driver_config.order_driver_change` raises; then nothing is stored. `generation`, only for a single host,
+    is the generation of the wanted configuration that the caller has seen.
     """
+    reason = _check_rollout(change, hosts, pace, reason, generation)
+    is_ordered_now = len(hosts) == 1
+    answers = driver_config.ask_holders_for_change(hosts[0], change) if is_ordered_now else safety.NO_ANSWERS
+    with conductor.writing():
+        generations = {} if generation is None else {hosts[0].pk: generation}
+        origin = ChangeOrigin(caller.name, reason, source)
+        rollout, steps = _create_rollout(change, hosts, _R.RUNNING, origin, caller.user_id, pace, generations)
+        _begin_rollout(rollout)
+        if is_ordered_now:
+            _order_host(rollout, steps[0], answers)
+            _advance_rollout(rollout)
+    return rollout
+
+
+def store_draft(
+    change: DriverChange,
+    hosts: Sequence[Host],
+    caller: Caller,
+    *,
+    pace: RolloutPace = RolloutPace(),
+    reason: str = "",
+    source: EventSource,
+    generation: int | None = None,
+) -> StoredDraft:
+    """Store a rollout as a draft, which `confirm_rollout` starts, and return it with its preview.
+
+    The generation of the driver's desired state and the foreseen refusal of each host are stored with it, so that a
+    refusal which the preview shows does not stop the rollout later. Costs as many statements as the preview, and one
+    for 1000 refusals. The arguments and refusals are those of `start_rollout`, but no order is placed.
+    """
+    reason = _check_rollout(change, hosts, pace, reason, generation)
+    with conductor.writing():
+        generations = _load_generations(change.driver, hosts) if generation is None else {hosts[0].pk: generation}
+        origin = ChangeOrigin(caller.name, reason, source)
+        rollout, steps = _create_rollout(change, hosts, _R.DRAFT, origin, caller.user_id, pace, generations)
+        preview = rollout_previews.preview_new_draft(rollout, change)
+        refused = [pair for pair in zip(steps, preview.hosts, strict=True) if pair[1].outcome == DeviceOutcome.REFUSED]
+        for step, forecast in refused:
+            step.text = forecast.text[:4096]
+        RolloutStep.objects.bulk_update([step for step, _ in refused], ["text"], batch_size=1000)
+    return StoredDraft(rollout, preview)
+
+
+def _check_rollout(
+    change: DriverChange, hosts: Sequence[Host], pace: RolloutPace, reason: str, generation: int | None
+) -> str:
+    """Return the reason of a rollout as it is stored. Raises RefusedError INVALID as `start_rollout` describes it."""
     driver_config.check_driver_change(change)
     is_checked_here = all(
         driver_settings.is_checked_here(change.driver, one.drivers.get(change.driver)) for one in hosts
@@ -131,40 +192,42 @@ def start_rollout(
         raise RefusedError(
             RefusalReason.INVALID, f"max_parallel, the number of hosts at a time, must be 1 to {MAX_PARALLEL}."
         )
-    is_ordered_now = len(hosts) == 1 and not is_draft
-    answers = driver_config.ask_holders_for_change(hosts[0], change) if is_ordered_now else safety.NO_ANSWERS
-    with conductor.writing():
-        rollout = Rollout.objects.create(
-            op=change.op,
-            driver=change.driver,
-            enabled=change.enabled,
-            settings=change.settings,
-            edits={"set": change.edits.set, "unset": [*change.edits.unset]} if change.edits else None,
-            max_parallel=pace.max_parallel,
-            stop_on_failure=pace.stop_on_failure,
-            total=len(hosts),
-            state=_R.DRAFT if is_draft else _R.RUNNING,
-            actor=caller.name[:255],
-            caller_id=caller.user_id[:255],
-            reason=reason,
-            request_id=request_id.get(),
-            source=source,
-        )
-        generations = _load_generations(change.driver, hosts) if is_draft else {}
-        generations |= {} if generation is None else {hosts[0].pk: generation}
-        steps = [
-            RolloutStep(rollout=rollout, host=host, host_name=host.name, generation=generations.get(host.pk))
-            for host in hosts
-        ]
-        RolloutStep.objects.bulk_create(steps, batch_size=1000)
-        if is_draft:
-            _store_foreseen_refusals(rollout, steps)
-        else:
-            _begin_rollout(rollout)
-        if is_ordered_now:
-            _order_host(rollout, steps[0], answers)
-            _advance_rollout(rollout)
-    return rollout
+    return reason
+
+
+def _create_rollout(
+    change: DriverChange,
+    hosts: Sequence[Host],
+    state: RolloutState,
+    origin: ChangeOrigin,
+    caller_id: str,
+    pace: RolloutPace,
+    generations: Mapping[int, int],
+) -> tuple[Rollout, list[RolloutStep]]:
+    """Store a rollout and its hosts; return it with its steps, in the order of the hosts. `generations` are those on
+    which the change is based, by the id of the host."""
+    rollout = Rollout.objects.create(
+        op=change.op,
+        driver=change.driver,
+        enabled=change.enabled,
+        settings=change.settings,
+        edits={"set": change.edits.set, "unset": [*change.edits.unset]} if change.edits else None,
+        max_parallel=pace.max_parallel,
+        stop_on_failure=pace.stop_on_failure,
+        total=len(hosts),
+        state=state,
+        actor=origin.actor[:255],
+        caller_id=caller_id[:255],
+        reason=origin.reason,
+        request_id=request_id.get(),
+        source=origin.source,
+    )
+    steps = [
+        RolloutStep(rollout=rollout, host=host, host_name=host.name, generation=generations.get(host.pk))
+        for host in hosts
+    ]
+    RolloutStep.objects.bulk_create(steps, batch_size=1000)
+    return rollout, steps
 
 
 def refuse_without_generation(driver: str, host: Host, generation: int | None) -> None:
@@ -204,7 +267,9 @@ def find_only_host_to_retry(rollout: Rollout) -> Host | None:
     return steps[0].host if len(steps) == 1 else None
 
 
-def create_retry_draft(rollout: Rollout, caller: Caller, source: EventSource, generation: int | None = None) -> Rollout:
+def create_retry_draft(
+    rollout: Rollout, caller: Caller, source: EventSource, generation: int | None = None
+) -> StoredDraft:
     """Store a draft of the same change for the hosts of an ended rollout that have failed or were not begun.
 
     `generation`, only for a single host, is that of the wanted configuration which the caller has seen.
@@ -217,26 +282,12 @@ def create_retry_draft(rollout: Rollout, caller: Caller, source: EventSource, ge
     if not hosts:
         raise RefusedError(RefusalReason.INVALID, "No host of this rollout has failed and still exists.")
     pace = RolloutPace(rollout.max_parallel, rollout.stop_on_failure)
-    return start_rollout(
-        build_change(rollout), hosts, caller, pace=pace, source=source, is_draft=True, generation=generation
-    )
+    return store_draft(build_change(rollout), hosts, caller, pace=pace, source=source, generation=generation)
 
 
 def query_failed_steps(rollout: Rollout) -> QuerySet[RolloutStep]:
     """Return the steps of a rollout that have failed, or were not begun, and whose host still exists."""
     return rollout.steps.filter(state__in=[_S.FAILED.value, _S.SKIPPED.value], host__isnull=False)
-
-
-def _store_foreseen_refusals(rollout: Rollout, steps: Sequence[RolloutStep]) -> None:
-    """Store the text of each refusal that the preview of a draft shows, so that it does not stop the rollout later.
-
-    `steps` are all of the draft, by id. Costs as many statements as the preview, and one for 1000 refusals.
-    """
-    forecasts = rollout_previews.forecast_hosts(rollout)
-    refused = [pair for pair in zip(steps, forecasts, strict=True) if pair[1].outcome == DeviceOutcome.REFUSED]
-    for step, forecast in refused:
-        step.text = forecast.text[:4096]
-    RolloutStep.objects.bulk_update([step for step, _ in refused], ["text"], batch_size=1000)
 
 
 def _begin_rollout(rollout: Rollout) -> None:

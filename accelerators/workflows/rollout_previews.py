@@ -11,6 +11,7 @@ from accelerators.commands import command_queue
 from accelerators.domain.states import DeviceOutcome
 from accelerators.models import Device, DriverWish, Rollout
 from accelerators.workflows import driver_config
+from accelerators.workflows.driver_config import DriverChange
 
 
 @dataclass(frozen=True)
@@ -57,13 +58,22 @@ class RolloutPreview:
         return [(*kind, number) for kind, number in counts.most_common()]
 
 
+def preview_new_draft(rollout: Rollout, change: DriverChange) -> RolloutPreview:
+    """Predict what a rollout would do that is just being stored as a draft; `change` is its change.
+
+    Every refusal is foreseen. Costs as many statements as `preview_rollout`.
+    """
+    hosts = _forecast_hosts(rollout, change)
+    return RolloutPreview([replace(one, is_foreseen=one.outcome == DeviceOutcome.REFUSED) for one in hosts])
+
+
 def preview_rollout(rollout: Rollout) -> RolloutPreview:
     """Predict what a rollout that is a draft would do now on each of its hosts. Costs a constant number of statements.
 
     A refusal that was not foreseen when the draft was stored may stop the rollout; its text says so. The holder checks
     and the agents are not asked, only the database.
     """
-    hosts = forecast_hosts(rollout)
+    hosts = _forecast_hosts(rollout, driver_config.build_change(rollout))
     if rollout.stop_on_failure:
         hosts = [
             replace(one, text=f"{one.text}; the rollout may stop there")
@@ -74,10 +84,9 @@ def preview_rollout(rollout: Rollout) -> RolloutPreview:
     return RolloutPreview(hosts)
 
 
-def forecast_hosts(rollout: Rollout) -> list[HostForecast]:
-    """Predict what a rollout would do now on each of its hosts, in the order of its steps. Costs a constant number of
-    statements."""
-    change = driver_config.build_change(rollout)
+def _forecast_hosts(rollout: Rollout, change: DriverChange) -> list[HostForecast]:
+    """Predict what a rollout of `change` would do now on each of its hosts, in the order of its steps. Costs a constant
+    number of statements."""
     steps = list(rollout.steps.select_related("host").order_by("id"))
     host_ids = [step.host_id for step in steps if step.host_id is not None]
     wishes = DriverWish.objects.filter(driver=rollout.driver, host__in=host_ids).select_related("command")

@@ -57,7 +57,7 @@ def hosts() -> list[Host]:
 
 def test_the_preview_and_the_result_of_a_rollout_name_at_once_why_an_agent_takes_no_command(hosts: list[Host]) -> None:
     pace = RolloutPace(max_parallel=1)
-    draft = driver_rollouts.start_rollout(INSTALL, hosts, OLGA, pace=pace, source=EventSource.PERSON, is_draft=True)
+    draft = driver_rollouts.store_draft(INSTALL, hosts, OLGA, pace=pace, source=EventSource.PERSON).rollout
     forecasts = {one.host: (str(one.outcome), one.text) for one in rollout_previews.preview_rollout(draft).hosts}
     refused = {name: ("refused", text) for name, text in REASONS.items()}
     assert forecasts == refused | {"up": ("moved", "it is installed")}
@@ -92,8 +92,8 @@ def test_the_preview_does_not_cut_the_name_of_a_host_out_of_other_words(name: st
         (INSTALL, REASONS["never-joined"]),
         (update, "test_driver is not installed there: install it there first."),
     ):
-        draft = driver_rollouts.start_rollout(change, [host], OLGA, source=EventSource.PERSON, is_draft=True)
-        assert [one.text for one in rollout_previews.forecast_hosts(draft)] == [text]
+        draft = driver_rollouts.store_draft(change, [host], OLGA, source=EventSource.PERSON).rollout
+        assert [one.text for one in rollout_previews.preview_rollout(draft).hosts] == [text]
 
 
 def explain_refused_order(host: Host) -> str:
@@ -123,8 +123,7 @@ def test_a_host_that_is_being_removed_is_not_told_to_join(hosts: list[Host], nam
     host.refresh_from_db()
     expected = f"Host {name} is being removed: wait until it is gone, or cancel its removal."
     assert explain_refused_order(host) == expected
-    draft = driver_rollouts.start_rollout(INSTALL, [host], OLGA, source=EventSource.PERSON, is_draft=True)
-    (forecast,) = rollout_previews.forecast_hosts(draft)
+    (forecast,) = driver_rollouts.store_draft(INSTALL, [host], OLGA, source=EventSource.PERSON).preview.hosts
     assert forecast.text == "it is being removed: wait until it is gone, or cancel its removal"
 
 
@@ -259,7 +258,7 @@ def test_a_rollout_waits_longer_after_each_attempt_and_fails_if_the_agent_stays_
 
 
 def test_the_preview_says_that_a_refusal_which_arose_after_the_choice_may_stop_the_rollout(hosts: list[Host]) -> None:
-    draft = driver_rollouts.start_rollout(INSTALL, hosts, OLGA, source=EventSource.PERSON, is_draft=True)
+    draft = driver_rollouts.store_draft(INSTALL, hosts, OLGA, source=EventSource.PERSON).rollout
     Agent.objects.filter(host__name="up").update(ops="")
     texts = {one.host: one.text for one in rollout_previews.preview_rollout(draft).hosts}
     assert [name for name, text in texts.items() if text.endswith("; the rollout may stop there")] == ["up"]

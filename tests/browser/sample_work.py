@@ -42,7 +42,7 @@ def create_work() -> None:
     bulk_actions.create_draft(Action.QUARANTINE, DrainTarget.MAINTENANCE, Device.objects.filter(type="GPU"), caller)
     change = DriverChange(RolloutOp.UPDATE, "pci_driver", False, None)
     hosts = list(Host.objects.filter(name__startswith="cmp"))
-    driver_rollouts.start_rollout(change, hosts, caller, source=EventSource.PERSON, is_draft=True)
+    driver_rollouts.store_draft(change, hosts, caller, source=EventSource.PERSON)
     subscription = Subscription.objects.create(
         name="mine",
         project_id=roles.LOCAL_PROJECT,

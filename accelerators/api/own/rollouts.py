@@ -37,8 +37,9 @@ from accelerators.domain.generations import GenerationError
 from accelerators.domain.setting_edits import SettingEdits
 from accelerators.domain.states import DeviceOutcome, RolloutOp, RolloutState, RolloutStepState
 from accelerators.models import Rollout, RolloutStep
-from accelerators.workflows import confirmations, driver_config, driver_rollouts, rollout_previews
+from accelerators.workflows import confirmations, driver_config, driver_rollouts
 from accelerators.workflows.driver_config import DriverChange
+from accelerators.workflows.driver_rollouts import StoredDraft
 from drivers.inventory import WORD
 
 MAX_PREVIEW_HOSTS = 20
@@ -322,18 +323,16 @@ class RolloutView(CollectionView):
             driver_config.check_driver_change(change)
             driver_rollouts.refuse_without_generation(change.driver, hosts[0], values.get("generation"))
         with storing_draft(values) as storage:
-            rollout = driver_rollouts.start_rollout(
-                change,
-                hosts,
-                self.caller,
-                pace=driver_rollouts.RolloutPace(**pace_options),
-                reason=values.get("reason", ""),
-                source=self.caller.event_source,
-                is_draft=is_draft,
-                generation=values.get("generation"),
-            )
+            options: driver_rollouts.RolloutOptions = {
+                "pace": driver_rollouts.RolloutPace(**pace_options),
+                "reason": values.get("reason", ""),
+                "source": self.caller.event_source,
+                "generation": values.get("generation"),
+            }
             if is_draft:
-                return self._respond_with_preview(rollout, values, described, storage)
+                draft = driver_rollouts.store_draft(change, hosts, self.caller, **options)
+                return self._respond_with_preview(draft, values, described, storage)
+            rollout = driver_rollouts.start_rollout(change, hosts, self.caller, **options)
         return self.respond_with_stored_row(rollout.uuid, 202)
 
     def retry(self, request: Request, **kwargs: str) -> Response:
@@ -349,11 +348,11 @@ class RolloutView(CollectionView):
             driver_rollouts.refuse_without_generation(rollout.driver, host, generation)
         with storing_draft(values) as storage:
             draft = driver_rollouts.create_retry_draft(rollout, self.caller, self.caller.event_source, generation)
-            if draft.total > 1 or values.get("dry_run"):
+            if draft.rollout.total > 1 or values.get("dry_run"):
                 return self._respond_with_preview(draft, values, described, storage)
-        if not driver_rollouts.confirm_rollout(draft, values.get("reason", "")):
+        if not driver_rollouts.confirm_rollout(draft.rollout, values.get("reason", "")):
             raise confirmations.lost_draft_error()
-        return self.respond_with_stored_row(draft.uuid, 202)
+        return self.respond_with_stored_row(draft.rollout.uuid, 202)
 
     def _confirm(self, values: Mapping[str, Any], described: Mapping[str, Any]) -> Response:
         """Start the draft that the token confirms, and answer with it. Raises RefusedError STALE_PREVIEW."""
@@ -364,10 +363,10 @@ class RolloutView(CollectionView):
         return self.respond_with_stored_row(uuid, 202)
 
     def _respond_with_preview(
-        self, draft: Rollout, values: Mapping[str, Any], described: Mapping[str, Any], storage: DraftStorage
+        self, draft: StoredDraft, values: Mapping[str, Any], described: Mapping[str, Any], storage: DraftStorage
     ) -> Response:
         """Answer with the preview of a draft. Raises NotConfirmedError unless the request asked for it."""
-        preview = rollout_previews.preview_rollout(draft)
+        preview = draft.preview
         body = {
             "total": len(preview.hosts),
             "hosts": len(preview.hosts),
@@ -390,7 +389,7 @@ class RolloutView(CollectionView):
             ],
             "confirm": preview.needs_confirmation,
         }
-        token = storage.issue_token(preview.needs_confirmation, draft.uuid, self.caller, described)
+        token = storage.issue_token(preview.needs_confirmation, draft.rollout.uuid, self.caller, described)
         return respond_with_preview(body, token, values.get("dry_run", False))
 
     def build_current(self, error: GenerationError) -> Any:

@@ -33,7 +33,9 @@ def create_hosts(driver: str, version: str = "", *names: str) -> list[Host]:
 
 
 def order(change: DriverChange, hosts: list[Host], is_draft: bool = False) -> Rollout:
-    return driver_rollouts.start_rollout(change, hosts, OLGA, source=EventSource.PERSON, is_draft=is_draft)
+    if is_draft:
+        return driver_rollouts.store_draft(change, hosts, OLGA, source=EventSource.PERSON).rollout
+    return driver_rollouts.start_rollout(change, hosts, OLGA, source=EventSource.PERSON)
 
 
 @pytest.mark.parametrize(
@@ -121,7 +123,7 @@ def test_the_settings_of_a_change_are_checked_once_for_all_hosts(checked: list[d
     hosts = create_hosts("generic_driver", GenericDriver.version, "cmp1", "cmp2", "cmp3", "cmp4")
     change = DriverChange(RolloutOp.INSTALL, "generic_driver", settings={"backends": {"gpus": GPUS}})
     draft = order(change, hosts, is_draft=True)
-    assert len(checked) == 2, "once for the order, and once for the forecasts that are stored with the draft"
+    assert checked == [change.settings], "for the order, and for the forecasts that are stored with the draft"
     checked.clear()
     assert rollout_previews.preview_rollout(draft).count_hosts(DeviceOutcome.MOVED) == 4
     assert checked == [change.settings]

@@ -461,8 +461,11 @@ class World:
     def rollout(self, is_draft: bool = False) -> str:
         caller = Caller(self.person.username, str(self.person.pk), frozenset(), "")
         change = DriverChange(RolloutOp.UPDATE, "pci_driver", False, None)
-        options: dict[str, Any] = {"source": EventSource.PERSON, "is_draft": is_draft}
-        return self.page("rollout", driver_rollouts.start_rollout(change, [self.host], caller, **options).pk)
+        if is_draft:
+            draft = driver_rollouts.store_draft(change, [self.host], caller, source=EventSource.PERSON)
+            return self.page("rollout", draft.rollout.pk)
+        started = driver_rollouts.start_rollout(change, [self.host], caller, source=EventSource.PERSON)
+        return self.page("rollout", started.pk)
 
     def attachment_to_detach(self) -> str:
         with conductor.writing():

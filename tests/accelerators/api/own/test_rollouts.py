@@ -7,7 +7,9 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import pytest
+from django.db import connection
 from django.http import HttpResponse
+from django.test.utils import CaptureQueriesContext
 
 from accelerators import conductor
 from accelerators.models import Command, DriverWish, Event, Rollout, RolloutStep
@@ -280,10 +282,10 @@ def test_a_retry_whose_draft_is_confirmed_elsewhere_says_that_it_started_nothing
     run_rollout(Rollout.objects.get())
     create_retry_draft = driver_rollouts.create_retry_draft
 
-    def create_and_confirm(*values: Any) -> Rollout:
+    def create_and_confirm(*values: Any) -> driver_rollouts.StoredDraft:
         """Create the draft, which the same caller confirms in the console at once."""
         draft = create_retry_draft(*values)
-        assert driver_rollouts.confirm_rollout(draft, "from the console")
+        assert driver_rollouts.confirm_rollout(draft.rollout, "from the console")
         return draft
 
     monkeypatch.setattr(driver_rollouts, "create_retry_draft", create_and_confirm)
@@ -291,6 +293,19 @@ def test_a_retry_whose_draft_is_confirmed_elsewhere_says_that_it_started_nothing
     answer = ask(path, "operator", method="POST", data={"generation": wish.generation, "reason": "again"})
     assert "started nothing" in get_error_message(answer, 409, "conflict")
     assert Rollout.objects.get(state="running").reason == "from the console"
+
+
+@pytest.mark.parametrize("host_count", [2, 5])
+def test_a_preview_forecasts_all_hosts_once(ask: Ask, host_count: int) -> None:
+    """The forecast that is shown is the one that is stored with the draft."""
+    create_hosts(host_count)
+    hosts = [f"cmp{number}" for number in range(host_count)]
+    order = {"driver": "test_driver", "op": "update", "enabled": False, "hosts": hosts, "dry_run": True}
+    with CaptureQueriesContext(connection) as captured:
+        preview = get_body(post_rollout(ask, **order), 200)
+    assert len(preview["steps"]) == host_count
+    reads = [query["sql"] for query in captured if 'FROM "accelerators_rolloutstep"' in query["sql"]]
+    assert len(reads) == 1, reads
 
 
 def test_the_preview_says_where_the_change_would_be_refused_or_changes_nothing(ask: Ask, fill: Fill) -> None:
