@@ -17,13 +17,9 @@ from accelerators.api.own.paging import RowPagination
 from accelerators.api.own.views import CollectionView
 from accelerators.domain.states import EventSource
 from accelerators.models import AcceleratorRequest, Event, Seal
-from accelerators.models.records import event_has_words
+from accelerators.models.records import MAX_WORD_CHARS, event_has_words, has_subject_type
 from accelerators.ui.extensions import SAVED_VIEW
 from accelerators.ui.first_events import load_first_matches
-
-MAX_WORD_CHARS = 255
-"""Characters of the value of a filter that are searched in the index of words; PostgreSQL limits the length of a
-word."""
 
 
 class UtcDateTimeFilter(filters.IsoDateTimeFilter):
@@ -42,7 +38,7 @@ class EventFilter(SavedViewFilter):
     """Filter by subject, actor, host, action, source, request id or time."""
 
     subject = filters.UUIDFilter(help_text="The uuid of a host, device or request.")
-    subject_type = filters.CharFilter(help_text="For example device, request, rule.")
+    subject_type = filters.CharFilter(method="filter_by_subject_type", help_text="For example device, request, rule.")
     actor = filters.CharFilter(method="filter_by_word", help_text="Exactly this person, host or rule.")
     host = host_filter()
     action = filters.CharFilter(method="filter_by_word", help_text="For example device.missing.")
@@ -61,6 +57,10 @@ class EventFilter(SavedViewFilter):
         """
         return rows & SAVED_VIEW.only()(self.request.user, Event._meta.label_lower, value).order_by()
 
+    def filter_by_subject_type(self, rows: QuerySet[Event], name: str, value: str) -> QuerySet[Event]:
+        """Keep events about subjects of this type."""
+        return rows.filter(has_subject_type(value))
+
     def filter_by_word(self, rows: QuerySet[Event], name: str, value: str) -> QuerySet[Event]:
         """Keep events whose field `name` is exactly the value. The word index narrows the search first; it uses at most
         ten words."""
@@ -72,7 +72,7 @@ class EventFilter(SavedViewFilter):
 class EventPagination(RowPagination):
     """Pages of events, of which a limited number is read one by one if the index of words narrows the list."""
 
-    WORD_FILTERS = ("actor", "action", "request_id", "saved_view")
+    WORD_FILTERS = ("actor", "action", "request_id", "subject_type", "saved_view")
 
     def parse_request(self, request: Request, view: Any) -> None:
         """Read the request as usual, and whether it has a filter by words."""

@@ -102,6 +102,24 @@ def test_a_search_for_events_uses_indexes_only(operator: Client, events: list[Ev
     assert "'0:00:00'::interval" in listed, "it is sorted: by the index of times a rare word takes reading all events"
 
 
+def test_events_about_a_type_of_subject_are_found_by_the_index_of_words(operator: Client, events: list[Event]) -> None:
+    conductor.record_event("profiles.counted", EventSource.SYSTEM, "new", subject=(None, "p"))
+    with connection.cursor() as cursor:
+        cursor.execute("SET LOCAL enable_seqscan = off")
+        cursor.execute("SET LOCAL enable_indexscan = off")  # else the index of times, if the tables have statistics
+    for query in ({"about": "profile"}, {"q": "kind:profile"}, {"about": "profile", "source__exact": "api"}):
+        with CaptureQueriesContext(connection) as captured:
+            found = operator.get(LIST, query).context["cl"]
+        assert {event.action for event in found.result_list} == {"profile.created"}
+        searches = [one["sql"] for one in captured if "\"subject_type\" = 'profile'" in one["sql"]]
+        assert len(searches) >= 2, "they are counted and loaded"
+        for search in searches:
+            with connection.cursor() as cursor:
+                cursor.execute(f"EXPLAIN {search}")
+                plan = "\n".join(line for (line,) in cursor.fetchall())
+            assert "event_words_idx" in plan and "Seq Scan" not in plan, plan
+
+
 def test_a_search_for_a_devices_address_serial_or_uuid_finds_its_events(operator: Client) -> None:
     cards = [make_card(0x3B, key="serial:XFL1A2"), make_card(0x5E, key="serial:XFL1B7")]
     apply_report(get_or_create_host("cmp1"), make_driver_report(*cards))
@@ -158,16 +176,21 @@ def test_a_search_for_a_word_of_old_events_only_does_not_read_the_newer_ones(
     monkeypatch.setattr("accelerators.ui.first_events.MAX_READ_EVENTS", 3)
     monkeypatch.setattr(BoundedPaginator, "EXACT", 1)
     monkeypatch.setattr(ReadOnlyModelAdmin, "list_per_page", 1)
-    with CaptureQueriesContext(connection) as captured:
-        operator.get(LIST, {"q": "device.found"})
-    in_order = [
-        one["sql"] for one in captured if 'BY "accelerators_event"."at" DESC' in one["sql"] and "words" in one["sql"]
-    ]
-    assert len(in_order) == 2 and all('"at" >= ' in sql for sql in in_order), "each reads a limited number of events"
-    assert not any("'0:00:00'::interval" in one["sql"] and "ORDER BY" in one["sql"] for one in captured), (
-        "nothing is sorted"
-    )
-    assert len(captured) <= 12
+    conductor.record_event("profile.deleted", EventSource.API, "nova", subject=(None, "p"))
+    for query in ({"q": "device.found"}, {"about": "device"}, {"source__exact": "agent"}):
+        with CaptureQueriesContext(connection) as captured:
+            assert operator.get(LIST, query).context["cl"].result_list
+        conditions = "words", "\"source\" = 'agent'"
+        in_order = [
+            one["sql"]
+            for one in captured
+            if 'BY "accelerators_event"."at" DESC' in one["sql"] and any(word in one["sql"] for word in conditions)
+        ]
+        assert in_order and all('"at" >= ' in sql for sql in in_order), "each reads a limited number of events"
+        assert not any("'0:00:00'::interval" in one["sql"] and "ORDER BY" in one["sql"] for one in captured), (
+            "nothing is sorted"
+        )
+        assert len(captured) <= 12
 
 
 def test_the_page_of_an_event_shows_changes_actor_and_events_of_the_same_request(operator: Client, fill: Fill) -> None:

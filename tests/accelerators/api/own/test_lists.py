@@ -166,7 +166,11 @@ def test_pages_of_events_with_frequent_words_cover_the_list_and_read_a_limited_n
     for actor in actors:
         conductor.record_event("profile.created", EventSource.API, actor, subject=(None, "p"))
     conductor.record_event("profile.deleted", EventSource.API, "new", subject=(None, "p"))
-    for query, count in (("actor=rare&action=profile.created", 4), ("actor=old", 5), ("action=profile.created", 22)):
+    conductor.record_event("profiles.counted", EventSource.SYSTEM, "new", subject=(None, "p"))
+    counts = {"actor=rare&action=profile.created": 4, "actor=old": 5, "action=profile.created": 22}
+    counts |= {"subject_type=profile": 23, "subject_type=profiles": 1}
+    assert not get_results(ask("/api/events/?subject_type=profil")) + get_results(ask("/api/events/?subject_type=p+x"))
+    for query, count in counts.items():
         for ordering in ("at", "-at"):
             path = f"/api/events/?fields=url&{query}&ordering={ordering}"
             assert len(get_results(ask(path))) == count
@@ -177,6 +181,12 @@ def test_pages_of_events_with_frequent_words_cover_the_list_and_read_a_limited_n
     assert in_order and all('"at" >= (COALESCE((SELECT' in one for one in in_order), in_order
     assert all(word in in_order[0] for word in ("@@", f"OFFSET {read - 1}")) and len(captured) <= 5
     assert ask(f"/api/events/?action={'x' * 4000}&request_id={'y' * 4000}").status_code == 200
+    assert ask(f"/api/events/?subject_type={'x' * 4000}").status_code == 200
+    with CaptureQueriesContext(connection) as captured:
+        assert get_results(ask("/api/events/?subject_type=profile&limit=3"))
+    in_order = [one["sql"] for one in captured if 'ORDER BY "accelerators_event"."at" DESC' in one["sql"]]
+    assert in_order and all('"at" >= (COALESCE((SELECT' in one for one in in_order), in_order
+    assert len(captured) <= 5
 
 
 def test_a_cursor_pages_through_many_rows_with_equal_sort_values(ask: Ask) -> None:
