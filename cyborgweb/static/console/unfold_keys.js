@@ -50,6 +50,19 @@ function adopt(control) {
   });
 }
 
+// In a narrow window each row of a list is a card, and unfold labels the first cell as the box that selects the row.
+const rows = document.querySelector("#result_list tbody")?.parentElement;
+const heading = rows?.querySelector("thead th:not(:has(input))");
+
+function labelFirstCells() {
+  for (const cell of rows.querySelectorAll("tbody tr > td:first-child[data-label]:not(:has(input[type=checkbox]))")) cell.dataset.label = wordsOf(heading);
+}
+
+if (heading) {
+  labelFirstCells();
+  new MutationObserver(labelFirstCells).observe(rows, { childList: true, subtree: true });
+}
+
 // Django's two lists of groups or permissions disable their buttons. Say why, for screen readers and on hover.
 const REASONS = { add: "No row of the left list is selected.", remove: "No row of the right list is selected.",
   add_all: "The left list has no rows.", remove_all: "The right list has no rows." };
