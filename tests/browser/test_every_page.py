@@ -79,9 +79,16 @@ def check_addresses(page: Page, paths: Iterable[str]) -> list[str]:
 
 
 def test_every_page_that_is_not_of_one_row_meets_wcag_level_aa(desk: ConsoleDesk) -> None:
-    shown = check_addresses(desk.open_as_administrator(), addresses.list_fixed_pages())
+    page = desk.open_as_administrator()
+    shown = check_addresses(page, addresses.list_fixed_pages())
     assert len(shown) > 45
     desk.drop_complaints("status of 403")
+    page.goto("/admin/")
+    links = page.get_by_role("navigation", name="Console").get_by_role("listitem").get_by_role("link")
+    in_sidebar = links.evaluate_all("all => all.map(a => new URL(a.href).pathname)")
+    forms = [f"{LISTS}admissionrule/add/", f"{LISTS}deviceprofile/add/", "/admin/cyborgweb/subscription/add/"]
+    assert len(in_sidebar) > 20
+    assert {*in_sidebar, *forms} <= {*shown}
 
 
 def test_every_page_of_a_row_meets_wcag_level_aa(desk: ConsoleDesk) -> None:
