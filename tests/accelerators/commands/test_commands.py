@@ -148,7 +148,7 @@ def test_a_merge_inserts_all_installations_with_one_statement(monkeypatch: pytes
 
 def test_installing_a_held_device_is_refused(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     held = safety.DeviceHolders({device.pk: {"requests": safety.HolderCheckResult(("request x",))}})
-    monkeypatch.setattr(safety, "find_known_holders", lambda devices: held)
+    monkeypatch.setattr(safety, "find_known_holders", lambda devices, requests: held)
     with pytest.raises(RefusedError, match="held by request x: it cannot be installed"):
         lifecycle.enable_device(device.uuid, OLGA)
 

@@ -12,7 +12,7 @@ from accelerators.domain.caller import Caller
 from accelerators.domain.device_actions import Action
 from accelerators.domain.states import DrainTarget, EventSource, RolloutOp
 from accelerators.models import AttachHandle, Bulk, Device, ReleasedHandle
-from accelerators.workflows import bulk_actions, bulk_admission, driver_rollouts, rollout_previews
+from accelerators.workflows import bulk_actions, bulk_admission, driver_rollouts
 from accelerators.workflows.driver_config import DriverChange
 from tests.accelerators.api.own.test_units import build_divisible_card
 from tests.support.reports import apply_report, get_or_create_host, make_driver_report
@@ -116,8 +116,8 @@ def test_a_rule_does_not_count_a_device_to_be_installed_that_a_guest_may_still_u
 def test_the_preview_of_a_driver_change_knows_devices_that_a_guest_may_still_use(released: Device) -> None:
     change = DriverChange(RolloutOp.UNINSTALL, "generic_driver")
     hosts = [released.host]
-    draft = driver_rollouts.start_rollout(change, hosts, OLGA, source=EventSource.PERSON, is_draft=True)
-    (forecast,) = rollout_previews.forecast_hosts(draft)
+    draft, preview = driver_rollouts.store_draft(change, hosts, OLGA, source=EventSource.PERSON)
+    (forecast,) = preview.hosts
     assert (forecast.outcome, forecast.text) == ("refused", "one of its devices is held")
     driver_rollouts.confirm_rollout(draft, "")
     driver_rollouts.run()
