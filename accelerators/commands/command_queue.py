@@ -642,7 +642,7 @@ def _refuse_if_impossible(
     if op not in device.acts.split():
         raise RefusedError(RefusalReason.CONFLICT, f"Device {device.uuid}: {device.driver} cannot {op} it.")
     refuse_if_busy(device, op, busy_ops)
-    _refuse_if_explained(device.host, explain_unreachable([device.host]) if unreachable is None else unreachable)
+    refuse_if_explained(device.host, explain_unreachable([device.host]) if unreachable is None else unreachable)
 
 
 def _lock_affected_siblings(op: str, device: Device) -> list[Device]:
@@ -705,10 +705,10 @@ def explain_unreachable(hosts: Collection[Host], *, may_wait: bool = True) -> di
 def refuse_if_unreachable(host: Host, *, may_wait: bool = True) -> None:
     """Raise RefusedError CONFLICT if the host's agent takes no commands, with the reason of `explain_unreachable`; it
     is an AgentDownError if the agent is only down."""
-    _refuse_if_explained(host, explain_unreachable([host], may_wait=may_wait))
+    refuse_if_explained(host, explain_unreachable([host], may_wait=may_wait))
 
 
-def _refuse_if_explained(host: Host, obstacles: Mapping[int, Obstacle]) -> None:
+def refuse_if_explained(host: Host, obstacles: Mapping[int, Obstacle]) -> None:
     """Raise RefusedError CONFLICT if `obstacles`, those of `explain_unreachable`, has one for this host; it is an
     AgentDownError if the agent is only down."""
     if obstacle := obstacles.get(host.pk):

@@ -402,16 +402,24 @@ def _build_admission_forecaster(bulk: Bulk, away_agents: Mapping[int, AwayAgent]
             is_released=released,
             is_host_removed=removing,
         )
-        return _add_delay(BulkForecast(outcome, text, held), after, away_agents.get(away_host or 0))
+        forecast, away = BulkForecast(outcome, text, held), away_agents.get(away_host or 0)
+        return _consider_installing_agent(forecast, state_now, after, away)
 
     return predict
 
 
-def _add_delay(forecast: BulkForecast, after: LifecycleState | None, away: AwayAgent | None) -> BulkForecast:
-    """Return the forecast of a device that becomes `after`; if it would be installed by an agent that takes no commands
-    now, the text says so."""
-    if not away or not after or after.state is not DeviceState.INSTALLING or forecast.outcome != DeviceOutcome.MOVED:
+def _consider_installing_agent(
+    forecast: BulkForecast, before: LifecycleState, after: LifecycleState | None, away: AwayAgent | None
+) -> BulkForecast:
+    """Return the forecast of a device that goes from `before` to `after`. If it would be installed by an agent that
+    takes no commands now, it is refused; if the installation can wait for the agent, the text says so."""
+    if forecast.outcome != DeviceOutcome.MOVED or not away or not after:
         return forecast
+    if after.state is not DeviceState.INSTALLING or before.state is DeviceState.INSTALLING:
+        return forecast
+    if not away.obstacle.may_wait:
+        text = away.obstacle.nameless_text
+        return replace(forecast, outcome=DeviceOutcome.REFUSED, text=text, away_hosts=(away.host,))
     text = f"{forecast.text}; {bulk_commands.describe_delay('install', away)}"
     return replace(forecast, text=text, away_hosts=(away.host,))
 
@@ -692,7 +700,7 @@ def predict_outcome(
     waits_for_guest = released and after.drain_to is DrainTarget.RETIRED
     changed = after if held or waits_for_guest or not after.drain_to else state_after_last_request(after)
     text = _describe_change(changed, "its last request ends" if held else "its host confirms that no guest uses it")
-    return _add_delay(BulkForecast(DeviceOutcome.MOVED, text, held), after, away)
+    return _consider_installing_agent(BulkForecast(DeviceOutcome.MOVED, text, held), state_now, after, away)
 
 
 ACTS_ON_FREE_DEVICES = {DeviceState.RETIRED: "retired", DeviceState.INSTALLING: "installed"}

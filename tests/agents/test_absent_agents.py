@@ -199,16 +199,22 @@ def test_the_preview_of_devices_to_be_installed_says_on_which_hosts_the_agents_t
     forecasts = {one.text: (str(one.outcome), one.number) for one in bulk_actions.forecast_bulk(draft)}
     expected = {f"becomes ready{ending}": ("moved", 5), f"becomes installing{ending}": ("moved", 1)}
     for name, reason in REASONS.items():
-        text = f"becomes installing{ending}; the command expires if it is not begun within 3600 seconds, and {reason}"
-        expected[f"{text} (host {name})"] = ("moved", 1)
+        delay = f"becomes installing{ending}; the command expires if it is not begun within 3600 seconds, and {reason}"
+        text, outcome = (delay, "moved") if name in CAN_WAIT else (reason, "refused")
+        expected[f"{text} (host {name})"] = (outcome, 1)
     assert forecasts == expected
-    assert {one.text for _, one in bulk_actions.forecast_first_items(draft, 10)} == expected.keys()
+    first = {item.pk: one for item, one in bulk_actions.forecast_first_items(draft, 10)}
+    assert {one.text for one in first.values()} == expected.keys()
     if action is Action.ENABLE:
         singles = (bulk_actions.forecast_device(action, DrainTarget.MAINTENANCE, one) for one in Device.objects.all())
         assert {one.text for one in singles} == expected.keys()
     bulk_actions.confirm_draft(draft, "", held_too=True)
-    assert {item.outcome for item in draft.items.all()} == {"moved"}
-    assert Command.objects.filter(op="install").count() == 5, "an installation waits an hour for the agent"
+    assert {item.pk: item.outcome for item in draft.items.all()} == {pk: one.outcome for pk, one in first.items()}
+    assert {command.host.name for command in Command.objects.filter(op="install")} == {"up", *CAN_WAIT}
+    refused = set(draft.items.filter(host="old").exclude(why="").values_list("outcome", "why", "text"))
+    assert refused == {("refused", "conflict", "The agent of old (release 0.0.9) accepts no commands: update it.")}
+    states = set(Device.objects.filter(host__name__in=("old", "barred")).values_list("to_install", "state"))
+    assert states == {("bind it", "inactive"), ("", "ready")}, "no device is busy or installing for an agent in vain"
 
 
 def test_a_command_for_a_host_whose_agent_is_barred_is_refused_at_once(hosts: list[Host]) -> None:
