@@ -127,6 +127,18 @@ def test_a_host_that_is_being_removed_is_not_told_to_join(hosts: list[Host], nam
     assert forecast.text == "it is being removed: wait until it is gone, or cancel its removal"
 
 
+def test_an_update_is_not_advised_where_it_cannot_help(hosts: list[Host]) -> None:
+    (old,) = (one for one in hosts if one.name == "old")
+    agent = Agent.objects.get(host=old)
+    assert explain_refused_order(old) == "The agent of old (release 0.0.9) accepts no commands: update it."
+    key_revocation.revoke_agent(agent, "olga", "")
+    assert explain_refused_order(old).startswith("The agent of old was revoked (by olga)")
+    with conductor.writing():
+        Host.objects.filter(pk=old.pk).update(removing_since=database_clock.now())
+    old.refresh_from_db()
+    assert explain_refused_order(old).startswith("Host old is being removed")
+
+
 CAN_WAIT = ("down", "never-joined")
 """The hosts for whose agents a command can wait."""
 
