@@ -72,9 +72,10 @@ def predict_refusal(
     return away.obstacle.nameless_text if away and not away.obstacle.may_wait else ""
 
 
-def describe_release(act: str) -> str:
-    """Return why a device with a released handle is refused an act; `act` completes "it cannot be ..."."""
-    return f"a guest may still use it, because its host has not confirmed that none does: it cannot be {act}"
+def describe_release(act: str, device: str = "it") -> str:
+    """Return why an act is refused because of a device with a released handle, which is called `device`; `act`
+    completes "it cannot be ..."."""
+    return f"a guest may still use {device}, because the host has not confirmed that none does: it cannot be {act}"
 
 
 def describe_delay(op: str, away: AwayAgent) -> str:

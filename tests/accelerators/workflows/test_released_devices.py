@@ -19,7 +19,7 @@ from tests.support.reports import apply_report, get_or_create_host, make_driver_
 
 pytestmark = [pytest.mark.django_db, pytest.mark.usefixtures("agents_need_not_be_up")]
 OLGA = Caller("olga", "u", frozenset({"admin"}), "p1")
-WAITS = "a guest may still use it, because its host has not confirmed that none does"
+WAITS = "a guest may still use it, because the host has not confirmed that none does"
 CHANGE = {"units": 0, "layout": {"vfs": "8"}, "generation": None}
 
 
@@ -118,7 +118,8 @@ def test_the_preview_of_a_driver_change_knows_devices_that_a_guest_may_still_use
     hosts = [released.host]
     draft, preview = driver_rollouts.store_draft(change, hosts, OLGA, source=EventSource.PERSON)
     (forecast,) = preview.hosts
-    assert (forecast.outcome, forecast.text) == ("refused", "one of its devices is held")
+    text = f"{WAITS.replace('use it', 'use one of its devices')}: it cannot be uninstalled"
+    assert (forecast.outcome, forecast.text) == ("refused", text)
     driver_rollouts.confirm_rollout(draft, "")
     driver_rollouts.run()
     assert "a guest, perhaps" in draft.steps.get().text
