@@ -693,13 +693,16 @@ def refuse_if_busy(device: Device, op: str, busy_ops: Mapping[UUID, str] | None 
 def explain_unreachable(hosts: Collection[Host], *, may_wait: bool = True) -> dict[int, Obstacle]:
     """Return, by host id, why the agents of these hosts take no commands; hosts without an obstacle are left out.
 
-    If `may_wait` is True, an obstacle for which a command can wait is left out, too. Costs one statement per check, and
-    none without hosts.
+    If `may_wait` is True, an obstacle for which a command can wait is left out, too. If the checks find several
+    obstacles of a host, the first one for which no command can wait is returned, otherwise the first one. Costs one
+    statement per check, and none without hosts.
     """
-    obstacles: dict[int, Obstacle] = {}
+    refusing: dict[int, Obstacle] = {}
+    delaying: dict[int, Obstacle] = {}
     for check in REACH_CHECKS.values() if hosts else ():
-        obstacles = check(hosts) | obstacles
-    return {pk: obstacle for pk, obstacle in obstacles.items() if not (may_wait and obstacle.may_wait)}
+        for pk, obstacle in check(hosts).items():
+            (delaying if obstacle.may_wait else refusing).setdefault(pk, obstacle)
+    return refusing if may_wait else delaying | refusing
 
 
 def refuse_if_unreachable(host: Host, *, may_wait: bool = True) -> None:

@@ -12,6 +12,7 @@ from django.test.utils import CaptureQueriesContext
 
 from accelerators import conductor
 from accelerators.commands import command_queue
+from accelerators.commands.command_queue import Obstacle
 from accelerators.devices import admission_rules, partitioning
 from accelerators.domain.caller import Caller
 from accelerators.domain.device_actions import Action
@@ -137,6 +138,16 @@ def test_an_update_is_not_advised_where_it_cannot_help(hosts: list[Host]) -> Non
         Host.objects.filter(pk=old.pk).update(removing_since=database_clock.now())
     old.refresh_from_db()
     assert explain_refused_order(old).startswith("Host old is being removed")
+
+
+def test_an_obstacle_for_which_a_command_may_wait_does_not_hide_that_of_another_check(
+    hosts: list[Host],
+) -> None:
+    (down,) = (one for one in hosts if one.name == "down")
+    closed = Obstacle("the rack of down is closed", "its rack is closed")
+    with command_queue.REACH_CHECKS.replaced("rack", lambda hosts: {down.pk: closed}):
+        for may_wait in (True, False):
+            assert command_queue.explain_unreachable([down], may_wait=may_wait) == {down.pk: closed}
 
 
 CAN_WAIT = ("down", "never-joined")
