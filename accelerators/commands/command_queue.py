@@ -74,14 +74,19 @@ class Obstacle(NamedTuple):
 
     `text` names the host; `nameless_text` does not, so that hosts with the same reason can be counted together.
     `may_pass` is True if the agent is only down: it may come back by itself, for example after the conductor was away.
-    `may_wait` is True if a command can be placed nevertheless, because it waits for an agent that is down or has not
-    joined.
+    `waiting_text` is not '' if a command can be placed nevertheless, because it waits for an agent that is down or has
+    not joined; it says what has to be done for the command, without the host's name and without the time that is left.
     """
 
     text: str
     nameless_text: str
     may_pass: bool = False
-    may_wait: bool = False
+    waiting_text: str = ""
+
+    @property
+    def may_wait(self) -> bool:
+        """Return whether a command can be placed nevertheless, because it waits for the agent."""
+        return bool(self.waiting_text)
 
 
 class ReachCheck(Protocol):

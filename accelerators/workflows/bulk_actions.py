@@ -45,7 +45,7 @@ from accelerators.models.bulks import BULK_IS_RUNNING, ITEM_IS_WAITING
 from accelerators.runtime import database_clock, jobs
 from accelerators.runtime.after_commit import call_after_commit
 from accelerators.workflows import bulk_admission, bulk_commands
-from accelerators.workflows.bulk_commands import AwayAgent
+from accelerators.workflows.bulk_commands import UnreachableAgent
 from accelerators.workflows.bulk_detachments import DETACH, DETACH_ACTION
 from accelerators.workflows.bulk_labels import LABEL, LABEL_ACTION
 from accelerators.workflows.bulk_targets import BulkForecast, InstanceReach, TargetAction
@@ -312,8 +312,8 @@ def forecast_bulk(bulk: Bulk) -> list[BulkForecast]:
     """Predict what confirming a set now would do: each kind of outcome with its number of objects.
 
     Sorted by outcome, and then by number, the largest first. Costs one statement, whatever the size of the set; for
-    admission rules and labels two, for detachments three, and those of `_find_away_agents`. Returns [] for an action
-    that this release does not know.
+    admission rules and labels two, for detachments three, and those of `_find_unreachable_agents`. Returns [] for an
+    action that this release does not know.
     """
     if bulk.action not in KNOWN_ACTIONS:
         return []
@@ -323,13 +323,13 @@ def forecast_bulk(bulk: Bulk) -> list[BulkForecast]:
         return _sort_forecasts(_count_unit_changes(bulk))
     if bulk.action == bulk_admission.ADMIT:
         return _sort_forecasts(_count_admissions(bulk))
-    away_agents = _find_away_agents(bulk)
-    items = _query_items_with_facts(bulk, away_agents).order_by()
+    unreachable_agents = _find_unreachable_agents(bulk)
+    items = _query_items_with_facts(bulk, unreachable_agents).order_by()
     count_by_forecast: Counter[BulkForecast] = Counter()
-    for word, away_host, *facts, number in items.values_list("stood", "away_host", *FACT_COLUMNS).annotate(
-        number=Count("id")
-    ):
-        count_by_forecast[predict_outcome(bulk, word, away_agents.get(away_host), *facts)] += number
+    for word, unreachable_host, *facts, number in items.values_list(
+        "stood", "unreachable_host", *FACT_COLUMNS
+    ).annotate(number=Count("id")):
+        count_by_forecast[predict_outcome(bulk, word, unreachable_agents.get(unreachable_host), *facts)] += number
     return _sort_forecasts(count_by_forecast)
 
 
@@ -340,15 +340,15 @@ def _sort_forecasts(count_by_forecast: Counter[BulkForecast]) -> list[BulkForeca
     """
     numbers, hosts = Counter[BulkForecast](), defaultdict[BulkForecast, set[str]](set)
     for entry, number in count_by_forecast.items():
-        kind = replace(entry, away_hosts=())
+        kind = replace(entry, unreachable_hosts=())
         numbers[kind] += number
-        hosts[kind].update(entry.away_hosts)
+        hosts[kind].update(entry.unreachable_hosts)
     merged = (replace(kind.name_hosts(hosts[kind]), number=number) for kind, number in numbers.items())
     return sorted(merged, key=lambda one: (one.outcome, -one.number))
 
 
 ADMISSION_COLUMNS = (
-    "away_host",
+    "unreachable_host",
     "stood",
     "device__state",
     "device__returns_to",
@@ -365,20 +365,22 @@ ADMISSION_COLUMNS = (
 
 def _count_admissions(bulk: Bulk) -> Counter[BulkForecast]:
     """Predict what the admission rules would do to the devices of a set: each forecast with its number of devices."""
-    away_agents = _find_away_agents(bulk)
-    items = _query_items_with_facts(bulk, away_agents).order_by()
-    predict, numbers = _build_admission_forecaster(bulk, away_agents), Counter[BulkForecast]()
+    unreachable_agents = _find_unreachable_agents(bulk)
+    items = _query_items_with_facts(bulk, unreachable_agents).order_by()
+    predict, numbers = _build_admission_forecaster(bulk, unreachable_agents), Counter[BulkForecast]()
     for *columns, number in items.values_list(*ADMISSION_COLUMNS).annotate(number=Count("id")):
         numbers[predict(*columns)] += number
     return numbers
 
 
-def _build_admission_forecaster(bulk: Bulk, away_agents: Mapping[int, AwayAgent]) -> Callable[..., BulkForecast]:
+def _build_admission_forecaster(
+    bulk: Bulk, unreachable_agents: Mapping[int, UnreachableAgent]
+) -> Callable[..., BulkForecast]:
     """Return a function that predicts, from the ADMISSION_COLUMNS of an item, what the admission rules would do."""
     chosen_rules, present_rules = bulk_admission.read_rules(bulk.arguments), admission_rules.load_enabled_rules()
 
     def predict(
-        away_host: int | None,
+        unreachable_host: int | None,
         word_when_chosen: str,
         state: str | None,
         returns: str | None,
@@ -402,26 +404,28 @@ def _build_admission_forecaster(bulk: Bulk, away_agents: Mapping[int, AwayAgent]
             is_released=released,
             is_host_removed=removing,
         )
-        forecast, away = BulkForecast(outcome, text, held), away_agents.get(away_host or 0)
-        return _consider_installing_agent(forecast, state_now, after, away)
+        forecast, unreachable = BulkForecast(outcome, text, held), unreachable_agents.get(unreachable_host or 0)
+        return _consider_agent(forecast, "install", unreachable) if _is_install_ordered(state_now, after) else forecast
 
     return predict
 
 
-def _consider_installing_agent(
-    forecast: BulkForecast, before: LifecycleState, after: LifecycleState | None, away: AwayAgent | None
-) -> BulkForecast:
-    """Return the forecast of a device that goes from `before` to `after`. If it would be installed by an agent that
-    takes no commands now, it is refused; if the installation can wait for the agent, the text says so."""
-    if forecast.outcome != DeviceOutcome.MOVED or not away or not after:
+def _consider_agent(forecast: BulkForecast, op: str, unreachable: UnreachableAgent | None) -> BulkForecast:
+    """Return the forecast of a device for which command `op` would be placed, or one that is refused anyway. If its
+    agent is `unreachable`, the device is refused; if the command can wait for the agent, the text says so."""
+    if forecast.outcome != DeviceOutcome.MOVED or not unreachable:
         return forecast
-    if after.state is not DeviceState.INSTALLING or before.state is DeviceState.INSTALLING:
-        return forecast
-    if not away.obstacle.may_wait:
-        text = away.obstacle.nameless_text
-        return replace(forecast, outcome=DeviceOutcome.REFUSED, text=text, away_hosts=(away.host,))
-    text = f"{forecast.text}; {bulk_commands.describe_delay('install', away)}"
-    return replace(forecast, text=text, away_hosts=(away.host,))
+    obstacle, hosts = unreachable.obstacle, (unreachable.host,)
+    if not obstacle.may_wait:
+        text = obstacle.nameless_text
+        return replace(forecast, outcome=DeviceOutcome.REFUSED, text=text, unreachable_hosts=hosts)
+    text = f"{forecast.text}; {bulk_commands.describe_delay(op, obstacle)}"
+    return replace(forecast, text=text, unreachable_hosts=hosts)
+
+
+def _is_install_ordered(before: LifecycleState, after: LifecycleState | None) -> bool:
+    """Return whether the command `install` is placed for a device that goes from `before` to `after`."""
+    return after is not None and after.state is DeviceState.INSTALLING is not before.state
 
 
 def forecast_unit_change(change: partitioning.PartitionChange, device: Device) -> tuple[BulkForecast, str]:
@@ -430,7 +434,7 @@ def forecast_unit_change(change: partitioning.PartitionChange, device: Device) -
     the `command_queue.REACH_CHECKS`."""
     present_units = partitioning.count_units([device])[device.pk]
     seen = partitioning.describe_units(device.lifecycle_text, present_units)
-    away = _explain_away_agents([device.host]).get(device.host_id)
+    unreachable = _find_unreachable_agents_of([device.host]).get(device.host_id)
     forecast = _predict_unit_change(
         change,
         seen,
@@ -439,9 +443,9 @@ def forecast_unit_change(change: partitioning.PartitionChange, device: Device) -
         is_held=bool(safety.find_requests_of_device(device)),
         is_released=bool(safety.find_releases_of_devices([device.pk])),
         is_able=bulk_commands.PARTITION in device.acts.split(),
-        away=away,
+        unreachable=unreachable,
     )
-    return forecast.name_hosts(forecast.away_hosts), seen
+    return forecast.name_hosts(forecast.unreachable_hosts), seen
 
 
 UNIT_FACT_COLUMNS = ("state", "returns_to", "drain_to", "busy_with", "driver", "changeable", "sized_by")
@@ -451,15 +455,16 @@ UNIT_FACT_COLUMNS = ("state", "returns_to", "drain_to", "busy_with", "driver", "
 def _count_unit_changes(bulk: Bulk) -> Counter[BulkForecast]:
     """Predict what a change of units would do to the devices of a set: each forecast with its number of devices.
 
-    Costs one statement, which groups the devices with the same facts, and those of `_find_away_agents`. With a
+    Costs one statement, which groups the devices with the same facts, and those of `_find_unreachable_agents`. With a
     generation, which only a change of a single device has, the device itself is read.
     """
-    change, away_agents = partitioning.PartitionChange.from_arguments(bulk.arguments or {}), _find_away_agents(bulk)
-    items = partitioning.annotate_unit_count(_query_items_with_facts(bulk, away_agents), "device__")
+    change = partitioning.PartitionChange.from_arguments(bulk.arguments or {})
+    unreachable_agents = _find_unreachable_agents(bulk)
+    items = partitioning.annotate_unit_count(_query_items_with_facts(bulk, unreachable_agents), "device__")
     if change.generation is not None:
-        return Counter(one for _, one in _forecast_unit_changes(bulk, items, away_agents))
+        return Counter(one for _, one in _forecast_unit_changes(bulk, items, unreachable_agents))
     columns = (
-        "away_host",
+        "unreachable_host",
         "stood",
         "unit_count",
         "is_held",
@@ -469,21 +474,21 @@ def _count_unit_changes(bulk: Bulk) -> Counter[BulkForecast]:
     )
     groups = items.order_by().values_list(*columns).annotate(number=Count("id"))
     numbers = Counter[BulkForecast]()
-    for away_host, stood, present_units, is_held, is_released, is_able, *facts, number in groups:
+    for unreachable_host, stood, present_units, is_held, is_released, is_able, *facts, number in groups:
         device = Device(**dict(zip(UNIT_FACT_COLUMNS, facts, strict=True))) if facts[0] else None
         forecast = _predict_unit_change(
             *(change, stood, device, present_units),
             is_held=is_held,
             is_released=is_released,
             is_able=bool(is_able),
-            away=away_agents.get(away_host),
+            unreachable=unreachable_agents.get(unreachable_host),
         )
         numbers[forecast] += number
     return numbers
 
 
 def _forecast_unit_changes(
-    bulk: Bulk, items: QuerySet[Any], away_agents: Mapping[int, AwayAgent]
+    bulk: Bulk, items: QuerySet[Any], unreachable_agents: Mapping[int, UnreachableAgent]
 ) -> list[tuple[BulkItem, BulkForecast]]:
     """Predict what a change of units would do to each of these items, which are annotated with facts and
     `unit_count`."""
@@ -496,7 +501,7 @@ def _forecast_unit_changes(
                 is_held=item.is_held,
                 is_released=item.released,
                 is_able=item.able,
-                away=away_agents.get(item.away_host),
+                unreachable=unreachable_agents.get(item.unreachable_host),
             ),
         )
         for item in items.select_related("device")
@@ -512,7 +517,7 @@ def _predict_unit_change(
     is_held: bool,
     is_released: bool,
     is_able: bool,
-    away: AwayAgent | None,
+    unreachable: UnreachableAgent | None,
 ) -> BulkForecast:
     """Predict what a change of units would do to one device, which has `present_units` units now; None is a device that
     is gone. `word_when_chosen` is its `describe_units` when it was chosen."""
@@ -527,21 +532,16 @@ def _predict_unit_change(
         is_busy=device.busy_with is not None,
         is_held=is_held,
         is_released=is_released,
-        away=away,
     )
     try:
         layout = partitioning.plan_layout(device, change, present_units)
     except RefusedError as refused:
         refusal = refusal or refused.text
     if refusal:
-        away_hosts = (away.host,) if away and refusal == away.obstacle.nameless_text else ()
-        return BulkForecast(DeviceOutcome.REFUSED, refusal, is_held, away_hosts=away_hosts)
+        return BulkForecast(DeviceOutcome.REFUSED, refusal, is_held)
     words = ", ".join(f"{word}={value}" for word, value in layout.items())
     text = f"is divided again with {words}; it has {present_units} units now"
-    if not away:
-        return BulkForecast(DeviceOutcome.MOVED, text, held=False)
-    text += f"; {bulk_commands.describe_delay(bulk_commands.PARTITION, away)}"
-    return BulkForecast(DeviceOutcome.MOVED, text, held=False, away_hosts=(away.host,))
+    return _consider_agent(BulkForecast(DeviceOutcome.MOVED, text, held=False), bulk_commands.PARTITION, unreachable)
 
 
 def forecast_first_items(bulk: Bulk, maximum: int, held_only: bool = False) -> list[tuple[BulkItem, BulkForecast]]:
@@ -552,27 +552,27 @@ def forecast_first_items(bulk: Bulk, maximum: int, held_only: bool = False) -> l
     if target_action := TARGET_ACTIONS.get(bulk.action):
         items = list((bulk.items.filter(held=True) if held_only else bulk.items.all())[:maximum])
         return list(zip(items, target_action.predict(bulk, items), strict=True))
-    away_agents = _find_away_agents(bulk)
-    annotated = _query_items_with_facts(bulk, away_agents).order_by("id")
+    unreachable_agents = _find_unreachable_agents(bulk)
+    annotated = _query_items_with_facts(bulk, unreachable_agents).order_by("id")
     if not held_only:  # select by id first, so that the database looks for holders of these devices only
         annotated = annotated.filter(pk__in=list(bulk.items.order_by("id").values_list("pk", flat=True)[:maximum]))
     chosen = (annotated.filter(Q(is_held=True)) if held_only else annotated)[:maximum]
     if bulk.action == bulk_commands.PARTITION:
         annotated_with_units = partitioning.annotate_unit_count(chosen, "device__")
-        forecasts = _forecast_unit_changes(bulk, annotated_with_units, away_agents)
+        forecasts = _forecast_unit_changes(bulk, annotated_with_units, unreachable_agents)
     elif bulk.action == bulk_admission.ADMIT:
-        predict = _build_admission_forecaster(bulk, away_agents)
+        predict = _build_admission_forecaster(bulk, unreachable_agents)
         columns_by_item = {pk: columns for pk, *columns in chosen.values_list("pk", *ADMISSION_COLUMNS)}
         forecasts = [(item, predict(*columns_by_item[item.pk])) for item in chosen]
     else:
-        forecasts = [(item, _predict_outcome_of_item(bulk, item, away_agents)) for item in chosen]
-    return [(item, one.name_hosts(one.away_hosts)) for item, one in forecasts]
+        forecasts = [(item, _predict_outcome_of_item(bulk, item, unreachable_agents)) for item in chosen]
+    return [(item, one.name_hosts(one.unreachable_hosts)) for item, one in forecasts]
 
 
-def _predict_outcome_of_item(bulk: Bulk, item: Any, away_agents: Mapping[int, AwayAgent]) -> BulkForecast:
+def _predict_outcome_of_item(bulk: Bulk, item: Any, unreachable_agents: Mapping[int, UnreachableAgent]) -> BulkForecast:
     """Return the forecast of an item of `_query_items_with_facts`."""
     facts = (getattr(item, name) for name in FACT_ATTRIBUTES)
-    return predict_outcome(bulk, item.stood, away_agents.get(item.away_host), *facts)
+    return predict_outcome(bulk, item.stood, unreachable_agents.get(item.unreachable_host), *facts)
 
 
 _FACTS = ("installs", "busy", "is_held", "released", "able", "held", "removing")
@@ -582,7 +582,7 @@ FACT_ATTRIBUTES = ("now_state", "now_returns", "now_drains", *_FACTS)
 items."""
 
 
-def _find_away_agents(bulk: Bulk) -> dict[int, AwayAgent]:
+def _find_unreachable_agents(bulk: Bulk) -> dict[int, UnreachableAgent]:
     """Return, by host id, the agents that take no commands now, of the hosts of a set whose devices get commands.
 
     These are the hosts of all devices for an action of `bulk_commands.BULK_OPS`. When devices are enabled or admitted,
@@ -595,22 +595,23 @@ def _find_away_agents(bulk: Bulk) -> dict[int, AwayAgent]:
         with_commands = bulk.items.order_by().filter(device__to_install__gt="")
     else:
         return {}
-    return _explain_away_agents(Host.objects.filter(pk__in=with_commands.values("device__host")).defer("drivers"))
+    hosts = Host.objects.filter(pk__in=with_commands.values("device__host")).defer("drivers")
+    return _find_unreachable_agents_of(hosts)
 
 
-def _explain_away_agents(hosts: Iterable[Host]) -> dict[int, AwayAgent]:
+def _find_unreachable_agents_of(hosts: Iterable[Host]) -> dict[int, UnreachableAgent]:
     """Return, by host id, those agents of these hosts that take no commands now."""
     host_by_id = {host.pk: host for host in hosts}
     obstacles = command_queue.explain_unreachable([*host_by_id.values()], may_wait=False)
-    return {pk: AwayAgent(host_by_id[pk].name, obstacle) for pk, obstacle in obstacles.items()}
+    return {pk: UnreachableAgent(host_by_id[pk].name, obstacle) for pk, obstacle in obstacles.items()}
 
 
-def _query_items_with_facts(bulk: Bulk, away_agents: Mapping[int, AwayAgent]) -> QuerySet[BulkItem]:
+def _query_items_with_facts(bulk: Bulk, unreachable_agents: Mapping[int, UnreachableAgent]) -> QuerySet[BulkItem]:
     """Return the items of a set, annotated with what `predict_outcome` needs to know of each device now.
 
-    `away_host` is the id of the device's host if its agent is one of `away_agents`, else None.
+    `unreachable_host` is the id of the device's host if its agent is one of `unreachable_agents`, else None.
     """
-    away = When(device__host__in=[*away_agents], then=F("device__host_id"))
+    unreachable = When(device__host__in=[*unreachable_agents], then=F("device__host_id"))
     return bulk.items.annotate(
         now_state=F("device__state"),
         now_returns=F("device__returns_to"),
@@ -621,7 +622,7 @@ def _query_items_with_facts(bulk: Bulk, away_agents: Mapping[int, AwayAgent]) ->
         released=_build_released_fact(bulk),
         able=Q(device__acts__regex=rf"\m{bulk.action}\M"),
         removing=Q(device__host__removing_since__isnull=False),
-        away_host=Case(away) if away_agents else Value(None, output_field=BigIntegerField()),
+        unreachable_host=Case(unreachable) if unreachable_agents else Value(None, output_field=BigIntegerField()),
     )
 
 
@@ -638,7 +639,7 @@ def _build_released_fact(bulk: Bulk) -> Q | Value:
 def predict_outcome(
     bulk: Bulk,
     word_when_chosen: str,
-    away: AwayAgent | None,
+    unreachable: UnreachableAgent | None,
     state: str | None,
     returns: str | None,
     drains: str | None,
@@ -647,10 +648,10 @@ def predict_outcome(
     """Predict what the bulk action would do to one device: moved, unchanged, or refused with a reason. This is a pure
     function.
 
-    `word_when_chosen` is what the device's `LifecycleState.as_text` was when the set was chosen. `away` is the agent of
-    its host if the action sends a command to it, and the agent takes none now. `state`, `returns` and `drains` are the
-    device's columns now; `state` is None if the device is gone. `facts` are seven answers: whether the driver has to
-    install the device, whether a command is working on it, whether a request holds it, whether a guest may still use a
+    `word_when_chosen` is what the device's `LifecycleState.as_text` was when the set was chosen. `unreachable` is the
+    agent of its host if the action sends a command to it, and the agent takes none now. `state`, `returns` and `drains`
+    are the device's columns now; `state` is None if the device is gone. `facts` are seven answers: whether the driver
+    has to install the device, whether a command is working on it, whether a request holds it, whether a guest may still use a
     released handle of it, whether the driver supports the command that is asked for, whether a request held it when the
     set was chosen, and whether its host is being removed.
     """
@@ -669,15 +670,12 @@ def predict_outcome(
             is_busy=busy,
             is_held=held,
             is_released=released,
-            away=away,
         )
         in_use = held and bulk.action in DESTRUCTIVE
-        text = refusal or (
-            bulk_commands.describe_delay(bulk.action, away) if away else "the command is sent to its agent"
-        )
-        outcome = DeviceOutcome.REFUSED if refusal else DeviceOutcome.MOVED
-        is_away = away is not None and refusal in ("", away.obstacle.nameless_text)
-        return BulkForecast(outcome, text, in_use, away_hosts=(away.host,) if away and is_away else ())
+        if refusal:
+            return BulkForecast(DeviceOutcome.REFUSED, refusal, in_use)
+        text = "the command is placed" if unreachable else "the command is sent to its agent"
+        return _consider_agent(BulkForecast(DeviceOutcome.MOVED, text, in_use), bulk.action, unreachable)
     action, blocked_text = Action(bulk.action), ""
     try:
         after = state_after_action(action, state_now, DrainTarget(bulk.then))
@@ -700,7 +698,8 @@ def predict_outcome(
     waits_for_guest = released and after.drain_to is DrainTarget.RETIRED
     changed = after if held or waits_for_guest or not after.drain_to else state_after_last_request(after)
     text = _describe_change(changed, "its last request ends" if held else "its host confirms that no guest uses it")
-    return _consider_installing_agent(BulkForecast(DeviceOutcome.MOVED, text, held), state_now, after, away)
+    forecast = BulkForecast(DeviceOutcome.MOVED, text, held)
+    return _consider_agent(forecast, "install", unreachable) if _is_install_ordered(state_now, after) else forecast
 
 
 ACTS_ON_FREE_DEVICES = {DeviceState.RETIRED: "retired", DeviceState.INSTALLING: "installed"}
@@ -725,7 +724,7 @@ def forecast_device(action: Action, drain_to: DrainTarget, device: Device) -> Bu
     forecast = predict_outcome(
         Bulk(action=action, then=drain_to),
         lifecycle.build_lifecycle_state(device).as_text,
-        _explain_away_agents([device.host]).get(device.host_id) if would_install else None,
+        _find_unreachable_agents_of([device.host]).get(device.host_id) if would_install else None,
         device.state,
         device.returns_to,
         device.drain_to,
@@ -737,7 +736,7 @@ def forecast_device(action: Action, drain_to: DrainTarget, device: Device) -> Bu
         is_held,
         device.host.removing_since is not None,
     )
-    return forecast.name_hosts(forecast.away_hosts)
+    return forecast.name_hosts(forecast.unreachable_hosts)
 
 
 def confirm_draft(bulk: Bulk, reason: str, held_too: bool, dry_run: bool = False) -> bool:

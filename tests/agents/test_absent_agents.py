@@ -150,8 +150,11 @@ def test_an_obstacle_for_which_a_command_may_wait_does_not_hide_that_of_another_
             assert command_queue.explain_unreachable([down], may_wait=may_wait) == {down.pk: closed}
 
 
-CAN_WAIT = ("down", "never-joined")
-"""The hosts for whose agents a command can wait."""
+CAN_WAIT = {
+    "down": "its agent is down: start it",
+    "never-joined": "no agent has joined for it: let it join with a join token",
+}
+"""The hosts for whose agents a command can wait, each with what has to be done for the command."""
 
 
 def draft_bulk_action(action: str) -> Bulk:
@@ -177,9 +180,9 @@ def test_the_preview_of_a_bulk_command_says_on_which_hosts_the_agents_take_no_co
     if op == bulk_commands.PARTITION:
         done = "is divided again with vfs=8; it has 2 units now"
     expected |= {done: "moved"}
-    for name in CAN_WAIT:
-        text = f"the command expires if it is not begun within 60 seconds, and {REASONS[name]} (host {name})"
-        expected[f"{done}; {text}" if op == bulk_commands.PARTITION else text] = "moved"
+    for name, remedy in CAN_WAIT.items():
+        placed = done if op == bulk_commands.PARTITION else "the command is placed"
+        expected[f"{placed}; {remedy} within 60 seconds, or the command expires (host {name})"] = "moved"
     assert {one.text: one.outcome for one in forecasts} == expected
     assert {one.number for one in forecasts} == {2}
     first = {item.pk: forecast for item, forecast in bulk_actions.forecast_first_items(draft, 10)}
@@ -202,7 +205,7 @@ def test_the_preview_names_five_hosts_whose_agents_are_down_and_counts_the_other
         Agent.objects.create(host=host, public_key=host.name, ops="reset")
     (forecast,) = bulk_actions.forecast_bulk(draft_bulk_action("reset"))
     assert forecast.number == 14
-    assert forecast.text.endswith(f"{REASONS['down']} (hosts cmp0, cmp1, cmp2, cmp3, cmp4 and 2 more)")
+    assert forecast.text.endswith("or the command expires (hosts cmp0, cmp1, cmp2, cmp3, cmp4 and 2 more)")
 
 
 def test_a_host_is_not_named_for_devices_that_are_refused_for_another_reason(hosts: list[Host]) -> None:
@@ -222,8 +225,10 @@ def test_the_preview_of_devices_to_be_installed_says_on_which_hosts_the_agents_t
     forecasts = {one.text: (str(one.outcome), one.number) for one in bulk_actions.forecast_bulk(draft)}
     expected = {f"becomes ready{ending}": ("moved", 5), f"becomes installing{ending}": ("moved", 1)}
     for name, reason in REASONS.items():
-        delay = f"becomes installing{ending}; the command expires if it is not begun within 3600 seconds, and {reason}"
-        text, outcome = (delay, "moved") if name in CAN_WAIT else (reason, "refused")
+        text, outcome = reason, "refused"
+        if name in CAN_WAIT:
+            text = f"becomes installing{ending}; {CAN_WAIT[name]} within 3600 seconds, or the command expires"
+            outcome = "moved"
         expected[f"{text} (host {name})"] = (outcome, 1)
     assert forecasts == expected
     first = {item.pk: one for item, one in bulk_actions.forecast_first_items(draft, 10)}
