@@ -326,10 +326,10 @@ def forecast_bulk(bulk: Bulk) -> list[BulkForecast]:
     unreachable_agents = _find_unreachable_agents(bulk)
     items = _query_items_with_facts(bulk, unreachable_agents).order_by()
     count_by_forecast: Counter[BulkForecast] = Counter()
-    for word, unreachable_host, *facts, number in items.values_list(
-        "stood", "unreachable_host", *FACT_COLUMNS
-    ).annotate(number=Count("id")):
-        count_by_forecast[predict_outcome(bulk, word, unreachable_agents.get(unreachable_host), *facts)] += number
+    columns = ("stood", "unreachable_host", *FACT_COLUMNS.values())
+    for word, host, *values, number in items.values_list(*columns).annotate(number=Count("id")):
+        facts = DeviceFacts.from_columns(values)
+        count_by_forecast[predict_outcome(bulk, word, unreachable_agents.get(host), facts)] += number
     return _sort_forecasts(count_by_forecast)
 
 
@@ -347,20 +347,8 @@ def _sort_forecasts(count_by_forecast: Counter[BulkForecast]) -> list[BulkForeca
     return sorted(merged, key=lambda one: (one.outcome, -one.number))
 
 
-ADMISSION_COLUMNS = (
-    "unreachable_host",
-    "stood",
-    "device__state",
-    "device__returns_to",
-    "device__drain_to",
-    "installs",
-    "busy",
-    "is_held",
-    "released",
-    "removing",
-    *(f"device__{name}" for name in admission_rules.FACT_COLUMNS),
-)
-"""The columns of an item that decide what the admission rules do to its device; the last ones are `AdmissionFacts`."""
+_ADMISSION_FACT_COLUMNS = tuple(f"device__{name}" for name in admission_rules.FACT_COLUMNS)
+"""The columns of an item that are the `AdmissionFacts` of its device."""
 
 
 def _count_admissions(bulk: Bulk) -> Counter[BulkForecast]:
@@ -368,43 +356,37 @@ def _count_admissions(bulk: Bulk) -> Counter[BulkForecast]:
     unreachable_agents = _find_unreachable_agents(bulk)
     items = _query_items_with_facts(bulk, unreachable_agents).order_by()
     predict, numbers = _build_admission_forecaster(bulk, unreachable_agents), Counter[BulkForecast]()
-    for *columns, number in items.values_list(*ADMISSION_COLUMNS).annotate(number=Count("id")):
-        numbers[predict(*columns)] += number
+    columns = ("unreachable_host", "stood", *_ADMISSION_FACT_COLUMNS, *FACT_COLUMNS.values())
+    for values in items.values_list(*columns).annotate(number=Count("id")):
+        host, word, *facts, number = values
+        admission_facts, device_facts = AdmissionFacts(*facts[: -len(FACT_COLUMNS)]), facts[-len(FACT_COLUMNS) :]
+        numbers[predict(host, word, admission_facts, DeviceFacts.from_columns(device_facts))] += number
     return numbers
 
 
 def _build_admission_forecaster(
     bulk: Bulk, unreachable_agents: Mapping[int, UnreachableAgent]
-) -> Callable[..., BulkForecast]:
-    """Return a function that predicts, from the ADMISSION_COLUMNS of an item, what the admission rules would do."""
+) -> Callable[[int | None, str, AdmissionFacts, DeviceFacts], BulkForecast]:
+    """Return a function that predicts what the admission rules would do to a device. Its arguments are the column
+    `unreachable_host`, the state in which the device was chosen, and the facts about it."""
     chosen_rules, present_rules = bulk_admission.read_rules(bulk.arguments), admission_rules.load_enabled_rules()
 
     def predict(
-        unreachable_host: int | None,
-        word_when_chosen: str,
-        state: str | None,
-        returns: str | None,
-        drains: str | None,
-        installs: bool,
-        busy: bool,
-        held: bool,
-        released: bool,
-        removing: bool,
-        *facts: str,
+        unreachable_host: int | None, word_when_chosen: str, admission_facts: AdmissionFacts, facts: DeviceFacts
     ) -> BulkForecast:
-        """Return the forecast of one device; `state` is None if it is gone."""
-        if state is None:
+        """Return the forecast of one device."""
+        if facts.state is None:
             return BulkForecast(DeviceOutcome.REFUSED, "does not exist any more", held=False)
-        returns_to, drain_to = returns and DeviceState(returns), drains and DrainTarget(drains)
-        state_now = LifecycleState(DeviceState(state), returns_to or None, drain_to or None, 0, installs)
+        state_now = facts.build_lifecycle_state(0)
         outcome, text, _, after = bulk_admission.decide_admission(
-            *(chosen_rules, present_rules, AdmissionFacts(*facts), word_when_chosen, state_now),
-            is_busy=busy,
-            is_held=held,
-            is_released=released,
-            is_host_removed=removing,
+            *(chosen_rules, present_rules, admission_facts, word_when_chosen, state_now),
+            is_busy=facts.is_busy,
+            is_held=facts.is_held,
+            is_released=facts.is_released,
+            is_host_removed=facts.is_host_removed,
         )
-        forecast, unreachable = BulkForecast(outcome, text, held), unreachable_agents.get(unreachable_host or 0)
+        forecast = BulkForecast(outcome, text, facts.is_held)
+        unreachable = unreachable_agents.get(unreachable_host or 0)
         return _consider_agent(forecast, "install", unreachable) if _is_install_ordered(state_now, after) else forecast
 
     return predict
@@ -562,8 +544,12 @@ def forecast_first_items(bulk: Bulk, maximum: int, held_only: bool = False) -> l
         forecasts = _forecast_unit_changes(bulk, annotated_with_units, unreachable_agents)
     elif bulk.action == bulk_admission.ADMIT:
         predict = _build_admission_forecaster(bulk, unreachable_agents)
-        columns_by_item = {pk: columns for pk, *columns in chosen.values_list("pk", *ADMISSION_COLUMNS)}
-        forecasts = [(item, predict(*columns_by_item[item.pk])) for item in chosen]
+        rows = {pk: AdmissionFacts(*facts) for pk, *facts in chosen.values_list("pk", *_ADMISSION_FACT_COLUMNS)}
+        items_with_facts: list[Any] = list(chosen)
+        forecasts = [
+            (item, predict(item.unreachable_host, item.stood, rows[item.pk], _read_facts(item)))
+            for item in items_with_facts
+        ]
     else:
         forecasts = [(item, _predict_outcome_of_item(bulk, item, unreachable_agents)) for item in chosen]
     return [(item, one.name_hosts(one.unreachable_hosts)) for item, one in forecasts]
@@ -571,15 +557,27 @@ def forecast_first_items(bulk: Bulk, maximum: int, held_only: bool = False) -> l
 
 def _predict_outcome_of_item(bulk: Bulk, item: Any, unreachable_agents: Mapping[int, UnreachableAgent]) -> BulkForecast:
     """Return the forecast of an item of `_query_items_with_facts`."""
-    facts = (getattr(item, name) for name in FACT_ATTRIBUTES)
-    return predict_outcome(bulk, item.stood, unreachable_agents.get(item.unreachable_host), *facts)
+    return predict_outcome(bulk, item.stood, unreachable_agents.get(item.unreachable_host), _read_facts(item))
 
 
-_FACTS = ("installs", "busy", "is_held", "released", "able", "held", "removing")
-FACT_COLUMNS = ("device__state", "device__returns_to", "device__drain_to", *_FACTS)
-FACT_ATTRIBUTES = ("now_state", "now_returns", "now_drains", *_FACTS)
-"""The last arguments of `predict_outcome`: FACT_COLUMNS for queries, FACT_ATTRIBUTES the same as attributes of loaded
-items."""
+def _read_facts(item: Any) -> DeviceFacts:
+    """Return the facts about the device of an item of `_query_items_with_facts`."""
+    return DeviceFacts.from_columns([getattr(item, column) for column in FACT_COLUMNS.values()])
+
+
+FACT_COLUMNS = {
+    "state": "now_state",
+    "returns_to": "now_returns",
+    "drain_to": "now_drains",
+    "has_to_be_installed": "installs",
+    "is_busy": "busy",
+    "is_held": "is_held",
+    "is_released": "released",
+    "is_supported": "able",
+    "was_held": "held",
+    "is_host_removed": "removing",
+}
+"""The column of an item of `_query_items_with_facts` for each field of `DeviceFacts`."""
 
 
 def _find_unreachable_agents(bulk: Bulk) -> dict[int, UnreachableAgent]:
@@ -636,38 +634,62 @@ def _build_released_fact(bulk: Bulk) -> Q | Value:
     return Value(False)
 
 
+@dataclass(frozen=True)
+class DeviceFacts:
+    """What decides about an action on a device: its columns `state`, `returns_to` and `drain_to`, and answers.
+
+    The answers are whether its driver has to install it, whether a command is working on it (`is_busy`), whether a
+    request holds it, whether a guest may still use a released handle of it (False if this does not decide about the
+    action), whether its driver supports the command that is asked for, whether a request held it when the set was
+    chosen, and whether its host is being removed. If the device does not exist any more, `state` is None, and the
+    answers do not count.
+    """
+
+    state: str | None
+    returns_to: str | None
+    drain_to: str | None
+    has_to_be_installed: bool
+    is_busy: bool
+    is_held: bool
+    is_released: bool
+    is_supported: bool
+    was_held: bool
+    is_host_removed: bool
+
+    @classmethod
+    def from_columns(cls, values: Sequence[Any]) -> DeviceFacts:
+        """Return the facts of an item of `_query_items_with_facts`; `values` are those of FACT_COLUMNS."""
+        return cls(**dict(zip(FACT_COLUMNS, values, strict=True)))
+
+    def build_lifecycle_state(self, holding_requests: int) -> LifecycleState:
+        """Return the lifecycle state of the device, which must exist."""
+        returns_to = DeviceState(self.returns_to) if self.returns_to else None
+        drain_to = DrainTarget(self.drain_to) if self.drain_to else None
+        state = DeviceState(self.state or "")
+        return LifecycleState(state, returns_to, drain_to, holding_requests, self.has_to_be_installed)
+
+
 def predict_outcome(
-    bulk: Bulk,
-    word_when_chosen: str,
-    unreachable: UnreachableAgent | None,
-    state: str | None,
-    returns: str | None,
-    drains: str | None,
-    *facts: bool | None,
+    bulk: Bulk, word_when_chosen: str, unreachable: UnreachableAgent | None, facts: DeviceFacts
 ) -> BulkForecast:
     """Predict what the bulk action would do to one device: moved, unchanged, or refused with a reason. This is a pure
     function.
 
     `word_when_chosen` is what the device's `LifecycleState.as_text` was when the set was chosen. `unreachable` is the
-    agent of its host if the action sends a command to it, and the agent takes none now. `state`, `returns` and `drains`
-    are the device's columns now; `state` is None if the device is gone. `facts` are seven answers: whether the driver
-    has to install the device, whether a command is working on it, whether a request holds it, whether a guest may still use a
-    released handle of it, whether the driver supports the command that is asked for, whether a request held it when the
-    set was chosen, and whether its host is being removed.
+    agent of its host if the action sends a command to it, and the agent takes none now.
     """
-    installs, busy, held, released, supported, was_held, removing = map(bool, facts)
-    if state is None:
+    held, released = facts.is_held, facts.is_released
+    if facts.state is None:
         return BulkForecast(DeviceOutcome.REFUSED, "does not exist any more", held)
-    returns_to, drain_to = returns and DeviceState(returns), drains and DrainTarget(drains)
-    state_now = LifecycleState(DeviceState(state), returns_to or None, drain_to or None, int(held), installs)
+    state_now = facts.build_lifecycle_state(int(held))
     if bulk.action in bulk_commands.BULK_OPS:
         refusal = bulk_commands.predict_refusal(
             bulk.action,
             word_when_chosen,
             state_now.as_text,
             state_now.state,
-            is_supported=supported,
-            is_busy=busy,
+            is_supported=facts.is_supported,
+            is_busy=facts.is_busy,
             is_held=held,
             is_released=released,
         )
@@ -685,19 +707,20 @@ def predict_outcome(
         return BulkForecast(DeviceOutcome.UNCHANGED, f"is {state_now.as_text} already", held)
     if word_when_chosen != state_now.as_text:
         blocked_text = f"was {word_when_chosen} when it was chosen, is {state_now.as_text} now"
-    elif removing and not blocked_text:
+    elif facts.is_host_removed and not blocked_text:
         blocked_text = bulk_admission.HOST_REMOVED_TEXT
     elif (held or released) and (act := ACTS_ON_FREE_DEVICES.get(after.effective_state)):
         blocked_text = f"is held: it cannot be {act}" if held else bulk_commands.describe_release(act)
-    elif held and not was_held:
+    elif held and not facts.was_held:
         blocked_text = "is held now; it was free when it was chosen"
-    elif busy and action is Action.ENABLE:
+    elif facts.is_busy and action is Action.ENABLE:
         blocked_text = "is busy with a command"
     if blocked_text:
         return BulkForecast(DeviceOutcome.REFUSED, blocked_text, held)
     waits_for_guest = released and after.drain_to is DrainTarget.RETIRED
     changed = after if held or waits_for_guest or not after.drain_to else state_after_last_request(after)
-    text = _describe_change(changed, "its last request ends" if held else "its host confirms that no guest uses it")
+    ends = ((held, "its last request ends"), (waits_for_guest, "its host confirms that no guest uses it"))
+    text = _describe_change(changed, " and ".join(end for applies, end in ends if applies))
     forecast = BulkForecast(DeviceOutcome.MOVED, text, held)
     return _consider_agent(forecast, "install", unreachable) if _is_install_ordered(state_now, after) else forecast
 
@@ -725,16 +748,18 @@ def forecast_device(action: Action, drain_to: DrainTarget, device: Device) -> Bu
         Bulk(action=action, then=drain_to),
         lifecycle.build_lifecycle_state(device).as_text,
         _find_unreachable_agents_of([device.host]).get(device.host_id) if would_install else None,
-        device.state,
-        device.returns_to,
-        device.drain_to,
-        bool(device.to_install),
-        device.busy_with is not None,
-        is_held,
-        bool(safety.find_releases_of_devices([device.pk])),
-        True,
-        is_held,
-        device.host.removing_since is not None,
+        DeviceFacts(
+            state=device.state,
+            returns_to=device.returns_to,
+            drain_to=device.drain_to,
+            has_to_be_installed=bool(device.to_install),
+            is_busy=device.busy_with is not None,
+            is_held=is_held,
+            is_released=bool(safety.find_releases_of_devices([device.pk])),
+            is_supported=True,
+            was_held=is_held,
+            is_host_removed=device.host.removing_since is not None,
+        ),
     )
     return forecast.name_hosts(forecast.unreachable_hosts)
 

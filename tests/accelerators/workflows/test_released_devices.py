@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from datetime import UTC, datetime
 
 import pytest
@@ -89,6 +90,29 @@ def test_the_preview_of_a_drain_to_retired_says_that_it_waits_for_the_host(relea
     released.refresh_from_db()
     assert (released.state, released.drain_to) == ("inactive", "retired")
     assert Device.objects.exclude(pk=released.pk).get().state == "retired"
+
+
+def test_the_preview_of_a_drain_to_retired_names_both_the_request_and_the_guest_that_it_waits_for() -> None:
+    drain = Bulk(action=Action.DRAIN, then=DrainTarget.RETIRED)
+    facts = bulk_actions.DeviceFacts(
+        state="ready",
+        returns_to=None,
+        drain_to=None,
+        has_to_be_installed=False,
+        is_busy=False,
+        is_held=True,
+        is_released=True,
+        is_supported=False,
+        was_held=True,
+        is_host_removed=False,
+    )
+    ends = {}
+    for held, released in ((True, True), (True, False), (False, True)):
+        one = replace(facts, is_held=held, was_held=held, is_released=released)
+        text = bulk_actions.predict_outcome(drain, "ready", None, one).text
+        ends[held, released] = text.removeprefix("becomes maintenance, drains, and becomes retired when ")
+    request, guest = "its last request ends", "its host confirms that no guest uses it"
+    assert ends == {(True, True): f"{request} and {guest}", (True, False): request, (False, True): guest}
 
 
 def test_a_device_at_the_address_of_released_hardware_is_refused_by_the_preview(released: Device) -> None:
