@@ -443,8 +443,7 @@ def _build_confirmation_context(bulk: Bulk) -> dict[str, Any]:
     """Return the context of the confirmation: predicted outcomes, holders, and the first objects of the set.
 
     At most MAX_PREVIEW_ROWS objects are listed, as many held devices, and as many of those that are not in the set, but
-    that a destructive command affects, too. Costs a constant number of statements, and locks
-    nothing.
+    that a destructive command affects, too. Costs a constant number of statements, and locks nothing.
     """
     preview = bulk_actions.preview_bulk(bulk)
     predictions = preview.forecasts

@@ -181,7 +181,7 @@ def apply_action(
     with conductor.writing():
         devices = {device.uuid: device for device in lock_devices(Device.objects.filter(uuid__in=uuids))}
         requests = safety.find_requests_of_devices([device.id for device in devices.values()])
-        holders = safety.find_holders(devices.values(), answers) if action is Action.RETIRE else None
+        holders = safety.find_holders(devices.values(), answers, requests) if action is Action.RETIRE else None
         to_install = [one for one in devices.values() if one.to_install] if action is Action.ENABLE else []
         own_holders = safety.find_known_holders(to_install, requests)
         busy_ops = command_queue.load_busy_ops(devices.values(), "install") if action is Action.ENABLE else {}
