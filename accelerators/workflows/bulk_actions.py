@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
 from typing import Any
 
@@ -92,12 +92,13 @@ WHERE t.bulk_id = %s AND t.device_uuid = x.uuid
 @dataclass(frozen=True)
 class BulkPreview:
     """A preview of a draft: the forecasts of `forecast_bulk`, the number of hosts, and the number of held objects that
-    would be changed. `reach` is None for devices."""
+    would be changed. `reach` is None for devices. `unreachable_agents` are those of `find_unreachable_agents`."""
 
     forecasts: Sequence[BulkForecast]
     host_count: int
     held_count: int
     reach: InstanceReach | None = None
+    unreachable_agents: Mapping[int, UnreachableAgent] = field(default_factory=dict)
 
     @property
     def needs_confirmation(self) -> bool:
@@ -215,11 +216,13 @@ def may_confirm(bulk: Bulk, caller: Caller) -> bool:
 def preview_bulk(bulk: Bulk) -> BulkPreview:
     """Return a preview of what confirming a draft now would do. Costs the statements of `forecast_bulk` and one; for
     TARGET_ACTIONS those of their `count_reach`, too."""
-    forecasts = forecast_bulk(bulk)
+    unreachable_agents = find_unreachable_agents(bulk)
+    forecasts = forecast_bulk(bulk, unreachable_agents)
     held_count = sum(one.number for one in forecasts if one.held and one.outcome == DeviceOutcome.MOVED)
     target_action = TARGET_ACTIONS.get(bulk.action)
     reach = target_action.count_reach(bulk) if target_action else None
-    return BulkPreview(forecasts, bulk.items.order_by().values("host").distinct().count(), held_count, reach)
+    host_count = bulk.items.order_by().values("host").distinct().count()
+    return BulkPreview(forecasts, host_count, held_count, reach, unreachable_agents)
 
 
 def create_retry_draft(bulk: Bulk, caller: Caller, source: EventSource = EventSource.PERSON) -> Bulk:
@@ -308,22 +311,23 @@ def count_commands(bulk: Bulk) -> Counter[CommandState]:
     return Counter({CommandState(state): n for state, n in commands.values_list("state").annotate(number=Count("pk"))})
 
 
-def forecast_bulk(bulk: Bulk) -> list[BulkForecast]:
+def forecast_bulk(bulk: Bulk, unreachable_agents: Mapping[int, UnreachableAgent] | None = None) -> list[BulkForecast]:
     """Predict what confirming a set now would do: each kind of outcome with its number of objects.
 
     Sorted by outcome, and then by number, the largest first. Costs one statement, whatever the size of the set; for
-    admission rules and labels two, for detachments three, and those of `_find_unreachable_agents`. Returns [] for an
-    action that this release does not know.
+    admission rules and labels two, for detachments three. `unreachable_agents` are those of `find_unreachable_agents`;
+    without them, it is called. Returns [] for an action that this release does not know.
     """
     if bulk.action not in KNOWN_ACTIONS:
         return []
     if target_action := TARGET_ACTIONS.get(bulk.action):
         return _sort_forecasts(Counter(target_action.predict(bulk, list(bulk.items.all()))))
+    if unreachable_agents is None:
+        unreachable_agents = find_unreachable_agents(bulk)
     if bulk.action == bulk_commands.PARTITION:
-        return _sort_forecasts(_count_unit_changes(bulk))
+        return _sort_forecasts(_count_unit_changes(bulk, unreachable_agents))
     if bulk.action == bulk_admission.ADMIT:
-        return _sort_forecasts(_count_admissions(bulk))
-    unreachable_agents = _find_unreachable_agents(bulk)
+        return _sort_forecasts(_count_admissions(bulk, unreachable_agents))
     items = _query_items_with_facts(bulk, unreachable_agents).order_by()
     count_by_forecast: Counter[BulkForecast] = Counter()
     columns = ("stood", "unreachable_host", *FACT_COLUMNS.values())
@@ -351,9 +355,8 @@ _ADMISSION_FACT_COLUMNS = tuple(f"device__{name}" for name in admission_rules.FA
 """The columns of an item that are the `AdmissionFacts` of its device."""
 
 
-def _count_admissions(bulk: Bulk) -> Counter[BulkForecast]:
+def _count_admissions(bulk: Bulk, unreachable_agents: Mapping[int, UnreachableAgent]) -> Counter[BulkForecast]:
     """Predict what the admission rules would do to the devices of a set: each forecast with its number of devices."""
-    unreachable_agents = _find_unreachable_agents(bulk)
     items = _query_items_with_facts(bulk, unreachable_agents).order_by()
     predict, numbers = _build_admission_forecaster(bulk, unreachable_agents), Counter[BulkForecast]()
     columns = ("unreachable_host", "stood", *_ADMISSION_FACT_COLUMNS, *FACT_COLUMNS.values())
@@ -434,14 +437,13 @@ UNIT_FACT_COLUMNS = ("state", "returns_to", "drain_to", "busy_with", "driver", "
 """The columns of a device that decide what a change of its units does."""
 
 
-def _count_unit_changes(bulk: Bulk) -> Counter[BulkForecast]:
+def _count_unit_changes(bulk: Bulk, unreachable_agents: Mapping[int, UnreachableAgent]) -> Counter[BulkForecast]:
     """Predict what a change of units would do to the devices of a set: each forecast with its number of devices.
 
-    Costs one statement, which groups the devices with the same facts, and those of `_find_unreachable_agents`. With a
-    generation, which only a change of a single device has, the device itself is read.
+    Costs one statement, which groups the devices with the same facts. With a generation, which only a change of a
+    single device has, the device itself is read.
     """
     change = partitioning.PartitionChange.from_arguments(bulk.arguments or {})
-    unreachable_agents = _find_unreachable_agents(bulk)
     items = partitioning.annotate_unit_count(_query_items_with_facts(bulk, unreachable_agents), "device__")
     if change.generation is not None:
         return Counter(one for _, one in _forecast_unit_changes(bulk, items, unreachable_agents))
@@ -526,15 +528,22 @@ def _predict_unit_change(
     return _consider_agent(BulkForecast(DeviceOutcome.MOVED, text, held=False), bulk_commands.PARTITION, unreachable)
 
 
-def forecast_first_items(bulk: Bulk, maximum: int, held_only: bool = False) -> list[tuple[BulkItem, BulkForecast]]:
+def forecast_first_items(
+    bulk: Bulk,
+    maximum: int,
+    held_only: bool = False,
+    unreachable_agents: Mapping[int, UnreachableAgent] | None = None,
+) -> list[tuple[BulkItem, BulkForecast]]:
     """Return the first `maximum` objects of a set with their forecasts; with `held_only` only those that a request
-    holds. Returns [] for an action that this release does not know."""
+    holds. `unreachable_agents` are those of `find_unreachable_agents`; without them, it is called. Returns [] for an
+    action that this release does not know."""
     if bulk.action not in KNOWN_ACTIONS:
         return []
     if target_action := TARGET_ACTIONS.get(bulk.action):
         items = list((bulk.items.filter(held=True) if held_only else bulk.items.all())[:maximum])
         return list(zip(items, target_action.predict(bulk, items), strict=True))
-    unreachable_agents = _find_unreachable_agents(bulk)
+    if unreachable_agents is None:
+        unreachable_agents = find_unreachable_agents(bulk)
     annotated = _query_items_with_facts(bulk, unreachable_agents).order_by("id")
     if not held_only:  # select by id first, so that the database looks for holders of these devices only
         annotated = annotated.filter(pk__in=list(bulk.items.order_by("id").values_list("pk", flat=True)[:maximum]))
@@ -580,7 +589,7 @@ FACT_COLUMNS = {
 """The column of an item of `_query_items_with_facts` for each field of `DeviceFacts`."""
 
 
-def _find_unreachable_agents(bulk: Bulk) -> dict[int, UnreachableAgent]:
+def find_unreachable_agents(bulk: Bulk) -> dict[int, UnreachableAgent]:
     """Return, by host id, the agents that take no commands now, of the hosts of a set whose devices get commands.
 
     These are the hosts of all devices for an action of `bulk_commands.BULK_OPS`. When devices are enabled or admitted,

@@ -8,7 +8,9 @@ from datetime import UTC, datetime, timedelta
 
 import pytest
 from django.db import connection
+from django.test import Client
 from django.test.utils import CaptureQueriesContext
+from django.urls import reverse
 
 from accelerators import conductor
 from accelerators.commands import command_queue
@@ -196,6 +198,21 @@ def test_the_preview_of_a_bulk_command_says_on_which_hosts_the_agents_take_no_co
     assert {command.host.name for command in Command.objects.all()} == {"up", *CAN_WAIT}, "these may come back"
     refused = set(draft.items.filter(host="old").values_list("outcome", "text"))
     assert refused == {("refused", "The agent of old (release 0.0.9) accepts no commands: update it.")}
+
+
+def test_the_page_of_a_draft_looks_for_unreachable_agents_once(
+    hosts: list[Host], admin_client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    apply_report(hosts[1], make_driver_report(make_card(1, acts="reset")), seq=2)
+    draft, numbers = draft_bulk_action("reset"), list[int]()
+    find_obstacles = command_queue.explain_unreachable
+    monkeypatch.setattr(
+        command_queue,
+        "explain_unreachable",
+        lambda hosts, **how: numbers.append(len(hosts)) or find_obstacles(hosts, **how),
+    )
+    page = admin_client.get(reverse("admin:accelerators_bulk_change", args=[draft.pk]), follow=True).content.decode()
+    assert "its agent is down: start it within 60 seconds" in page and numbers == [1]
 
 
 def test_the_preview_names_five_hosts_whose_agents_are_down_and_counts_the_others() -> None:

@@ -6,9 +6,11 @@ from dataclasses import replace
 from datetime import UTC, datetime
 
 import pytest
+from django.db import connection
+from django.test.utils import CaptureQueriesContext
 
 from accelerators import conductor
-from accelerators.devices import admission_rules, partitioning
+from accelerators.devices import admission_rules, lifecycle, partitioning
 from accelerators.domain.caller import Caller
 from accelerators.domain.device_actions import Action
 from accelerators.domain.states import DrainTarget, EventSource, RolloutOp
@@ -147,3 +149,12 @@ def test_the_preview_of_a_driver_change_knows_devices_that_a_guest_may_still_use
     driver_rollouts.confirm_rollout(draft, "")
     driver_rollouts.run()
     assert "a guest, perhaps" in draft.steps.get().text
+
+
+def test_retiring_devices_reads_the_requests_that_hold_them_once(released: Device) -> None:
+    uuids = [device.uuid for device in Device.objects.all()]
+    with CaptureQueriesContext(connection) as captured:
+        results = lifecycle.apply_action(Action.RETIRE, uuids, OLGA)
+    assert {result.outcome for result in results} == {"moved", "refused"}
+    reads = [query["sql"] for query in captured if 'FROM "accelerators_acceleratorrequest"' in query["sql"]]
+    assert len(reads) == 1, reads
