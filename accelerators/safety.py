@@ -3,9 +3,8 @@
 Our own requests, and handles that a guest may still use, are read from the database (`find_known_holders`). Other
 services that may know holders (Placement, Nova) register a HolderCheck. They are asked before anything is locked, and
 only if the act is not refused anyway (`ask_holders`), about many devices at once and within HOLDER_CHECKS_TIMEOUT_S in
-all. When the devices are locked, `find_holders` reads our own
-tables, and uses an answer only if nothing has changed since the question was made. If a check could not answer, the act
-is refused.
+all. When the devices are locked, `find_holders` reads our own tables, and uses an answer only if nothing has changed
+since the question was made. If a check could not answer, the act is refused.
 """
 
 from __future__ import annotations
@@ -172,14 +171,17 @@ def _is_still_free(answer: HolderAnswer | None) -> bool:
     return answer is None or answer.result == HolderCheckResult()
 
 
-def find_holders(devices: Collection[Device], answers: HolderAnswers) -> DeviceHolders:
+def find_holders(
+    devices: Collection[Device], answers: HolderAnswers, requests: Mapping[int, Sequence[str]] | None = None
+) -> DeviceHolders:
     """Return the holders of these devices, by our own tables and by the answers that `ask_holders` collected before.
 
     Call it inside the transaction that locked the devices' rows: a bind needs a shared lock on them. An answer counts
     only if the device's generation and the question are still the same; otherwise it is unknown who holds the device.
-    The number of statements is constant.
+    `requests` are those of `find_requests_of_devices`; without them, it is called. The number of statements is
+    constant.
     """
-    results = _find_own_holders([device.pk for device in devices])
+    results = _find_own_holders([device.pk for device in devices], requests)
     for name, check in HOLDER_CHECKS.items():
         questions = check.load_questions(devices)
         for device in devices:

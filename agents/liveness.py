@@ -109,17 +109,18 @@ def explain_absence(host: Host, agent: Agent | None) -> Obstacle | None:
         remedy = "wait until it is gone, or cancel its removal"
         return Obstacle(f"host {host.name} is being removed: {remedy}", f"it is being removed: {remedy}")
     if agent is None:
-        remedy = "let it join with a join token, then try again"
-        texts = (f"no agent has joined for {host.name}: {remedy}", f"no agent has joined for it: {remedy}")
-        return Obstacle(*texts, may_wait=True)
+        remedy = "let it join with a join token"
+        waiting_text = f"no agent has joined for it: {remedy}"
+        texts = (f"no agent has joined for {host.name}: {remedy}, then try again", f"{waiting_text}, then try again")
+        return Obstacle(*texts, waiting_text=waiting_text)
     if agent.barred:
         bar = agent.barred, agent.barred_reason
         return Obstacle(explain_bar(*bar, host.name), explain_bar(*bar, ""))
     if get_agent_state(agent) != AgentState.DOWN:
         return None
-    predicate = "is down: start it, then try again"
-    texts = (f"the agent of {host.name} {predicate}", f"its agent {predicate}")
-    return Obstacle(*texts, may_pass=True, may_wait=True)
+    remedy = "is down: start it"
+    texts = (f"the agent of {host.name} {remedy}, then try again", f"its agent {remedy}, then try again")
+    return Obstacle(*texts, may_pass=True, waiting_text=f"its agent {remedy}")
 
 
 def get_writer_statuses(hosts: Collection[int]) -> dict[int, WriterStatus]:

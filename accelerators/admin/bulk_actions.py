@@ -443,13 +443,15 @@ def _build_confirmation_context(bulk: Bulk) -> dict[str, Any]:
     """Return the context of the confirmation: predicted outcomes, holders, and the first objects of the set.
 
     At most MAX_PREVIEW_ROWS objects are listed, as many held devices, and as many of those that are not in the set, but
-    that a destructive command affects, too. Costs a constant number of statements, and locks
-    nothing.
+    that a destructive command affects, too. Costs a constant number of statements, and locks nothing.
     """
     preview = bulk_actions.preview_bulk(bulk)
     predictions = preview.forecasts
     held_items = (
-        [item for item, _ in bulk_actions.forecast_first_items(bulk, MAX_PREVIEW_ROWS, held_only=True)]
+        [
+            item
+            for item, _ in bulk_actions.forecast_first_items(bulk, MAX_PREVIEW_ROWS, True, preview.unreachable_agents)
+        ]
         if bulk.target == BulkTarget.DEVICE and any(one.held for one in predictions)
         else []
     )
@@ -495,7 +497,9 @@ def _build_confirmation_context(bulk: Bulk) -> dict[str, Any]:
                 _render_outcome(one.outcome, MOVED_PREDICTED),
                 one.text or badges.DASH,
             )
-            for item, one in bulk_actions.forecast_first_items(bulk, MAX_PREVIEW_ROWS)
+            for item, one in bulk_actions.forecast_first_items(
+                bulk, MAX_PREVIEW_ROWS, unreachable_agents=preview.unreachable_agents
+            )
         ],
         "back": get_list_url(bulk),
     }

@@ -74,14 +74,19 @@ class Obstacle(NamedTuple):
 
     `text` names the host; `nameless_text` does not, so that hosts with the same reason can be counted together.
     `may_pass` is True if the agent is only down: it may come back by itself, for example after the conductor was away.
-    `may_wait` is True if a command can be placed nevertheless, because it waits for an agent that is down or has not
-    joined.
+    `waiting_text` is not '' if a command can be placed nevertheless, because it waits for an agent that is down or has
+    not joined; it says what has to be done for the command, without the host's name and without the time that is left.
     """
 
     text: str
     nameless_text: str
     may_pass: bool = False
-    may_wait: bool = False
+    waiting_text: str = ""
+
+    @property
+    def may_wait(self) -> bool:
+        """Return whether a command can be placed nevertheless, because it waits for the agent."""
+        return bool(self.waiting_text)
 
 
 class ReachCheck(Protocol):
@@ -642,7 +647,7 @@ def _refuse_if_impossible(
     if op not in device.acts.split():
         raise RefusedError(RefusalReason.CONFLICT, f"Device {device.uuid}: {device.driver} cannot {op} it.")
     refuse_if_busy(device, op, busy_ops)
-    _refuse_if_explained(device.host, explain_unreachable([device.host]) if unreachable is None else unreachable)
+    refuse_if_explained(device.host, explain_unreachable([device.host]) if unreachable is None else unreachable)
 
 
 def _lock_affected_siblings(op: str, device: Device) -> list[Device]:
@@ -693,22 +698,25 @@ def refuse_if_busy(device: Device, op: str, busy_ops: Mapping[UUID, str] | None 
 def explain_unreachable(hosts: Collection[Host], *, may_wait: bool = True) -> dict[int, Obstacle]:
     """Return, by host id, why the agents of these hosts take no commands; hosts without an obstacle are left out.
 
-    If `may_wait` is True, an obstacle for which a command can wait is left out, too. Costs one statement per check, and
-    none without hosts.
+    If `may_wait` is True, an obstacle for which a command can wait is left out, too. If the checks find several
+    obstacles of a host, the first one for which no command can wait is returned, otherwise the first one. Costs one
+    statement per check, and none without hosts.
     """
-    obstacles: dict[int, Obstacle] = {}
+    refusing: dict[int, Obstacle] = {}
+    delaying: dict[int, Obstacle] = {}
     for check in REACH_CHECKS.values() if hosts else ():
-        obstacles = check(hosts) | obstacles
-    return {pk: obstacle for pk, obstacle in obstacles.items() if not (may_wait and obstacle.may_wait)}
+        for pk, obstacle in check(hosts).items():
+            (delaying if obstacle.may_wait else refusing).setdefault(pk, obstacle)
+    return refusing if may_wait else delaying | refusing
 
 
 def refuse_if_unreachable(host: Host, *, may_wait: bool = True) -> None:
     """Raise RefusedError CONFLICT if the host's agent takes no commands, with the reason of `explain_unreachable`; it
     is an AgentDownError if the agent is only down."""
-    _refuse_if_explained(host, explain_unreachable([host], may_wait=may_wait))
+    refuse_if_explained(host, explain_unreachable([host], may_wait=may_wait))
 
 
-def _refuse_if_explained(host: Host, obstacles: Mapping[int, Obstacle]) -> None:
+def refuse_if_explained(host: Host, obstacles: Mapping[int, Obstacle]) -> None:
     """Raise RefusedError CONFLICT if `obstacles`, those of `explain_unreachable`, has one for this host; it is an
     AgentDownError if the agent is only down."""
     if obstacle := obstacles.get(host.pk):

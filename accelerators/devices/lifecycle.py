@@ -116,8 +116,8 @@ def enable_device(uuid: UUID, caller: Caller, reason: str = "") -> None:
     """Offer a device: it becomes ready, or installing if its driver has to install it first.
 
     Changes nothing if the device is offered already. Raises RefusedError: NOT_FOUND; INVALID for a reason that cannot
-    be stored; CONFLICT if it is missing, quarantined, retired or busy with a command; IN_USE, naming the holders, if it
-    would have to be installed.
+    be stored; CONFLICT if it is missing, quarantined, retired or busy with a command, or if an agent that is barred or
+    too old would have to install it; IN_USE, naming the holders, if it would have to be installed.
     """
     apply_action_to_device(Action.ENABLE, uuid, caller, reason)
 
@@ -141,10 +141,10 @@ def apply_action_to_device(
 ) -> ActionResult:
     """Apply an action to one device and return the result; as `apply_action`, but a refusal is raised.
 
-    Raises RefusedError: NOT_FOUND; INVALID for a reason that cannot be stored; CONFLICT if its state or a running
-    command does not allow the action, or the device has changed since it was `seen`; IN_USE, naming the holders, if it
-    would be retired or installed, or if it was not confirmed for held devices; UNAVAILABLE if a holder check cannot
-    answer before it is retired.
+    Raises RefusedError: NOT_FOUND; INVALID for a reason that cannot be stored; CONFLICT if its state, a running
+    command, or the agent that has to install it does not allow the action, or the device has changed since it was
+    `seen`; IN_USE, naming the holders, if it would be retired or installed, or if it was not confirmed for held
+    devices; UNAVAILABLE if a holder check cannot answer before it is retired.
     """
     (result,) = apply_action(action, [uuid], caller, reason, drain_to, source, seen)
     if result.reason is not None:
@@ -181,10 +181,11 @@ def apply_action(
     with conductor.writing():
         devices = {device.uuid: device for device in lock_devices(Device.objects.filter(uuid__in=uuids))}
         requests = safety.find_requests_of_devices([device.id for device in devices.values()])
-        holders = safety.find_holders(devices.values(), answers) if action is Action.RETIRE else None
+        holders = safety.find_holders(devices.values(), answers, requests) if action is Action.RETIRE else None
         to_install = [one for one in devices.values() if one.to_install] if action is Action.ENABLE else []
         own_holders = safety.find_known_holders(to_install, requests)
         busy_ops = command_queue.load_busy_ops(devices.values(), "install") if action is Action.ENABLE else {}
+        unreachable = command_queue.explain_unreachable({device.host for device in to_install})
         results = {}
         for uuid, device in devices.items():
             before = build_lifecycle_state(device, len(requests[device.id]))
@@ -194,6 +195,8 @@ def apply_action(
                     holders.refuse_unless_free(device, "retired")
                 if action is Action.ENABLE and after != before:
                     _refuse_unless_idle(device, after, busy_ops, own_holders)
+                    if after.state == _S.INSTALLING != before.state:
+                        command_queue.refuse_if_explained(device.host, unreachable)
             except RefusedError as refused:
                 results[uuid] = _build_refused_result(device, refused.reason, refused.text)
             else:

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
 from typing import Any
 
@@ -45,7 +45,7 @@ from accelerators.models.bulks import BULK_IS_RUNNING, ITEM_IS_WAITING
 from accelerators.runtime import database_clock, jobs
 from accelerators.runtime.after_commit import call_after_commit
 from accelerators.workflows import bulk_admission, bulk_commands
-from accelerators.workflows.bulk_commands import AwayAgent
+from accelerators.workflows.bulk_commands import UnreachableAgent
 from accelerators.workflows.bulk_detachments import DETACH, DETACH_ACTION
 from accelerators.workflows.bulk_labels import LABEL, LABEL_ACTION
 from accelerators.workflows.bulk_targets import BulkForecast, InstanceReach, TargetAction
@@ -92,12 +92,13 @@ WHERE t.bulk_id = %s AND t.device_uuid = x.uuid
 @dataclass(frozen=True)
 class BulkPreview:
     """A preview of a draft: the forecasts of `forecast_bulk`, the number of hosts, and the number of held objects that
-    would be changed. `reach` is None for devices."""
+    would be changed. `reach` is None for devices. `unreachable_agents` are those of `find_unreachable_agents`."""
 
     forecasts: Sequence[BulkForecast]
     host_count: int
     held_count: int
     reach: InstanceReach | None = None
+    unreachable_agents: Mapping[int, UnreachableAgent] = field(default_factory=dict)
 
     @property
     def needs_confirmation(self) -> bool:
@@ -215,11 +216,13 @@ def may_confirm(bulk: Bulk, caller: Caller) -> bool:
 def preview_bulk(bulk: Bulk) -> BulkPreview:
     """Return a preview of what confirming a draft now would do. Costs the statements of `forecast_bulk` and one; for
     TARGET_ACTIONS those of their `count_reach`, too."""
-    forecasts = forecast_bulk(bulk)
+    unreachable_agents = find_unreachable_agents(bulk)
+    forecasts = forecast_bulk(bulk, unreachable_agents)
     held_count = sum(one.number for one in forecasts if one.held and one.outcome == DeviceOutcome.MOVED)
     target_action = TARGET_ACTIONS.get(bulk.action)
     reach = target_action.count_reach(bulk) if target_action else None
-    return BulkPreview(forecasts, bulk.items.order_by().values("host").distinct().count(), held_count, reach)
+    host_count = bulk.items.order_by().values("host").distinct().count()
+    return BulkPreview(forecasts, host_count, held_count, reach, unreachable_agents)
 
 
 def create_retry_draft(bulk: Bulk, caller: Caller, source: EventSource = EventSource.PERSON) -> Bulk:
@@ -308,28 +311,29 @@ def count_commands(bulk: Bulk) -> Counter[CommandState]:
     return Counter({CommandState(state): n for state, n in commands.values_list("state").annotate(number=Count("pk"))})
 
 
-def forecast_bulk(bulk: Bulk) -> list[BulkForecast]:
+def forecast_bulk(bulk: Bulk, unreachable_agents: Mapping[int, UnreachableAgent] | None = None) -> list[BulkForecast]:
     """Predict what confirming a set now would do: each kind of outcome with its number of objects.
 
     Sorted by outcome, and then by number, the largest first. Costs one statement, whatever the size of the set; for
-    admission rules and labels two, for detachments three, and those of `_find_away_agents`. Returns [] for an action
-    that this release does not know.
+    admission rules and labels two, for detachments three. `unreachable_agents` are those of `find_unreachable_agents`;
+    without them, it is called. Returns [] for an action that this release does not know.
     """
     if bulk.action not in KNOWN_ACTIONS:
         return []
     if target_action := TARGET_ACTIONS.get(bulk.action):
         return _sort_forecasts(Counter(target_action.predict(bulk, list(bulk.items.all()))))
+    if unreachable_agents is None:
+        unreachable_agents = find_unreachable_agents(bulk)
     if bulk.action == bulk_commands.PARTITION:
-        return _sort_forecasts(_count_unit_changes(bulk))
+        return _sort_forecasts(_count_unit_changes(bulk, unreachable_agents))
     if bulk.action == bulk_admission.ADMIT:
-        return _sort_forecasts(_count_admissions(bulk))
-    away_agents = _find_away_agents(bulk)
-    items = _query_items_with_facts(bulk, away_agents).order_by()
+        return _sort_forecasts(_count_admissions(bulk, unreachable_agents))
+    items = _query_items_with_facts(bulk, unreachable_agents).order_by()
     count_by_forecast: Counter[BulkForecast] = Counter()
-    for word, away_host, *facts, number in items.values_list("stood", "away_host", *FACT_COLUMNS).annotate(
-        number=Count("id")
-    ):
-        count_by_forecast[predict_outcome(bulk, word, away_agents.get(away_host), *facts)] += number
+    columns = ("stood", "unreachable_host", *FACT_COLUMNS.values())
+    for word, host, *values, number in items.values_list(*columns).annotate(number=Count("id")):
+        facts = DeviceFacts.from_columns(values)
+        count_by_forecast[predict_outcome(bulk, word, unreachable_agents.get(host), facts)] += number
     return _sort_forecasts(count_by_forecast)
 
 
@@ -340,80 +344,73 @@ def _sort_forecasts(count_by_forecast: Counter[BulkForecast]) -> list[BulkForeca
     """
     numbers, hosts = Counter[BulkForecast](), defaultdict[BulkForecast, set[str]](set)
     for entry, number in count_by_forecast.items():
-        kind = replace(entry, away_hosts=())
+        kind = replace(entry, unreachable_hosts=())
         numbers[kind] += number
-        hosts[kind].update(entry.away_hosts)
+        hosts[kind].update(entry.unreachable_hosts)
     merged = (replace(kind.name_hosts(hosts[kind]), number=number) for kind, number in numbers.items())
     return sorted(merged, key=lambda one: (one.outcome, -one.number))
 
 
-ADMISSION_COLUMNS = (
-    "away_host",
-    "stood",
-    "device__state",
-    "device__returns_to",
-    "device__drain_to",
-    "installs",
-    "busy",
-    "is_held",
-    "released",
-    "removing",
-    *(f"device__{name}" for name in admission_rules.FACT_COLUMNS),
-)
-"""The columns of an item that decide what the admission rules do to its device; the last ones are `AdmissionFacts`."""
+_ADMISSION_FACT_COLUMNS = tuple(f"device__{name}" for name in admission_rules.FACT_COLUMNS)
+"""The columns of an item that are the `AdmissionFacts` of its device."""
 
 
-def _count_admissions(bulk: Bulk) -> Counter[BulkForecast]:
+def _count_admissions(bulk: Bulk, unreachable_agents: Mapping[int, UnreachableAgent]) -> Counter[BulkForecast]:
     """Predict what the admission rules would do to the devices of a set: each forecast with its number of devices."""
-    away_agents = _find_away_agents(bulk)
-    items = _query_items_with_facts(bulk, away_agents).order_by()
-    predict, numbers = _build_admission_forecaster(bulk, away_agents), Counter[BulkForecast]()
-    for *columns, number in items.values_list(*ADMISSION_COLUMNS).annotate(number=Count("id")):
-        numbers[predict(*columns)] += number
+    items = _query_items_with_facts(bulk, unreachable_agents).order_by()
+    predict, numbers = _build_admission_forecaster(bulk, unreachable_agents), Counter[BulkForecast]()
+    columns = ("unreachable_host", "stood", *_ADMISSION_FACT_COLUMNS, *FACT_COLUMNS.values())
+    for values in items.values_list(*columns).annotate(number=Count("id")):
+        host, word, *facts, number = values
+        admission_facts, device_facts = AdmissionFacts(*facts[: -len(FACT_COLUMNS)]), facts[-len(FACT_COLUMNS) :]
+        numbers[predict(host, word, admission_facts, DeviceFacts.from_columns(device_facts))] += number
     return numbers
 
 
-def _build_admission_forecaster(bulk: Bulk, away_agents: Mapping[int, AwayAgent]) -> Callable[..., BulkForecast]:
-    """Return a function that predicts, from the ADMISSION_COLUMNS of an item, what the admission rules would do."""
+def _build_admission_forecaster(
+    bulk: Bulk, unreachable_agents: Mapping[int, UnreachableAgent]
+) -> Callable[[int | None, str, AdmissionFacts, DeviceFacts], BulkForecast]:
+    """Return a function that predicts what the admission rules would do to a device. Its arguments are the column
+    `unreachable_host`, the state in which the device was chosen, and the facts about it."""
     chosen_rules, present_rules = bulk_admission.read_rules(bulk.arguments), admission_rules.load_enabled_rules()
 
     def predict(
-        away_host: int | None,
-        word_when_chosen: str,
-        state: str | None,
-        returns: str | None,
-        drains: str | None,
-        installs: bool,
-        busy: bool,
-        held: bool,
-        released: bool,
-        removing: bool,
-        *facts: str,
+        unreachable_host: int | None, word_when_chosen: str, admission_facts: AdmissionFacts, facts: DeviceFacts
     ) -> BulkForecast:
-        """Return the forecast of one device; `state` is None if it is gone."""
-        if state is None:
+        """Return the forecast of one device."""
+        if facts.state is None:
             return BulkForecast(DeviceOutcome.REFUSED, "does not exist any more", held=False)
-        returns_to, drain_to = returns and DeviceState(returns), drains and DrainTarget(drains)
-        state_now = LifecycleState(DeviceState(state), returns_to or None, drain_to or None, 0, installs)
+        state_now = facts.build_lifecycle_state(0)
         outcome, text, _, after = bulk_admission.decide_admission(
-            *(chosen_rules, present_rules, AdmissionFacts(*facts), word_when_chosen, state_now),
-            is_busy=busy,
-            is_held=held,
-            is_released=released,
-            is_host_removed=removing,
+            *(chosen_rules, present_rules, admission_facts, word_when_chosen, state_now),
+            is_busy=facts.is_busy,
+            is_held=facts.is_held,
+            is_released=facts.is_released,
+            is_host_removed=facts.is_host_removed,
         )
-        return _add_delay(BulkForecast(outcome, text, held), after, away_agents.get(away_host or 0))
+        forecast = BulkForecast(outcome, text, facts.is_held)
+        unreachable = unreachable_agents.get(unreachable_host or 0)
+        return _consider_agent(forecast, "install", unreachable) if _is_install_ordered(state_now, after) else forecast
 
     return predict
 
 
-def _add_delay(forecast: BulkForecast, after: LifecycleState | None, away: AwayAgent | None) -> BulkForecast:
-    """Return the forecast of a device that becomes `after`; if it would be installed by an agent that takes no commands
-    now, the text says so."""
-    if not away or not after or after.state is not DeviceState.INSTALLING or forecast.outcome != DeviceOutcome.MOVED:
+def _consider_agent(forecast: BulkForecast, op: str, unreachable: UnreachableAgent | None) -> BulkForecast:
+    """Return the forecast of a device for which command `op` would be placed, or one that is refused anyway. If its
+    agent is `unreachable`, the device is refused; if the command can wait for the agent, the text says so."""
+    if forecast.outcome != DeviceOutcome.MOVED or not unreachable:
         return forecast
-    text = f"{forecast.text}; {bulk_commands.describe_delay('install', away)}"
-    return replace(forecast, text=text, away_hosts=(away.host,))
+    obstacle, hosts = unreachable.obstacle, (unreachable.host,)
+    if not obstacle.may_wait:
+        text = obstacle.nameless_text
+        return replace(forecast, outcome=DeviceOutcome.REFUSED, text=text, unreachable_hosts=hosts)
+    text = f"{forecast.text}; {bulk_commands.describe_delay(op, obstacle)}"
+    return replace(forecast, text=text, unreachable_hosts=hosts)
+
+
+def _is_install_ordered(before: LifecycleState, after: LifecycleState | None) -> bool:
+    """Return whether the command `install` is placed for a device that goes from `before` to `after`."""
+    return after is not None and after.state is DeviceState.INSTALLING is not before.state
 
 
 def forecast_unit_change(change: partitioning.PartitionChange, device: Device) -> tuple[BulkForecast, str]:
@@ -422,7 +419,7 @@ def forecast_unit_change(change: partitioning.PartitionChange, device: Device) -
     the `command_queue.REACH_CHECKS`."""
     present_units = partitioning.count_units([device])[device.pk]
     seen = partitioning.describe_units(device.lifecycle_text, present_units)
-    away = _explain_away_agents([device.host]).get(device.host_id)
+    unreachable = _find_unreachable_agents_of([device.host]).get(device.host_id)
     forecast = _predict_unit_change(
         change,
         seen,
@@ -431,27 +428,27 @@ def forecast_unit_change(change: partitioning.PartitionChange, device: Device) -
         is_held=bool(safety.find_requests_of_device(device)),
         is_released=bool(safety.find_releases_of_devices([device.pk])),
         is_able=bulk_commands.PARTITION in device.acts.split(),
-        away=away,
+        unreachable=unreachable,
     )
-    return forecast.name_hosts(forecast.away_hosts), seen
+    return forecast.name_hosts(forecast.unreachable_hosts), seen
 
 
 UNIT_FACT_COLUMNS = ("state", "returns_to", "drain_to", "busy_with", "driver", "changeable", "sized_by")
 """The columns of a device that decide what a change of its units does."""
 
 
-def _count_unit_changes(bulk: Bulk) -> Counter[BulkForecast]:
+def _count_unit_changes(bulk: Bulk, unreachable_agents: Mapping[int, UnreachableAgent]) -> Counter[BulkForecast]:
     """Predict what a change of units would do to the devices of a set: each forecast with its number of devices.
 
-    Costs one statement, which groups the devices with the same facts, and those of `_find_away_agents`. With a
-    generation, which only a change of a single device has, the device itself is read.
+    Costs one statement, which groups the devices with the same facts. With a generation, which only a change of a
+    single device has, the device itself is read.
     """
-    change, away_agents = partitioning.PartitionChange.from_arguments(bulk.arguments or {}), _find_away_agents(bulk)
-    items = partitioning.annotate_unit_count(_query_items_with_facts(bulk, away_agents), "device__")
+    change = partitioning.PartitionChange.from_arguments(bulk.arguments or {})
+    items = partitioning.annotate_unit_count(_query_items_with_facts(bulk, unreachable_agents), "device__")
     if change.generation is not None:
-        return Counter(one for _, one in _forecast_unit_changes(bulk, items, away_agents))
+        return Counter(one for _, one in _forecast_unit_changes(bulk, items, unreachable_agents))
     columns = (
-        "away_host",
+        "unreachable_host",
         "stood",
         "unit_count",
         "is_held",
@@ -461,21 +458,21 @@ def _count_unit_changes(bulk: Bulk) -> Counter[BulkForecast]:
     )
     groups = items.order_by().values_list(*columns).annotate(number=Count("id"))
     numbers = Counter[BulkForecast]()
-    for away_host, stood, present_units, is_held, is_released, is_able, *facts, number in groups:
+    for unreachable_host, stood, present_units, is_held, is_released, is_able, *facts, number in groups:
         device = Device(**dict(zip(UNIT_FACT_COLUMNS, facts, strict=True))) if facts[0] else None
         forecast = _predict_unit_change(
             *(change, stood, device, present_units),
             is_held=is_held,
             is_released=is_released,
             is_able=bool(is_able),
-            away=away_agents.get(away_host),
+            unreachable=unreachable_agents.get(unreachable_host),
         )
         numbers[forecast] += number
     return numbers
 
 
 def _forecast_unit_changes(
-    bulk: Bulk, items: QuerySet[Any], away_agents: Mapping[int, AwayAgent]
+    bulk: Bulk, items: QuerySet[Any], unreachable_agents: Mapping[int, UnreachableAgent]
 ) -> list[tuple[BulkItem, BulkForecast]]:
     """Predict what a change of units would do to each of these items, which are annotated with facts and
     `unit_count`."""
@@ -488,7 +485,7 @@ def _forecast_unit_changes(
                 is_held=item.is_held,
                 is_released=item.released,
                 is_able=item.able,
-                away=away_agents.get(item.away_host),
+                unreachable=unreachable_agents.get(item.unreachable_host),
             ),
         )
         for item in items.select_related("device")
@@ -504,7 +501,7 @@ def _predict_unit_change(
     is_held: bool,
     is_released: bool,
     is_able: bool,
-    away: AwayAgent | None,
+    unreachable: UnreachableAgent | None,
 ) -> BulkForecast:
     """Predict what a change of units would do to one device, which has `present_units` units now; None is a device that
     is gone. `word_when_chosen` is its `describe_units` when it was chosen."""
@@ -519,62 +516,80 @@ def _predict_unit_change(
         is_busy=device.busy_with is not None,
         is_held=is_held,
         is_released=is_released,
-        away=away,
     )
     try:
         layout = partitioning.plan_layout(device, change, present_units)
     except RefusedError as refused:
         refusal = refusal or refused.text
     if refusal:
-        away_hosts = (away.host,) if away and refusal == away.obstacle.nameless_text else ()
-        return BulkForecast(DeviceOutcome.REFUSED, refusal, is_held, away_hosts=away_hosts)
+        return BulkForecast(DeviceOutcome.REFUSED, refusal, is_held)
     words = ", ".join(f"{word}={value}" for word, value in layout.items())
     text = f"is divided again with {words}; it has {present_units} units now"
-    if not away:
-        return BulkForecast(DeviceOutcome.MOVED, text, held=False)
-    text += f"; {bulk_commands.describe_delay(bulk_commands.PARTITION, away)}"
-    return BulkForecast(DeviceOutcome.MOVED, text, held=False, away_hosts=(away.host,))
+    return _consider_agent(BulkForecast(DeviceOutcome.MOVED, text, held=False), bulk_commands.PARTITION, unreachable)
 
 
-def forecast_first_items(bulk: Bulk, maximum: int, held_only: bool = False) -> list[tuple[BulkItem, BulkForecast]]:
+def forecast_first_items(
+    bulk: Bulk,
+    maximum: int,
+    held_only: bool = False,
+    unreachable_agents: Mapping[int, UnreachableAgent] | None = None,
+) -> list[tuple[BulkItem, BulkForecast]]:
     """Return the first `maximum` objects of a set with their forecasts; with `held_only` only those that a request
-    holds. Returns [] for an action that this release does not know."""
+    holds. `unreachable_agents` are those of `find_unreachable_agents`; without them, it is called. Returns [] for an
+    action that this release does not know."""
     if bulk.action not in KNOWN_ACTIONS:
         return []
     if target_action := TARGET_ACTIONS.get(bulk.action):
         items = list((bulk.items.filter(held=True) if held_only else bulk.items.all())[:maximum])
         return list(zip(items, target_action.predict(bulk, items), strict=True))
-    away_agents = _find_away_agents(bulk)
-    annotated = _query_items_with_facts(bulk, away_agents).order_by("id")
+    if unreachable_agents is None:
+        unreachable_agents = find_unreachable_agents(bulk)
+    annotated = _query_items_with_facts(bulk, unreachable_agents).order_by("id")
     if not held_only:  # select by id first, so that the database looks for holders of these devices only
         annotated = annotated.filter(pk__in=list(bulk.items.order_by("id").values_list("pk", flat=True)[:maximum]))
     chosen = (annotated.filter(Q(is_held=True)) if held_only else annotated)[:maximum]
     if bulk.action == bulk_commands.PARTITION:
         annotated_with_units = partitioning.annotate_unit_count(chosen, "device__")
-        forecasts = _forecast_unit_changes(bulk, annotated_with_units, away_agents)
+        forecasts = _forecast_unit_changes(bulk, annotated_with_units, unreachable_agents)
     elif bulk.action == bulk_admission.ADMIT:
-        predict = _build_admission_forecaster(bulk, away_agents)
-        columns_by_item = {pk: columns for pk, *columns in chosen.values_list("pk", *ADMISSION_COLUMNS)}
-        forecasts = [(item, predict(*columns_by_item[item.pk])) for item in chosen]
+        predict = _build_admission_forecaster(bulk, unreachable_agents)
+        rows = {pk: AdmissionFacts(*facts) for pk, *facts in chosen.values_list("pk", *_ADMISSION_FACT_COLUMNS)}
+        items_with_facts: list[Any] = list(chosen)
+        forecasts = [
+            (item, predict(item.unreachable_host, item.stood, rows[item.pk], _read_facts(item)))
+            for item in items_with_facts
+        ]
     else:
-        forecasts = [(item, _predict_outcome_of_item(bulk, item, away_agents)) for item in chosen]
-    return [(item, one.name_hosts(one.away_hosts)) for item, one in forecasts]
+        forecasts = [(item, _predict_outcome_of_item(bulk, item, unreachable_agents)) for item in chosen]
+    return [(item, one.name_hosts(one.unreachable_hosts)) for item, one in forecasts]
 
 
-def _predict_outcome_of_item(bulk: Bulk, item: Any, away_agents: Mapping[int, AwayAgent]) -> BulkForecast:
+def _predict_outcome_of_item(bulk: Bulk, item: Any, unreachable_agents: Mapping[int, UnreachableAgent]) -> BulkForecast:
     """Return the forecast of an item of `_query_items_with_facts`."""
-    facts = (getattr(item, name) for name in FACT_ATTRIBUTES)
-    return predict_outcome(bulk, item.stood, away_agents.get(item.away_host), *facts)
+    return predict_outcome(bulk, item.stood, unreachable_agents.get(item.unreachable_host), _read_facts(item))
 
 
-_FACTS = ("installs", "busy", "is_held", "released", "able", "held", "removing")
-FACT_COLUMNS = ("device__state", "device__returns_to", "device__drain_to", *_FACTS)
-FACT_ATTRIBUTES = ("now_state", "now_returns", "now_drains", *_FACTS)
-"""The last arguments of `predict_outcome`: FACT_COLUMNS for queries, FACT_ATTRIBUTES the same as attributes of loaded
-items."""
+def _read_facts(item: Any) -> DeviceFacts:
+    """Return the facts about the device of an item of `_query_items_with_facts`."""
+    return DeviceFacts.from_columns([getattr(item, column) for column in FACT_COLUMNS.values()])
 
 
-def _find_away_agents(bulk: Bulk) -> dict[int, AwayAgent]:
+FACT_COLUMNS = {
+    "state": "now_state",
+    "returns_to": "now_returns",
+    "drain_to": "now_drains",
+    "has_to_be_installed": "installs",
+    "is_busy": "busy",
+    "is_held": "is_held",
+    "is_released": "released",
+    "is_supported": "able",
+    "was_held": "held",
+    "is_host_removed": "removing",
+}
+"""The column of an item of `_query_items_with_facts` for each field of `DeviceFacts`."""
+
+
+def find_unreachable_agents(bulk: Bulk) -> dict[int, UnreachableAgent]:
     """Return, by host id, the agents that take no commands now, of the hosts of a set whose devices get commands.
 
     These are the hosts of all devices for an action of `bulk_commands.BULK_OPS`. When devices are enabled or admitted,
@@ -587,22 +602,23 @@ def _find_away_agents(bulk: Bulk) -> dict[int, AwayAgent]:
         with_commands = bulk.items.order_by().filter(device__to_install__gt="")
     else:
         return {}
-    return _explain_away_agents(Host.objects.filter(pk__in=with_commands.values("device__host")).defer("drivers"))
+    hosts = Host.objects.filter(pk__in=with_commands.values("device__host")).defer("drivers")
+    return _find_unreachable_agents_of(hosts)
 
 
-def _explain_away_agents(hosts: Iterable[Host]) -> dict[int, AwayAgent]:
+def _find_unreachable_agents_of(hosts: Iterable[Host]) -> dict[int, UnreachableAgent]:
     """Return, by host id, those agents of these hosts that take no commands now."""
     host_by_id = {host.pk: host for host in hosts}
     obstacles = command_queue.explain_unreachable([*host_by_id.values()], may_wait=False)
-    return {pk: AwayAgent(host_by_id[pk].name, obstacle) for pk, obstacle in obstacles.items()}
+    return {pk: UnreachableAgent(host_by_id[pk].name, obstacle) for pk, obstacle in obstacles.items()}
 
 
-def _query_items_with_facts(bulk: Bulk, away_agents: Mapping[int, AwayAgent]) -> QuerySet[BulkItem]:
+def _query_items_with_facts(bulk: Bulk, unreachable_agents: Mapping[int, UnreachableAgent]) -> QuerySet[BulkItem]:
     """Return the items of a set, annotated with what `predict_outcome` needs to know of each device now.
 
-    `away_host` is the id of the device's host if its agent is one of `away_agents`, else None.
+    `unreachable_host` is the id of the device's host if its agent is one of `unreachable_agents`, else None.
     """
-    away = When(device__host__in=[*away_agents], then=F("device__host_id"))
+    unreachable = When(device__host__in=[*unreachable_agents], then=F("device__host_id"))
     return bulk.items.annotate(
         now_state=F("device__state"),
         now_returns=F("device__returns_to"),
@@ -613,7 +629,7 @@ def _query_items_with_facts(bulk: Bulk, away_agents: Mapping[int, AwayAgent]) ->
         released=_build_released_fact(bulk),
         able=Q(device__acts__regex=rf"\m{bulk.action}\M"),
         removing=Q(device__host__removing_since__isnull=False),
-        away_host=Case(away) if away_agents else Value(None, output_field=BigIntegerField()),
+        unreachable_host=Case(unreachable) if unreachable_agents else Value(None, output_field=BigIntegerField()),
     )
 
 
@@ -627,49 +643,70 @@ def _build_released_fact(bulk: Bulk) -> Q | Value:
     return Value(False)
 
 
+@dataclass(frozen=True)
+class DeviceFacts:
+    """What decides about an action on a device: its columns `state`, `returns_to` and `drain_to`, and answers.
+
+    The answers are whether its driver has to install it, whether a command is working on it (`is_busy`), whether a
+    request holds it, whether a guest may still use a released handle of it (False if this does not decide about the
+    action), whether its driver supports the command that is asked for, whether a request held it when the set was
+    chosen, and whether its host is being removed. If the device does not exist any more, `state` is None, and the
+    answers do not count.
+    """
+
+    state: str | None
+    returns_to: str | None
+    drain_to: str | None
+    has_to_be_installed: bool
+    is_busy: bool
+    is_held: bool
+    is_released: bool
+    is_supported: bool
+    was_held: bool
+    is_host_removed: bool
+
+    @classmethod
+    def from_columns(cls, values: Sequence[Any]) -> DeviceFacts:
+        """Return the facts of an item of `_query_items_with_facts`; `values` are those of FACT_COLUMNS."""
+        return cls(**dict(zip(FACT_COLUMNS, values, strict=True)))
+
+    def build_lifecycle_state(self, holding_requests: int) -> LifecycleState:
+        """Return the lifecycle state of the device, which must exist."""
+        returns_to = DeviceState(self.returns_to) if self.returns_to else None
+        drain_to = DrainTarget(self.drain_to) if self.drain_to else None
+        state = DeviceState(self.state or "")
+        return LifecycleState(state, returns_to, drain_to, holding_requests, self.has_to_be_installed)
+
+
 def predict_outcome(
-    bulk: Bulk,
-    word_when_chosen: str,
-    away: AwayAgent | None,
-    state: str | None,
-    returns: str | None,
-    drains: str | None,
-    *facts: bool | None,
+    bulk: Bulk, word_when_chosen: str, unreachable: UnreachableAgent | None, facts: DeviceFacts
 ) -> BulkForecast:
     """Predict what the bulk action would do to one device: moved, unchanged, or refused with a reason. This is a pure
     function.
 
-    `word_when_chosen` is what the device's `LifecycleState.as_text` was when the set was chosen. `away` is the agent of
-    its host if the action sends a command to it, and the agent takes none now. `state`, `returns` and `drains` are the
-    device's columns now; `state` is None if the device is gone. `facts` are seven answers: whether the driver has to
-    install the device, whether a command is working on it, whether a request holds it, whether a guest may still use a
-    released handle of it, whether the driver supports the command that is asked for, whether a request held it when the
-    set was chosen, and whether its host is being removed.
+    `word_when_chosen` is what the device's `LifecycleState.as_text` was when the set was chosen. `unreachable` is the
+    agent of its host if the action sends a command to it, and the agent takes none now.
     """
-    installs, busy, held, released, supported, was_held, removing = map(bool, facts)
-    if state is None:
+    held, released = facts.is_held, facts.is_released
+    if facts.state is None:
         return BulkForecast(DeviceOutcome.REFUSED, "does not exist any more", held)
-    returns_to, drain_to = returns and DeviceState(returns), drains and DrainTarget(drains)
-    state_now = LifecycleState(DeviceState(state), returns_to or None, drain_to or None, int(held), installs)
+    state_now = facts.build_lifecycle_state(int(held))
     if bulk.action in bulk_commands.BULK_OPS:
         refusal = bulk_commands.predict_refusal(
             bulk.action,
             word_when_chosen,
             state_now.as_text,
             state_now.state,
-            is_supported=supported,
-            is_busy=busy,
+            is_supported=facts.is_supported,
+            is_busy=facts.is_busy,
             is_held=held,
             is_released=released,
-            away=away,
         )
         in_use = held and bulk.action in DESTRUCTIVE
-        text = refusal or (
-            bulk_commands.describe_delay(bulk.action, away) if away else "the command is sent to its agent"
-        )
-        outcome = DeviceOutcome.REFUSED if refusal else DeviceOutcome.MOVED
-        is_away = away is not None and refusal in ("", away.obstacle.nameless_text)
-        return BulkForecast(outcome, text, in_use, away_hosts=(away.host,) if away and is_away else ())
+        if refusal:
+            return BulkForecast(DeviceOutcome.REFUSED, refusal, in_use)
+        text = "the command is placed" if unreachable else "the command is sent to its agent"
+        return _consider_agent(BulkForecast(DeviceOutcome.MOVED, text, in_use), bulk.action, unreachable)
     action, blocked_text = Action(bulk.action), ""
     try:
         after = state_after_action(action, state_now, DrainTarget(bulk.then))
@@ -679,20 +716,22 @@ def predict_outcome(
         return BulkForecast(DeviceOutcome.UNCHANGED, f"is {state_now.as_text} already", held)
     if word_when_chosen != state_now.as_text:
         blocked_text = f"was {word_when_chosen} when it was chosen, is {state_now.as_text} now"
-    elif removing and not blocked_text:
+    elif facts.is_host_removed and not blocked_text:
         blocked_text = bulk_admission.HOST_REMOVED_TEXT
     elif (held or released) and (act := ACTS_ON_FREE_DEVICES.get(after.effective_state)):
         blocked_text = f"is held: it cannot be {act}" if held else bulk_commands.describe_release(act)
-    elif held and not was_held:
+    elif held and not facts.was_held:
         blocked_text = "is held now; it was free when it was chosen"
-    elif busy and action is Action.ENABLE:
+    elif facts.is_busy and action is Action.ENABLE:
         blocked_text = "is busy with a command"
     if blocked_text:
         return BulkForecast(DeviceOutcome.REFUSED, blocked_text, held)
     waits_for_guest = released and after.drain_to is DrainTarget.RETIRED
     changed = after if held or waits_for_guest or not after.drain_to else state_after_last_request(after)
-    text = _describe_change(changed, "its last request ends" if held else "its host confirms that no guest uses it")
-    return _add_delay(BulkForecast(DeviceOutcome.MOVED, text, held), after, away)
+    ends = ((held, "its last request ends"), (waits_for_guest, "its host confirms that no guest uses it"))
+    text = _describe_change(changed, " and ".join(end for applies, end in ends if applies))
+    forecast = BulkForecast(DeviceOutcome.MOVED, text, held)
+    return _consider_agent(forecast, "install", unreachable) if _is_install_ordered(state_now, after) else forecast
 
 
 ACTS_ON_FREE_DEVICES = {DeviceState.RETIRED: "retired", DeviceState.INSTALLING: "installed"}
@@ -717,19 +756,21 @@ def forecast_device(action: Action, drain_to: DrainTarget, device: Device) -> Bu
     forecast = predict_outcome(
         Bulk(action=action, then=drain_to),
         lifecycle.build_lifecycle_state(device).as_text,
-        _explain_away_agents([device.host]).get(device.host_id) if would_install else None,
-        device.state,
-        device.returns_to,
-        device.drain_to,
-        bool(device.to_install),
-        device.busy_with is not None,
-        is_held,
-        bool(safety.find_releases_of_devices([device.pk])),
-        True,
-        is_held,
-        device.host.removing_since is not None,
+        _find_unreachable_agents_of([device.host]).get(device.host_id) if would_install else None,
+        DeviceFacts(
+            state=device.state,
+            returns_to=device.returns_to,
+            drain_to=device.drain_to,
+            has_to_be_installed=bool(device.to_install),
+            is_busy=device.busy_with is not None,
+            is_held=is_held,
+            is_released=bool(safety.find_releases_of_devices([device.pk])),
+            is_supported=True,
+            was_held=is_held,
+            is_host_removed=device.host.removing_since is not None,
+        ),
     )
-    return forecast.name_hosts(forecast.away_hosts)
+    return forecast.name_hosts(forecast.unreachable_hosts)
 
 
 def confirm_draft(bulk: Bulk, reason: str, held_too: bool, dry_run: bool = False) -> bool:

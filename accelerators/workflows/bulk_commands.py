@@ -30,7 +30,7 @@ BULK_OPS = (*LISTED_OPS, PARTITION)
 """Commands that a bulk action can place."""
 
 
-class AwayAgent(NamedTuple):
+class UnreachableAgent(NamedTuple):
     """An agent that takes no commands now: the name of its host, and the reason."""
 
     host: str
@@ -47,16 +47,13 @@ def predict_refusal(
     is_busy: bool,
     is_held: bool,
     is_released: bool,
-    away: AwayAgent | None,
 ) -> str:
-    """Return why command `op` would be refused for a device, or '' if it would be placed. This is a pure function, for
+    """Return why command `op` would be refused for a device whatever its agent is, or ''. This is a pure function, for
     forecasts.
 
     `word_when_chosen` and `word_now` are the device's `LifecycleState.as_text`. `is_supported` says that its driver
     supports `op`; `is_held` is known from our own requests only, and `is_released` says that a guest may still use a
-    released handle of the device; `away` is the agent of its host if it takes no
-    commands now. A command that can wait for the agent is placed. A held or changed device is refused destructive
-    commands only.
+    released handle of the device. A held or changed device is refused destructive commands only.
     """
     if op in DESTRUCTIVE and word_when_chosen != word_now:
         return f"was {word_when_chosen} when it was chosen, is {word_now} now"
@@ -69,18 +66,19 @@ def predict_refusal(
         return f"is held: it cannot be {act}" if is_held else describe_release(act)
     if is_busy and op in command_queue.EXCLUSIVE_OPS:
         return "is busy with a command"
-    return away.obstacle.nameless_text if away and not away.obstacle.may_wait else ""
+    return ""
 
 
-def describe_release(act: str) -> str:
-    """Return why a device with a released handle is refused an act; `act` completes "it cannot be ..."."""
-    return f"a guest may still use it, because its host has not confirmed that none does: it cannot be {act}"
+def describe_release(act: str, device: str = "it") -> str:
+    """Return why an act is refused because of a device with a released handle, which is called `device`; `act`
+    completes "it cannot be ..."."""
+    return f"a guest may still use {device}, because the host has not confirmed that none does: it cannot be {act}"
 
 
-def describe_delay(op: str, away: AwayAgent) -> str:
-    """Return what happens to command `op` that is placed for an agent which takes no commands now, and what to do."""
+def describe_delay(op: str, obstacle: Obstacle) -> str:
+    """Return what has to be done for command `op` that is placed although the agent takes no commands now."""
     start_s, _ = command_queue.get_time_limits(op)
-    return f"the command expires if it is not begun within {start_s} seconds, and {away.obstacle.nameless_text}"
+    return f"{obstacle.waiting_text} within {start_s} seconds, or the command expires"
 
 
 def ask_holders_for_each(

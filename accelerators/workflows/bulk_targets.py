@@ -19,6 +19,7 @@ from accelerators.domain.states import BulkTarget, DeviceOutcome, EventSource
 from accelerators.models import Bulk, BulkItem
 
 MAX_HOSTS_NAMED = 5
+"""Maximum number of hosts that the text of a forecast names; the others are counted."""
 
 
 @dataclass(frozen=True)
@@ -26,23 +27,24 @@ class BulkForecast:
     """Predicted outcome for one object, or for `number` objects of a set with the same outcome.
 
     `held` is True if the action concerns what one of our own requests holds; other holder checks are not made. For a
-    command that is not destructive it is always False. `away_hosts` are the hosts whose agents `text` says to take no
-    commands now.
+    command that is not destructive it is always False. `unreachable_hosts` are the hosts whose agents `text` says
+    to take no commands now.
     """
 
     outcome: DeviceOutcome
     text: str
     held: bool
     number: int = 1
-    away_hosts: tuple[str, ...] = ()
+    unreachable_hosts: tuple[str, ...] = ()
 
     def name_hosts(self, hosts: Collection[str]) -> BulkForecast:
-        """Return a copy without `away_hosts` whose text names these hosts instead, at most MAX_HOSTS_NAMED of them."""
+        """Return a copy without `unreachable_hosts` whose text names these hosts instead, at most MAX_HOSTS_NAMED."""
         if not hosts:
             return self
         words, left = sorted(hosts)[:MAX_HOSTS_NAMED], len(hosts) - MAX_HOSTS_NAMED
         named = ", ".join(words) + (f" and {left} more" if left > 0 else "")
-        return replace(self, text=f"{self.text} (host{'s'[: len(hosts) > 1]} {named})", away_hosts=())
+        noun = "host" if len(hosts) == 1 else "hosts"
+        return replace(self, text=f"{self.text} ({noun} {named})", unreachable_hosts=())
 
 
 @dataclass(frozen=True)

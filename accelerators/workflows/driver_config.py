@@ -25,7 +25,7 @@ from accelerators.domain.setting_edits import NO_EDITS, SettingEdits
 from accelerators.domain.states import DeviceOutcome, DriverState, EventSource, RolloutOp
 from accelerators.models import Command, Device, DriverWish, Host, Rollout
 from accelerators.runtime import database_clock
-from accelerators.workflows import driver_settings
+from accelerators.workflows import bulk_commands, driver_settings
 from drivers.inventory import WORD
 
 CONFIGURE_OP = "configure"
@@ -271,13 +271,20 @@ def order_driver_change(
 
 
 def forecast_change(
-    host: Host, change: DriverChange, wish: DriverWish | None, obstacle: Obstacle | None, is_busy: bool, is_held: bool
+    host: Host,
+    change: DriverChange,
+    wish: DriverWish | None,
+    obstacle: Obstacle | None,
+    *,
+    is_busy: bool,
+    is_held: bool,
+    is_released: bool,
 ) -> tuple[DeviceOutcome, str]:
     """Predict what `order_driver_change` would do on this host, with a text that does not name the host.
 
     `wish` has its command loaded; `obstacle` is that of the host in `command_queue.explain_unreachable`; `is_busy` and
-    `is_held` say whether a device of the driver is. The holder checks and the agent are not asked. This function sends
-    no statement.
+    `is_held` say whether a device of the driver is, and `is_released` whether a guest may still use a released handle
+    of one. The holder checks and the agent are not asked. This function sends no statement.
     """
     entry = host.drivers.get(change.driver)
     try:
@@ -288,16 +295,18 @@ def forecast_change(
         return DeviceOutcome.UNCHANGED, "it is not installed there"
     if _is_in_effect(wish, wanted, entry):
         return DeviceOutcome.UNCHANGED, "it is configured like this already"
+    participle = {RolloutOp.INSTALL: "installed", RolloutOp.UNINSTALL: "uninstalled"}.get(change.op, "changed")
+    release_text = bulk_commands.describe_release(participle, "one of its devices")
     refusals = (
         (wish and wish.command and wish.command.ended_at is None, "it is being changed"),
         (obstacle, obstacle.nameless_text if obstacle else ""),
         (is_busy, "one of its devices is busy with a command"),
         (is_held and _is_running(entry), "one of its devices is held"),
+        (is_released and _is_running(entry), release_text),
     )
     if refusal := next((text for applies, text in refusals if applies), ""):
         return DeviceOutcome.REFUSED, refusal
-    participles = {RolloutOp.INSTALL: "installed", RolloutOp.UNINSTALL: "uninstalled"}
-    return DeviceOutcome.MOVED, f"it is {participles.get(change.op, 'changed')}"
+    return DeviceOutcome.MOVED, f"it is {participle}"
 
 
 def is_reported_as_wanted(entry: Mapping[str, Any] | None, generation: int, should_run: bool) -> bool:

@@ -96,7 +96,7 @@ def _forecast_hosts(rollout: Rollout, change: DriverChange) -> list[HostForecast
     busy_hosts = {host for _, host, busy_with in devices if busy_with}
     held_devices = {pk for pk, _ in safety.query_requests_of_devices(list(host_by_device), "id")}
     released_devices = {pk for pk, _ in safety.find_releases_of_devices(list(host_by_device))}
-    hosts_in_use = {host_by_device[pk] for pk in held_devices | released_devices}
+    released_hosts = {host_by_device[pk] for pk in released_devices}
     held_counts, device_counts = Counter(host_by_device[pk] for pk in held_devices), Counter(host_by_device.values())
     hosts = [step.host for step in steps if step.host is not None]
     unreachable = command_queue.explain_unreachable(hosts, may_wait=False)
@@ -106,7 +106,10 @@ def _forecast_hosts(rollout: Rollout, change: DriverChange) -> list[HostForecast
         if step.host is not None:
             wish, pk = wish_by_host.get(step.host.pk), step.host.pk
             outcome, text = driver_config.forecast_change(
-                step.host, change, wish, unreachable.get(pk), pk in busy_hosts, pk in hosts_in_use
+                *(step.host, change, wish, unreachable.get(pk)),
+                is_busy=pk in busy_hosts,
+                is_held=pk in held_counts,
+                is_released=pk in released_hosts,
             )
             if outcome == DeviceOutcome.MOVED and step.generation not in (None, wish.generation if wish else 0):
                 outcome, text = DeviceOutcome.REFUSED, "somebody has changed it since the hosts were chosen"

@@ -107,10 +107,14 @@ def find_agent_obstacles(hosts: Collection[Host]) -> dict[int, Obstacle]:
 
 
 def _find_obstacle(host: Host, agent: Agent | None) -> Obstacle | None:
-    """Return why the agent of `host` accepts no commands, None if it does. `agent` is None if none has joined."""
-    if agent is not None and agent.ops == "":
+    """Return why the agent of `host` accepts no commands, None if it does. `agent` is None if none has joined.
+
+    An update is advised only if it can help: not for an agent that is barred, or whose host is being removed.
+    """
+    absence = liveness.explain_absence(host, agent)
+    if agent is not None and agent.ops == "" and (absence is None or absence.may_wait):
         return _refuse_commands(host.name, agent.version)
-    return liveness.explain_absence(host, agent)
+    return absence
 
 
 def _refuse_commands(host: str, release: str) -> Obstacle:

@@ -220,18 +220,17 @@ def accelerator_update(
     """
     if backends and not hosts:
         raise click.UsageError("--backend selects devices of --host: give both.")
-    selection = bulk.Selection(bulk.DEVICES, (*named, *hosts), (*filters,), retried)
+    selection = bulk.Selection(bulk.DEVICES, (*named,), (*filters,), retried, hosts=(*hosts,))
     if bool(layout) == bool(retried):
         raise click.UsageError("Give --layout, unless you give --retry-failed, which sets the same layout again.")
-    is_one_device = selection.is_one_object and not hosts
-    _refuse_generation_of_many(selection.kind, is_one_device, generation)
+    _refuse_generation_of_many(selection.kind, selection.is_one_object, generation)
     body: dict[str, Any] = options.drop_empty({"reason": reason})
     how = {"yes": yes, "dry_run": dry_run}
     if retried:
         return _retry_failed(cli_context, "update", retried, body, wait, **how)
     uuid_by_name = {name: names.resolve_device(cli_context.api, name) for name in named}
     body |= {"layout": layout}
-    if not is_one_device:
+    if not selection.is_one_object:
         name_by_uuid = {uuid: name for name, uuid in uuid_by_name.items()}
         uuids = dict.fromkeys((*name_by_uuid, *_find_devices_of_hosts(cli_context.api, hosts, backends)))
         body |= {"selector": bulk.parse_filters(filters)} if filters else {"devices": [*uuids]}

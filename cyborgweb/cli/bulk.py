@@ -119,20 +119,23 @@ KIND_BY_TARGET = {kind.noun: kind for kind in (DEVICES, ATTACHMENTS, ACCELERATOR
 
 @dataclass(frozen=True)
 class Selection:
-    """The objects of one action, selected in exactly one way: by name, by filters of their list, or as those of another
-    bulk action (`retried`) that failed. If they `may_be_left_out`, the service chooses them."""
+    """The objects of one action, selected in exactly one way: by name, by filters of their list, as those of another
+    bulk action (`retried`) that failed, or as those of `hosts`, which is None for a verb without --host. If they
+    `may_be_left_out`, the service chooses them."""
 
     kind: ObjectKind
     named: tuple[str, ...] = ()
     filters: tuple[str, ...] = ()
     retried: UUID | None = None
     may_be_left_out: bool = False
+    hosts: tuple[str, ...] | None = None
 
     def __post_init__(self) -> None:
         """Raise UsageError unless exactly one way is given, or none if the objects `may_be_left_out`."""
-        number_of_ways = sum(map(bool, (self.named, self.filters, self.retried)))
+        number_of_ways = sum(map(bool, (self.named, self.filters, self.retried, self.hosts)))
         if number_of_ways > 1 or (number_of_ways == 0 and not self.may_be_left_out):
-            text = f"Select {self.kind.plural} in one way: name them, or give --filter, or --retry-failed."
+            host_way = "" if self.hosts is None else "--host, or "
+            text = f"Select {self.kind.plural} in one way: name them, or give {host_way}--filter, or --retry-failed."
             raise click.UsageError(text)
 
     @property

@@ -8,10 +8,13 @@ from datetime import UTC, datetime, timedelta
 
 import pytest
 from django.db import connection
+from django.test import Client
 from django.test.utils import CaptureQueriesContext
+from django.urls import reverse
 
 from accelerators import conductor
 from accelerators.commands import command_queue
+from accelerators.commands.command_queue import Obstacle
 from accelerators.devices import admission_rules, partitioning
 from accelerators.domain.caller import Caller
 from accelerators.domain.device_actions import Action
@@ -127,8 +130,33 @@ def test_a_host_that_is_being_removed_is_not_told_to_join(hosts: list[Host], nam
     assert forecast.text == "it is being removed: wait until it is gone, or cancel its removal"
 
 
-CAN_WAIT = ("down", "never-joined")
-"""The hosts for whose agents a command can wait."""
+def test_an_update_is_not_advised_where_it_cannot_help(hosts: list[Host]) -> None:
+    (old,) = (one for one in hosts if one.name == "old")
+    agent = Agent.objects.get(host=old)
+    assert explain_refused_order(old) == "The agent of old (release 0.0.9) accepts no commands: update it."
+    key_revocation.revoke_agent(agent, "olga", "")
+    assert explain_refused_order(old).startswith("The agent of old was revoked (by olga)")
+    with conductor.writing():
+        Host.objects.filter(pk=old.pk).update(removing_since=database_clock.now())
+    old.refresh_from_db()
+    assert explain_refused_order(old).startswith("Host old is being removed")
+
+
+def test_an_obstacle_for_which_a_command_may_wait_does_not_hide_that_of_another_check(
+    hosts: list[Host],
+) -> None:
+    (down,) = (one for one in hosts if one.name == "down")
+    closed = Obstacle("the rack of down is closed", "its rack is closed")
+    with command_queue.REACH_CHECKS.replaced("rack", lambda hosts: {down.pk: closed}):
+        for may_wait in (True, False):
+            assert command_queue.explain_unreachable([down], may_wait=may_wait) == {down.pk: closed}
+
+
+CAN_WAIT = {
+    "down": "its agent is down: start it",
+    "never-joined": "no agent has joined for it: let it join with a join token",
+}
+"""The hosts for whose agents a command can wait, each with what has to be done for the command."""
 
 
 def draft_bulk_action(action: str) -> Bulk:
@@ -154,9 +182,9 @@ def test_the_preview_of_a_bulk_command_says_on_which_hosts_the_agents_take_no_co
     if op == bulk_commands.PARTITION:
         done = "is divided again with vfs=8; it has 2 units now"
     expected |= {done: "moved"}
-    for name in CAN_WAIT:
-        text = f"the command expires if it is not begun within 60 seconds, and {REASONS[name]} (host {name})"
-        expected[f"{done}; {text}" if op == bulk_commands.PARTITION else text] = "moved"
+    for name, remedy in CAN_WAIT.items():
+        placed = done if op == bulk_commands.PARTITION else "the command is placed"
+        expected[f"{placed}; {remedy} within 60 seconds, or the command expires (host {name})"] = "moved"
     assert {one.text: one.outcome for one in forecasts} == expected
     assert {one.number for one in forecasts} == {2}
     first = {item.pk: forecast for item, forecast in bulk_actions.forecast_first_items(draft, 10)}
@@ -172,6 +200,21 @@ def test_the_preview_of_a_bulk_command_says_on_which_hosts_the_agents_take_no_co
     assert refused == {("refused", "The agent of old (release 0.0.9) accepts no commands: update it.")}
 
 
+def test_the_page_of_a_draft_looks_for_unreachable_agents_once(
+    hosts: list[Host], admin_client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    apply_report(hosts[1], make_driver_report(make_card(1, acts="reset")), seq=2)
+    draft, numbers = draft_bulk_action("reset"), list[int]()
+    find_obstacles = command_queue.explain_unreachable
+    monkeypatch.setattr(
+        command_queue,
+        "explain_unreachable",
+        lambda hosts, **how: numbers.append(len(hosts)) or find_obstacles(hosts, **how),
+    )
+    page = admin_client.get(reverse("admin:accelerators_bulk_change", args=[draft.pk]), follow=True).content.decode()
+    assert "its agent is down: start it within 60 seconds" in page and numbers == [1]
+
+
 def test_the_preview_names_five_hosts_whose_agents_are_down_and_counts_the_others() -> None:
     for number in range(7):
         host = get_or_create_host(f"cmp{number}")
@@ -179,7 +222,7 @@ def test_the_preview_names_five_hosts_whose_agents_are_down_and_counts_the_other
         Agent.objects.create(host=host, public_key=host.name, ops="reset")
     (forecast,) = bulk_actions.forecast_bulk(draft_bulk_action("reset"))
     assert forecast.number == 14
-    assert forecast.text.endswith(f"{REASONS['down']} (hosts cmp0, cmp1, cmp2, cmp3, cmp4 and 2 more)")
+    assert forecast.text.endswith("or the command expires (hosts cmp0, cmp1, cmp2, cmp3, cmp4 and 2 more)")
 
 
 def test_a_host_is_not_named_for_devices_that_are_refused_for_another_reason(hosts: list[Host]) -> None:
@@ -199,16 +242,24 @@ def test_the_preview_of_devices_to_be_installed_says_on_which_hosts_the_agents_t
     forecasts = {one.text: (str(one.outcome), one.number) for one in bulk_actions.forecast_bulk(draft)}
     expected = {f"becomes ready{ending}": ("moved", 5), f"becomes installing{ending}": ("moved", 1)}
     for name, reason in REASONS.items():
-        text = f"becomes installing{ending}; the command expires if it is not begun within 3600 seconds, and {reason}"
-        expected[f"{text} (host {name})"] = ("moved", 1)
+        text, outcome = reason, "refused"
+        if name in CAN_WAIT:
+            text = f"becomes installing{ending}; {CAN_WAIT[name]} within 3600 seconds, or the command expires"
+            outcome = "moved"
+        expected[f"{text} (host {name})"] = (outcome, 1)
     assert forecasts == expected
-    assert {one.text for _, one in bulk_actions.forecast_first_items(draft, 10)} == expected.keys()
+    first = {item.pk: one for item, one in bulk_actions.forecast_first_items(draft, 10)}
+    assert {one.text for one in first.values()} == expected.keys()
     if action is Action.ENABLE:
         singles = (bulk_actions.forecast_device(action, DrainTarget.MAINTENANCE, one) for one in Device.objects.all())
         assert {one.text for one in singles} == expected.keys()
     bulk_actions.confirm_draft(draft, "", held_too=True)
-    assert {item.outcome for item in draft.items.all()} == {"moved"}
-    assert Command.objects.filter(op="install").count() == 5, "an installation waits an hour for the agent"
+    assert {item.pk: item.outcome for item in draft.items.all()} == {pk: one.outcome for pk, one in first.items()}
+    assert {command.host.name for command in Command.objects.filter(op="install")} == {"up", *CAN_WAIT}
+    refused = set(draft.items.filter(host="old").exclude(why="").values_list("outcome", "why", "text"))
+    assert refused == {("refused", "conflict", "The agent of old (release 0.0.9) accepts no commands: update it.")}
+    states = set(Device.objects.filter(host__name__in=("old", "barred")).values_list("to_install", "state"))
+    assert states == {("bind it", "inactive"), ("", "ready")}, "no device is busy or installing for an agent in vain"
 
 
 def test_a_command_for_a_host_whose_agent_is_barred_is_refused_at_once(hosts: list[Host]) -> None:

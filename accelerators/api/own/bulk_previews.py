@@ -111,7 +111,9 @@ def _describe_preview(draft: Bulk, preview: bulk_actions.BulkPreview) -> dict[st
                 "held": one.held,
                 "text": one.text,
             }
-            for item, one in bulk_actions.forecast_first_items(draft, MAX_PREVIEW_DEVICES)
+            for item, one in bulk_actions.forecast_first_items(
+                draft, MAX_PREVIEW_DEVICES, unreachable_agents=preview.unreachable_agents
+            )
         ],
         "confirm": preview.needs_confirmation,
     }

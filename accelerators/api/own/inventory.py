@@ -416,7 +416,7 @@ class _ForecastAction:
 
 
 def _forecast_action(action: Action, final_state: DrainTarget, device: Device) -> _ForecastAction:
-    """Return the action with its forecast for this device. Costs one statement."""
+    """Return the action with its forecast for this device. Costs the statements of `bulk_actions.forecast_device`."""
     return _ForecastAction(action, final_state, device, bulk_actions.forecast_device(action, final_state, device))
 
 

@@ -57,13 +57,18 @@ class SelectorField(serializers.JSONField):
 
 
 def check_selector(selectable: Selectable, selector: Mapping[str, Any]) -> None:
-    """Raise ValidationError (400) if a filter of a selector, or its value, does not exist."""
+    """Raise ValidationError (400) if a filter of a selector, or its value, does not exist, or if a filter has several
+    values and takes only one: the last one would select other objects than the caller means."""
     if selector == {"all": True}:
         return
     known_filters = selectable.selector_filters
     if unknown := sorted(set(selector) - known_filters.keys()):
         text = f"{', '.join(unknown)[:200]}: unknown filter; known are {', '.join(known_filters)}."
         raise serializers.ValidationError({"selector": text})
+    for name, value in selector.items():
+        takes_several = isinstance(known_filters[name], filters.MultipleChoiceFilter)
+        if isinstance(value, list) and len(value) > 1 and not takes_several:
+            raise serializers.ValidationError({"selector": f"{name}: it takes one value, not a list."})
     form = selectable.filter_class(_build_query(selector), selectable.rows.all()).form
     if not form.is_valid():
         name, texts = next(iter(form.errors.items()))

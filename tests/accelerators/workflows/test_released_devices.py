@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from datetime import UTC, datetime
 
 import pytest
+from django.db import connection
+from django.test.utils import CaptureQueriesContext
 
 from accelerators import conductor
-from accelerators.devices import admission_rules, partitioning
+from accelerators.devices import admission_rules, lifecycle, partitioning
 from accelerators.domain.caller import Caller
 from accelerators.domain.device_actions import Action
 from accelerators.domain.states import DrainTarget, EventSource, RolloutOp
@@ -19,7 +22,7 @@ from tests.support.reports import apply_report, get_or_create_host, make_driver_
 
 pytestmark = [pytest.mark.django_db, pytest.mark.usefixtures("agents_need_not_be_up")]
 OLGA = Caller("olga", "u", frozenset({"admin"}), "p1")
-WAITS = "a guest may still use it, because its host has not confirmed that none does"
+WAITS = "a guest may still use it, because the host has not confirmed that none does"
 CHANGE = {"units": 0, "layout": {"vfs": "8"}, "generation": None}
 
 
@@ -91,6 +94,29 @@ def test_the_preview_of_a_drain_to_retired_says_that_it_waits_for_the_host(relea
     assert Device.objects.exclude(pk=released.pk).get().state == "retired"
 
 
+def test_the_preview_of_a_drain_to_retired_names_both_the_request_and_the_guest_that_it_waits_for() -> None:
+    drain = Bulk(action=Action.DRAIN, then=DrainTarget.RETIRED)
+    facts = bulk_actions.DeviceFacts(
+        state="ready",
+        returns_to=None,
+        drain_to=None,
+        has_to_be_installed=False,
+        is_busy=False,
+        is_held=True,
+        is_released=True,
+        is_supported=False,
+        was_held=True,
+        is_host_removed=False,
+    )
+    ends = {}
+    for held, released in ((True, True), (True, False), (False, True)):
+        one = replace(facts, is_held=held, was_held=held, is_released=released)
+        text = bulk_actions.predict_outcome(drain, "ready", None, one).text
+        ends[held, released] = text.removeprefix("becomes maintenance, drains, and becomes retired when ")
+    request, guest = "its last request ends", "its host confirms that no guest uses it"
+    assert ends == {(True, True): f"{request} and {guest}", (True, False): request, (False, True): guest}
+
+
 def test_a_device_at_the_address_of_released_hardware_is_refused_by_the_preview(released: Device) -> None:
     with conductor.writing():
         Device.objects.filter(pk=released.pk).update(address="0000:09:00.0")
@@ -118,7 +144,17 @@ def test_the_preview_of_a_driver_change_knows_devices_that_a_guest_may_still_use
     hosts = [released.host]
     draft, preview = driver_rollouts.store_draft(change, hosts, OLGA, source=EventSource.PERSON)
     (forecast,) = preview.hosts
-    assert (forecast.outcome, forecast.text) == ("refused", "one of its devices is held")
+    text = f"{WAITS.replace('use it', 'use one of its devices')}: it cannot be uninstalled"
+    assert (forecast.outcome, forecast.text) == ("refused", text)
     driver_rollouts.confirm_rollout(draft, "")
     driver_rollouts.run()
     assert "a guest, perhaps" in draft.steps.get().text
+
+
+def test_retiring_devices_reads_the_requests_that_hold_them_once(released: Device) -> None:
+    uuids = [device.uuid for device in Device.objects.all()]
+    with CaptureQueriesContext(connection) as captured:
+        results = lifecycle.apply_action(Action.RETIRE, uuids, OLGA)
+    assert {result.outcome for result in results} == {"moved", "refused"}
+    reads = [query["sql"] for query in captured if 'FROM "accelerators_acceleratorrequest"' in query["sql"]]
+    assert len(reads) == 1, reads

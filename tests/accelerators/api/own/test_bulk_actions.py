@@ -275,6 +275,7 @@ def test_commands_and_states_have_rights_of_their_own(ask: Ask, fill: Fill) -> N
         ({"action": "disable", "selector": {"state": "red"}}, "state: "),
         ({"action": "disable", "selector": {"host": ""}}, "host: say a text"),
         ({"action": "disable", "selector": {"host": 1}}, "host: say a text"),
+        ({"action": "disable", "selector": {"host": ["cmp0", "cmp1"]}}, "host: it takes one value, not a list"),
         ({"action": "disable", "selector": {"host": "nowhere"}}, "No device is chosen"),
         ({"action": "disable", "then": "retired", "selector": {"all": True}}, "only drain accepts it"),
         ({"action": "disable", "selector": {"all": True}, "dry_run": True, "token": "x"}, "leave it out"),
