@@ -54,7 +54,8 @@ OWN_MATRIX = [
     (["device:update", "device_profile:update"], "++-----", "++-----"),
     (["backend:get", "service:get", "driver:get"], "+++----", "+++----"),
     (["service:discover", "driver:rollout"], "++-----", "++-----"),
-    ([f"attachment:{verb}" for verb in ("get", "create", "delete", "elevated")], "++-----", "++-----"),
+    ([f"attachment:{verb}" for verb in ("create", "delete", "elevated")], "++-----", "++-----"),
+    (["attachment:get", "attachment:get_elevated", "event:elevated", "request:elevated"], "++-----", "++-----"),
     (["accelerator:create", "accelerator:delete"], "++-----", "++-----"),
 ]
 MATRIX_CASES = [
