@@ -43,6 +43,12 @@ IMPLIED_ROLES[AUDITOR] = frozenset({AUDITOR, *RANKED_ROLES[:1]})
 reader."""
 
 
+def list_roles_with_implied(role: str) -> list[str]:
+    """Return the role and then those that it implies, the one with the most rights first; `service` implies none."""
+    implied = [one for one in RANKED_ROLES if one in IMPLIED_ROLES.get(role, ()) and one != role]
+    return [role, *reversed(implied)]
+
+
 class PolicyDeniedError(CyborgwebError, PermissionDenied):
     """403 with upstream's sentence, which names the rule. `explanation` adds our own sentence: what would help."""
 
