@@ -31,7 +31,7 @@ class Command(BaseCommand):
             "--role",
             default="admin",
             choices=ROLES,
-            help="role of the token (default: admin)",
+            help="role of the token (default: admin); auditor reads the rows of every project and changes none",
         )
         parser.add_argument(
             "--project", default="local", help="id of the project to which the token is scoped (default: local)"

@@ -5,15 +5,17 @@ from __future__ import annotations
 import json
 import re
 from functools import partial
-from urllib.parse import quote
+from urllib.parse import quote, urlencode
 
 import pytest
+from django.contrib.auth.models import User
 from django.db import connection
 from django.test.utils import CaptureQueriesContext
 
 from accelerators import conductor
 from accelerators.domain.states import EventSource
 from accelerators.models import Device, Event, Host
+from cyborgweb.models import SavedView
 from tests.accelerators.api.own.conftest import INSTANCES, Ask, Fill, get_error_message, get_results
 from tests.support.reports import apply_report, get_or_create_host, make_card, make_driver_report
 from tests.support.statements import count_call_statements
@@ -204,6 +206,11 @@ def test_a_page_of_events_with_a_time_limit_reads_a_limited_number_of_events_fro
         f"since={since}&ordering=at": 9,
         f"since={since}&until={quote(events[15].at.isoformat())}&ordering=at": 9,
     }
+    in_view = urlencode({"q": f"profile.created until:{events[10].at.isoformat()}"})
+    SavedView.objects.create(
+        user=User.objects.get(username="rita"), of="accelerators.event", name="before", query=in_view
+    )
+    first_by_limit["saved_view=before"] = 9
     for limit, first in first_by_limit.items():
         for word in ("subject_type=profile", "actor=ann", "action=profile.created"):
             with CaptureQueriesContext(connection) as captured:
