@@ -166,14 +166,15 @@ class EventAdmin(ReadOnlyModelAdmin):
         """
         terms = search_term.split()[:MAX_SEARCH_TERMS]
         for name, _, value in [term.partition(":") for term in terms if _is_exact_term(term)]:
-            exact_value = value[:255]
-            queryset = queryset.filter(
-                **{EXACT_LOOKUPS[name]: _parse_time(exact_value) if name in ("since", "until") else exact_value}
-            )
-            if name in ("actor", "request", "action"):  # no other index than `event_words` has these fields
-                queryset = queryset.filter(event_has_words(exact_value))
-            elif name == "kind":
+            lookup, exact_value = EXACT_LOOKUPS[name], value[:255]
+            if name == "kind":
                 queryset = queryset.filter(has_subject_type(exact_value))
+            elif name in ("since", "until"):
+                queryset = queryset.filter(**{lookup: _parse_time(exact_value)})
+            elif name == "host":
+                queryset = queryset.filter(host=exact_value)
+            else:  # no other index than `event_words` has these fields
+                queryset = queryset.filter(event_has_words(exact_value), **{lookup: exact_value})
         words = []
         for term in dict.fromkeys(term[:255] for term in terms if not _is_exact_term(term)):
             if uuid := parse_uuid(term):

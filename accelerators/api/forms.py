@@ -155,7 +155,7 @@ def _explain_refusal(view: Any, request: Request, method: str, rule: str = "") -
     """Return why the caller may not use the method on this page, or do what needs `rule` with it; '' if the caller may.
     The answer is also a reason while everything is read only."""
     with override_method(view, request, method) as override_request:
-        return str(view.explain_refusal(override_request, rule) if rule else view.explain_refusal(override_request))
+        return str(view.explain_refusal(override_request, rule))
 
 
 def _build_field(name: str, field: serializers.Field[Any, Any, Any, Any], value: Any, method: str) -> FormField:

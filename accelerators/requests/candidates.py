@@ -63,8 +63,10 @@ FROM offer o JOIN accelerators_host h ON h.id = o.host_id GROUP BY o.kinds
 are, and the names of the first ones.
 
 The offer is a JSON array of providers that are alike: resource class, those of the asked traits that they have, free
-handles, and how many such providers the host has. It is raw SQL for the same reasons; the grouping leaves a few rows of
-100 000 devices."""
+handles, and how many such providers the host has. It is raw SQL for the same reasons.
+
+There is a row for each different offer: a few if the hosts are alike and equally used, at most one for each host with
+free units. The database sorts the names of all these hosts, and sends the first ones of each row."""
 
 
 @dataclass(frozen=True)

@@ -445,7 +445,7 @@ class AgentGateway:
                 self.sample_cache.register(session)
                 now = datetime.fromtimestamp(database_clock.estimate_timestamp(), UTC)
                 if not liveness.is_up(session.identity.last_heard, now):
-                    self._writer.note_return()
+                    self._writer.note_return(session.identity.host_id)
         elif type(message) is wire.Alive:
             self.sessions.handle_probe_reply(session, message.nonce)
         elif type(message) is wire.NewKey:

@@ -85,8 +85,8 @@ class LeaseBuffer:
         """This gateway's name and address. Without an address it is not registered: other processes do not ask it."""
         self.has_untried_hosts = False
         """Whether the last flush had no time to try all hosts, so that the next one comes after UNTRIED_RETRY_S."""
-        self.has_returned_agents = False
-        """Whether agents have returned that count as late or down until the next flush, which therefore comes after
+        self._returned_hosts: set[int] = set()
+        """Hosts whose agents have returned and count as late or down until the next flush, which therefore comes after
         RETURN_FLUSH_S."""
         self._next_flush_at = self._flushed_at = 0.0
         self._renewals: dict[int, tuple[float, int]] = {}
@@ -121,21 +121,28 @@ class LeaseBuffer:
             "number": identity.connection_number,
         }
 
-    def note_return(self) -> None:
-        """Note that an agent has connected again whose stored lease says that it is late or down.
+    @property
+    def has_returned_agents(self) -> bool:
+        """Whether agents have returned that count as late or down until the next flush."""
+        return bool(self._returned_hosts)
 
-        What was noted about it before is written within RETURN_FLUSH_S: until then the console shows the agent as late
-        or down, and refuses actions that need it.
+    def note_return(self, host_id: int) -> None:
+        """Note that this host's agent has connected again, and that its stored lease says that it is late or down.
+
+        What was noted about it before is written RETURN_FLUSH_S after the last flush at the earliest, and tried again
+        after RETURN_FLUSH_S while its rows are locked: until then the console shows the agent as late or down, and
+        refuses actions that need it.
         """
-        self.has_returned_agents = True
+        self._returned_hosts.add(host_id)
 
     def flush(self) -> bool:
         """Write leases and Hello data, and return True. Return False, and write nothing, until `flush_s` has passed
         since the last time; if late or down agents have returned, until RETURN_FLUSH_S has passed.
 
-        True also means that the job which looks for silent agents should run. The data of hosts whose rows are locked
-        is kept for the next call. If so many rows are locked that some hosts were not tried, the next flush is due
-        after UNTRIED_RETRY_S. Raise database errors; then all data that was not written is kept.
+        True also means that the job `leases` should run, which looks for silent agents and for returned ones. The data
+        of hosts whose rows are locked is kept for the next call. If so many rows are locked that some hosts were not
+        tried, the next flush is due after UNTRIED_RETRY_S. Raise database errors; then all data that was not written is
+        kept.
         """
         due_at = self._next_flush_at
         if self.has_returned_agents:
@@ -143,7 +150,8 @@ class LeaseBuffer:
         if time.monotonic() < due_at:
             return False
         self._next_flush_at = due_at  # so that it stays due if the database raises an error
-        self.has_returned_agents = False  # before the data is taken, because the event loop may set it meanwhile
+        # Before the data is taken, because the event loop may add hosts meanwhile.
+        returned_hosts, self._returned_hosts = self._returned_hosts, set()
         renewals, self._renewals = self._renewals, {}
         hello_data, self._hello_data = self._hello_data, {}
         locked: set[int] = set()
@@ -154,6 +162,7 @@ class LeaseBuffer:
         finally:
             self._renewals = renewals | self._renewals
             self._hello_data = hello_data | self._hello_data
+            self._returned_hosts.update(returned_hosts.intersection([*renewals, *hello_data]))
         self.has_untried_hosts = not locked.issuperset([*renewals, *hello_data])
         pause_s = min(self.flush_s, UNTRIED_RETRY_S) if self.has_untried_hosts else self.flush_s
         self._flushed_at = time.monotonic()

@@ -660,6 +660,8 @@ class DatabaseWriter(JobWriter):
         self._on_agent_changes, self._on_reports_needed = on_agent_changes, on_reports_needed
         self._idle_s = min(1.0, leases.flush_s)
         self._spool_checked_at = self._changes_read_at = self._depth_measured_at = time.monotonic()
+        self._jobs_woken_at = float("-inf")
+        """When the periodic jobs were last woken; the first write of leases wakes them."""
         self._oldest_spooled_id = 0
         """The id that `_measure_spool` has found last; older reports in the spool are put aside."""
         self._has_notification = False
@@ -679,10 +681,10 @@ class DatabaseWriter(JobWriter):
         self._jobs_to_wake.update(names)
         self._jobs.put(None)
 
-    def note_return(self) -> None:
-        """Write what is noted about an agent that was late or down as soon as `LeaseBuffer.note_return` says. For the
-        event loop only."""
-        self._leases.note_return()
+    def note_return(self, host_id: int) -> None:
+        """Write what is noted about this host's agent, which was late or down, as soon as `LeaseBuffer.note_return`
+        says. For the event loop only."""
+        self._leases.note_return(host_id)
         self._jobs.put(None)
 
     def _on_notification(self, _detail: str | None) -> None:
@@ -714,11 +716,18 @@ class DatabaseWriter(JobWriter):
                 do_part()
 
     def _flush_leases(self) -> None:
-        """Write leases and what agents said in Hello, if it is time; then push the metrics, and wake the periodic
-        jobs."""
-        if self._leases.flush():
+        """Write leases and what agents said in Hello, if it is time, and wake the job `leases` after that.
+
+        Once in each interval between two regular writes, also push the metrics and wake all periodic jobs. The writes
+        for returned agents, of which a storm causes two in each second, do not do this.
+        """
+        is_written = self._leases.flush()
+        if time.monotonic() - self._jobs_woken_at >= self._leases.flush_s:
             metrics.push_metrics()
             ticks.enqueue_periodic_jobs()
+            self._jobs_woken_at = time.monotonic()
+        elif is_written:
+            ticks.enqueue_job("leases")
 
     def _read_changes(self) -> None:
         """Read changed agent rows and the hosts whose report is needed again, every CHANGES_POLL_S or when notified."""

@@ -43,6 +43,12 @@ IMPLIED_ROLES[AUDITOR] = frozenset({AUDITOR, *RANKED_ROLES[:1]})
 reader."""
 
 
+def list_roles_with_implied(role: str) -> list[str]:
+    """Return the role and then those that it implies, the one with the most rights first; `service` implies none."""
+    implied = [one for one in RANKED_ROLES if one in IMPLIED_ROLES.get(role, ()) and one != role]
+    return [role, *reversed(implied)]
+
+
 class PolicyDeniedError(CyborgwebError, PermissionDenied):
     """403 with upstream's sentence, which names the rule. `explanation` adds our own sentence: what would help."""
 
@@ -107,12 +113,14 @@ def describe_remedy(caller: Caller, rule: str) -> str:
 
 
 def find_sufficient_role(caller: Caller, rule: str) -> str:
-    """Return the first of reader, member, manager, operator and admin with which the rule would allow this caller.
+    """Return the first of reader, member, auditor, manager, operator and admin with which the rule would allow this
+    caller, who keeps the present roles. The auditor comes before the manager, who may also write.
 
     Returns '' if none of these roles is sufficient. Raises KeyError for an unknown rule.
     """
-    usual_roles = (*RANKED_ROLES[:3], OPERATOR, "admin")
-    return next((role for role in usual_roles if is_allowed(replace(caller, roles=IMPLIED_ROLES[role]), rule)), "")
+    usual_roles = ("reader", "member", AUDITOR, "manager", OPERATOR, "admin")
+    with_role = {role: replace(caller, roles=caller.roles | IMPLIED_ROLES[role]) for role in usual_roles}
+    return next((role for role in usual_roles if is_allowed(with_role[role], rule)), "")
 
 
 @lru_cache(maxsize=1)

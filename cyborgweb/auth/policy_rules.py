@@ -153,6 +153,9 @@ UPSTREAM_RULES = (
     PolicyRule("cyborg:attribute:delete", ADMIN, "Delete an attribute.", ("DELETE /v2/attributes/{uuid}",)),
 )
 
+ELEVATED_READER = f"{ELEVATED} or role:{AUDITOR}"
+"""Allows operators, administrators and auditors, who see all projects in the console, too."""
+
 OWN_RULES = (
     PolicyRule(
         "cyborg:request:get_all",
@@ -165,6 +168,12 @@ OWN_RULES = (
         f"rule:cyborg:arq:get_one and ({STRICT_READER})",
         "Show a request with our own API.",
         ("GET /api/requests/{uuid}/",),
+    ),
+    PolicyRule(
+        "cyborg:request:elevated",
+        ELEVATED_READER,
+        "See the requests of every project, not only of one's own.",
+        ("GET /api/requests/", "GET /api/requests/{uuid}/"),
     ),
     PolicyRule(
         "cyborg:profile:get_all",
@@ -242,6 +251,12 @@ OWN_RULES = (
         STRICT_READER,
         "Show an event of a request of one's own project.",
         ("GET /api/events/{id}/",),
+    ),
+    PolicyRule(
+        "cyborg:event:elevated",
+        ELEVATED_READER,
+        "See all events, not only those of requests of one's own project.",
+        ("GET /api/events/", "GET /api/events/{id}/"),
     ),
     PolicyRule("cyborg:seal:get_all", STRICT_MANAGER, "List the seals over events.", ("GET /api/seals/",)),
     PolicyRule("cyborg:seal:get_one", STRICT_MANAGER, "Show a seal.", ("GET /api/seals/{number}/",)),
@@ -370,7 +385,7 @@ OWN_RULES = (
     ),
     PolicyRule(
         "cyborg:attachment:get",
-        ELEVATED,
+        ELEVATED_READER,
         "See what was attached to running instances, step by step, and the bulk actions that detach it.",
         (
             *("GET /api/attachments/", "GET /api/attachments/{uuid}/"),
@@ -392,8 +407,14 @@ OWN_RULES = (
     PolicyRule(
         "cyborg:attachment:elevated",
         ELEVATED,
-        "See, attach and detach for the instances of every project, not only of one's own.",
-        ("GET /api/attachments/", "POST /api/attachments/", "POST /api/attachments/{uuid}/detach/"),
+        "Attach and detach for the instances of every project, not only of one's own.",
+        ("POST /api/attachments/", "POST /api/attachments/{uuid}/detach/"),
+    ),
+    PolicyRule(
+        "cyborg:attachment:get_elevated",
+        f"rule:cyborg:attachment:elevated or role:{AUDITOR}",
+        "See the attachments of every project, not only of one's own.",
+        ("GET /api/attachments/", "GET /api/attachments/{uuid}/"),
     ),
     PolicyRule("cyborg:usage:get", STRICT_READER, "See how many units one's own project holds.", ("GET /api/usage/",)),
     PolicyRule(

@@ -37,12 +37,14 @@ def build_device_load(device: Device) -> dict[str, Any]:
     loads = telemetry.get_last_loads({device.host_id})
     host_load = loads.hosts.get(device.host_id)
     values = host_load.devices.get(device.key, {}) if host_load else {}
-    host = Host.objects.select_related("agent", "lease").get(pk=device.host_id)
+    host = Host.objects.select_related("agent", "lease").defer("drivers").filter(pk=device.host_id).first()
     return {
         "address": f"/api/devices/{device.uuid}/usage/",
         "at": badges.render_relative_time(datetime.fromtimestamp(host_load.at, UTC)) if host_load and values else "",
         "values": [(metric_label(metric), format_metric(metric, value)) for metric, value in sorted(values.items())],
-        "none": explain_missing_samples(host, loads, host_load, device.driver),
+        "none": explain_missing_samples(host, loads, host_load, device.driver)
+        if host
+        else "no samples: its host was removed",
     }
 
 

@@ -134,19 +134,20 @@ def _has_spooled_reports() -> bool:
 
 
 def _measure_rest(lab: Lab, product: RunningProduct, size: Size, progress: Callable[[str], None]) -> list[Row]:
-    seconds = max(size.rest_s, 2 * FLUSH_S)
-    progress(f"{size.rest} agents at rest for {seconds:.0f} s")
+    progress(f"{size.rest} agents at rest for {size.rest_s:.0f} s")
     fixtures.enrol(size.rest)
     fleet, web = Fleet(lab), product.child("cyborgweb.server.web_server")
     try:
         installation = Installation(lab, product, fleet, size.rest, 1)
         installation.power_on()
         _, before = verdict.wait_until_settled(installation, PATIENCE_S)
-        with collect_statements_by_backend(lab) as found:
-            spent, began = cpu_s(web), monotonic()
-            sleep(seconds)
+        spent, began = cpu_s(web), monotonic()
+        sleep(size.rest_s)
+        share = (cpu_s(web) - spent) / (monotonic() - began)
+        with collect_statements_by_backend(lab) as found:  # afterwards, because PostgreSQL then logs each statement
+            began = monotonic()
+            sleep(max(size.rest_s / 2, 2 * FLUSH_S))
             took = monotonic() - began
-            share = (cpu_s(web) - spent) / took
         after = installation.take_snapshot()
     finally:
         fleet.stop()

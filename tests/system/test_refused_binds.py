@@ -127,23 +127,20 @@ def test_each_refused_bind_is_logged_counted_and_shown_on_the_overview(product: 
     binder = RefusedBinder(product, product.port, "refused")
     counted, newest = read_counts(product.port), {}
     for reason in STATUSES:
-        for request, instance, answer in binder.refuse_many(reason, REPEATED):
+        # The last bind is sent alone, so that it is known which one is the newest.
+        for request, instance, answer in (*binder.refuse_many(reason, REPEATED - 1), *binder.refuse_many(reason, 1)):
             details = f"instance {instance}, host '{HOST}', provider {binder.provider}, request id {answer.request_id}:"
             product.wait_for_log(re.escape(f"the bind of request {request} failed ({reason}): {details} "))
-        newest[reason] = instance if reason == "instance_has_requests" else "[-0-9a-f]+"
+        newest[reason] = instance
     expected = dict.fromkeys(STATUSES, REPEATED)
     product.until(lambda: read_counts(product.port) - counted == expected, 10, "all are counted in /metrics")
     product.until(lambda: count_recorded(product) == expected, EVENTS_S, "all are recorded")
     check_overview(read_overview(product, product.port), expected, newest)
-    for reason, (number, request_id, host) in {
-        reason: row
-        for reason, *row in product.rows(
-            "SELECT changes->'failure'->>1, changes->'number'->>1, request_id, changes->'hostname'->>1"
-            " FROM accelerators_event WHERE action = 'request.bind_refused'"
-        )
-    }.items():
-        assert (int(number), host) == (REPEATED, HOST), reason
-        assert request_id.startswith("req-")
+    for reason, request_id, host in product.rows(
+        "SELECT changes->'failure'->>1, request_id, changes->'hostname'->>1"
+        " FROM accelerators_event WHERE action = 'request.bind_refused'"
+    ):
+        assert host == HOST and request_id.startswith("req-"), reason
 
 
 def test_refused_binds_of_several_processes_add_up_and_each_process_records_one_event_a_minute(

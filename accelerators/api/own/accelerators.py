@@ -440,7 +440,7 @@ class AcceleratorView(CollectionView):
         visible = bulk_labels.query_held_accelerators()
         if not self.can_see_all_projects():
             visible = visible.filter(project_id=self.caller.project_id)
-        may_change_all = self.caller.is_admin or self.is_rule_satisfied(self.elevated_write_rule)
+        may_change_all = self.can_change_all_projects()
 
         def may_change(project: str) -> bool:
             """Return whether the caller may change what this project has."""

@@ -152,7 +152,8 @@ class AttachmentView(ProjectOwnedView):
     not listed."""
 
     policy = "attachment"
-    elevated_rule = "cyborg:attachment:elevated"
+    elevated_rule = "cyborg:attachment:get_elevated"
+    elevated_write_rule = "cyborg:attachment:elevated"
     default_ordering = "-created"
     member_actions = {"detach": DetachSerializer}
     actions_to_confirm = ("detach",)
@@ -188,7 +189,7 @@ class AttachmentView(ProjectOwnedView):
             self.caller,
             **values,
             source=self.caller.event_source,
-            all_projects=self.can_see_all_projects(),
+            all_projects=self.can_change_all_projects(),
         )
         return self.respond_with_stored_row(attachment.uuid, 202)
 
@@ -201,6 +202,7 @@ class AttachmentView(ProjectOwnedView):
         values, uuid = self.validate_body(), UUID(kwargs["uuid"])
         row, seen, token = self.get_queryset().filter(uuid=uuid).first(), "", values.get("token")
         if row is not None:  # otherwise the order is refused, with the reason
+            self.require_project(row.project_id)
             forecast = attachment_orders.forecast_detachment(row)
             seen = forecast.as_text
             if token:
@@ -211,7 +213,7 @@ class AttachmentView(ProjectOwnedView):
         reason, source = values.get("reason", ""), self.caller.event_source
         try:
             attachment_orders.order_detachment(
-                uuid, self.caller, reason, source, all_projects=self.can_see_all_projects(), seen=seen
+                uuid, self.caller, reason, source, all_projects=self.can_change_all_projects(), seen=seen
             )
         except RefusedError as refused:
             if row is None or token or refused.reason is not RefusalReason.IN_USE:

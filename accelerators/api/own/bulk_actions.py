@@ -76,7 +76,7 @@ SELECTABLES = {
         Attachment.objects.exclude(state__in=attachment_orders.REVERTING_OR_ENDED),
         (),
         "cyborg:attachment:get",
-        "cyborg:attachment:elevated",
+        "cyborg:attachment:get_elevated",
         "cyborg:attachment:elevated",
     ),
     BulkTarget.ACCELERATOR: Selectable(

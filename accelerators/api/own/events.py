@@ -119,6 +119,7 @@ class EventView(CollectionView):
     """Events, newest first."""
 
     policy = "event"
+    elevated_rule = "cyborg:event:elevated"
     sort_fields = {"at": "at"}
     default_ordering = "-at"
     etag_collections = ("events",)

@@ -97,6 +97,7 @@ class RequestView(ProjectOwnedView):
     """Accelerator requests, oldest first. Nova creates and binds them through `/v2/accelerator_requests`."""
 
     policy, read_policy = "arq", "request"
+    elevated_rule = "cyborg:request:elevated"
     etag_collections = ("requests", "events")
     filterset_class = RequestFilter
     queryset = AcceleratorRequest.objects.select_related("profile", "attach_handle")

@@ -237,6 +237,13 @@ class CollectionView(GenericViewSet[Any]):
         `elevated_rule` allows."""
         return self.caller.is_admin or (bool(self.elevated_rule) and self.is_rule_satisfied(self.elevated_rule))
 
+    def can_change_all_projects(self) -> bool:
+        """Return whether the caller may change the rows of all projects: an administrator, or a caller whom
+        `elevated_write_rule` allows."""
+        return self.caller.is_admin or (
+            bool(self.elevated_write_rule) and self.is_rule_satisfied(self.elevated_write_rule)
+        )
+
     def require_project(self, project_id: str) -> None:
         """Raise PermissionDenied (403) unless the caller may change rows of this project: its own; any for an
         administrator, or for a caller whom `elevated_write_rule` allows."""

@@ -95,9 +95,12 @@ class V2View(APIView):
             self.headers = {**self.headers, "Retry-After": f"{getattr(exc, 'wait', 1):.0f}"}
         return Response(faults.wrap_fault(status, text), status)
 
-    def explain_refusal(self, request: Request) -> str:
+    def explain_refusal(self, request: Request, rule: str = "") -> str:
         """Return why the caller may not send this request now, with what would allow it; '' if the caller may. It is
-        also a reason that everything is read only."""
+        also a reason that everything is read only. Raises ValueError for a `rule`: actions of v2 have no rule beside
+        that of their method."""
+        if rule:
+            raise ValueError(f"no action of v2 needs {rule}")
         try:
             self.check_permissions(request)
         except APIException as error:

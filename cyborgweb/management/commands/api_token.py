@@ -11,12 +11,12 @@ from django.core.management.base import BaseCommand, CommandError
 from accelerators import conductor
 from accelerators.domain.states import EventSource
 from accelerators.management import shell
-from cyborgweb.auth.policy import IMPLIED_ROLES, RANKED_ROLES
+from cyborgweb.auth.policy import list_roles_with_implied
 from cyborgweb.auth.policy_rules import AUDITOR, OPERATOR
 from cyborgweb.models import ApiToken
 
 ROLES = ("admin", "manager", OPERATOR, AUDITOR, "member", "reader", "service")
-"""The roles that a token can have, each with those that it implies; `service` implies none."""
+"""The roles that `--role` accepts. A token also gets those that its role implies."""
 
 
 class Command(BaseCommand):
@@ -31,7 +31,7 @@ class Command(BaseCommand):
             "--role",
             default="admin",
             choices=ROLES,
-            help="role of the token (default: admin)",
+            help="role of the token (default: admin); auditor reads the rows of every project and changes none",
         )
         parser.add_argument(
             "--project", default="local", help="id of the project to which the token is scoped (default: local)"
@@ -51,7 +51,7 @@ class Command(BaseCommand):
         if is_new_user:
             user.set_unusable_password()
             user.save()
-        roles = [role, *(one for one in reversed(RANKED_ROLES) if one in IMPLIED_ROLES.get(role, ()) and one != role)]
+        roles = list_roles_with_implied(role)
         secret = ApiToken.create_with_secret(name, user, roles, options["project"])
         changes = {"roles": [None, roles], "project": [None, options["project"]]}
         conductor.record_event(

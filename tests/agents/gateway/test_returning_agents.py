@@ -143,7 +143,7 @@ def test_a_write_of_the_leases_of_many_returned_agents_costs_as_many_statements_
     def count_statements_of_return(hosts: list[Host]) -> int:
         for host in hosts:
             leases.note_heartbeat(host.pk, 1)
-            leases.note_return()
+            leases.note_return(host.pk)
         leases._flushed_at = monotonic() - RETURN_FLUSH_S
         return count_call_statements(leases.flush)
 
@@ -154,6 +154,53 @@ def test_a_write_of_the_leases_of_many_returned_agents_costs_as_many_statements_
     assert list_states() == {AgentState.UP}
 
 
+def test_a_returned_agent_whose_row_is_locked_is_tried_again_after_the_short_pause(
+    gateway_slot: GatewaySlot, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    enrol(gateway_slot, "cmp1", "cmp2")
+    leases = LeaseBuffer(600.0)
+    leases.flush()
+    for host in Host.objects.all():
+        leases.note_heartbeat(host.pk, 1)
+    returned, other = Host.objects.order_by("name")
+    leases.note_return(returned.pk)
+
+    def leave_locked(host: Host) -> None:
+        """Write leases half a second later while the row of this host is locked."""
+        leases._flushed_at = monotonic() - RETURN_FLUSH_S
+        write = leases._write_unlocked
+
+        def write_others(rows: dict[int, object], how: object, locked: set[int]) -> dict[int, object]:
+            kept = {pk: row for pk, row in rows.items() if pk == host.pk}
+            locked.update(kept)
+            return kept | write({pk: row for pk, row in rows.items() if pk != host.pk}, how, locked)
+
+        with monkeypatch.context() as during_lock:
+            during_lock.setattr(leases, "_write_unlocked", write_others)
+            assert leases.flush()
+
+    leave_locked(returned)
+    assert leases.has_returned_agents and not leases.flush()
+    leases.note_heartbeat(other.pk, 1)
+    leave_locked(other)
+    assert not leases.has_returned_agents, "the other agent has not returned"
+    assert list_states() == {AgentState.UP}
+
+
+def test_a_write_for_returned_agents_wakes_only_the_job_that_needs_it(
+    gateway: AgentGateway, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    woken: list[str] = []
+    monkeypatch.setattr("accelerators.runtime.jobs.enqueue_periodic_jobs", lambda: woken.append("all"))
+    monkeypatch.setattr("accelerators.runtime.jobs.enqueue_job", woken.append)
+    for _ in range(3):
+        gateway.leases.note_return(1)
+        gateway.leases._flushed_at = monotonic() - RETURN_FLUSH_S
+        gateway._writer._flush_leases()
+    gateway._writer._flush_leases()
+    assert woken == ["all", "leases", "leases"]
+
+
 def test_a_write_of_the_leases_of_returned_agents_that_fails_is_repeated_at_once(
     gateway_slot: GatewaySlot, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -161,7 +208,7 @@ def test_a_write_of_the_leases_of_returned_agents_that_fails_is_repeated_at_once
     leases = LeaseBuffer(600.0)
     leases.flush()
     leases.note_heartbeat(Host.objects.get().pk, 1)
-    leases.note_return()
+    leases.note_return(Host.objects.get().pk)
     leases._flushed_at = monotonic() - RETURN_FLUSH_S
 
     def fail(*_: object) -> None:

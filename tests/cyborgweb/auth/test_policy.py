@@ -6,6 +6,7 @@ import json
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -53,7 +54,8 @@ OWN_MATRIX = [
     (["device:update", "device_profile:update"], "++-----", "++-----"),
     (["backend:get", "service:get", "driver:get"], "+++----", "+++----"),
     (["service:discover", "driver:rollout"], "++-----", "++-----"),
-    ([f"attachment:{verb}" for verb in ("get", "create", "delete", "elevated")], "++-----", "++-----"),
+    ([f"attachment:{verb}" for verb in ("create", "delete", "elevated")], "++-----", "++-----"),
+    (["attachment:get", "attachment:get_elevated", "event:elevated", "request:elevated"], "++-----", "++-----"),
     (["accelerator:create", "accelerator:delete"], "++-----", "++-----"),
 ]
 MATRIX_CASES = [
@@ -122,6 +124,33 @@ def test_a_caller_whom_no_usual_role_would_help_is_referred_to_the_policy_file(
     (tmp_path / "policy.yaml").write_text(f'"{RULE}": "!"')
     monkeypatch.setattr(policy, "_get_policy", lambda: Policy(tmp_path / "policy.yaml", False))
     assert "policy file" in policy.describe_remedy(make_caller("reader"), RULE)
+
+
+@pytest.mark.parametrize("has_session", [False, True], ids=["token", "session"])
+def test_a_role_that_is_named_as_sufficient_is_one_that_the_caller_lacks_and_that_helps(
+    defaults: dict[bool, Policy], monkeypatch: pytest.MonkeyPatch, has_session: bool
+) -> None:
+    helped = 0
+    for which, roles in product(defaults.values(), (*PERSONAS.values(), ["auditor", "reader"], ["auditor"])):
+        monkeypatch.setattr(policy, "_get_policy", lambda which=which: which)
+        caller = replace(make_caller(*roles), has_session=has_session)
+        for rule in (*UPSTREAM_RULES, *OWN_RULES):
+            if which.allows(caller, rule.name):
+                continue
+            role = policy.find_sufficient_role(caller, rule.name)
+            added = replace(caller, roles=caller.roles | policy.IMPLIED_ROLES[role])
+            assert role not in roles and which.allows(added, rule.name), (roles, rule.name, role)
+            helped += 1
+    assert helped > 500
+
+
+def test_a_refused_caller_is_advised_to_use_the_role_with_the_fewest_rights() -> None:
+    auditor, reader = make_caller("auditor", "reader"), make_caller("reader")
+    for verb in ("create", "delete", "update"):
+        assert policy.describe_remedy(auditor, f"cyborg:arq:{verb}") == "The role member would be sufficient."
+    assert policy.find_sufficient_role(reader, "cyborg:host:get_all") == "auditor"
+    assert policy.find_sufficient_role(reader, "cyborg:subscription:hand_over") == "manager"
+    assert policy.find_sufficient_role(reader, "cyborg:driver:rollout") == "accelerator_operator"
 
 
 @pytest.fixture

@@ -170,27 +170,54 @@ def test_pages_of_a_frequent_word_are_the_newest_matches_wherever_they_lie(
         assert [event.pk for event in behind.result_list] == expected[2:5], word
 
 
+@pytest.mark.parametrize("query", [{"q": "device.found"}, {"about": "device"}, {"source__exact": "agent"}])
 def test_a_search_for_a_word_of_old_events_only_does_not_read_the_newer_ones(
-    operator: Client, events: list[Event], monkeypatch: pytest.MonkeyPatch
+    query: dict[str, str], operator: Client, events: list[Event], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    limit_reads_of_events(monkeypatch)
+    for _ in range(3):
+        conductor.record_event("profile.deleted", EventSource.API, "nova", subject=(None, "p"))
+    with CaptureQueriesContext(connection) as captured:
+        assert operator.get(LIST, query).context["cl"].result_list
+    assert len(find_limited_reads(captured)) == 2, "from the beginning of the list, then from the newest match"
+    assert len(captured) <= 12
+
+
+def test_a_search_for_a_frequent_word_before_a_time_reads_a_limited_number_of_events_from_there(
+    operator: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limit_reads_of_events(monkeypatch)
+    for number in range(10):
+        conductor.record_event("profile.created", EventSource.API, "ann", subject=(None, str(number)))
+    until = Event.objects.get(subject_name="5").at.isoformat()
+    for word in ("profile.created", "kind:profile", "actor:ann"):
+        with CaptureQueriesContext(connection) as captured:
+            (found,) = operator.get(LIST, {"q": f"{word} until:{until}"}).context["cl"].result_list
+        assert found.subject_name == "4", word
+        assert len(find_limited_reads(captured)) == 1, word
+
+
+def limit_reads_of_events(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a page show one event, and read at most 3 events one by one for it."""
     monkeypatch.setattr("accelerators.ui.first_events.MAX_READ_EVENTS", 3)
     monkeypatch.setattr(BoundedPaginator, "EXACT", 1)
     monkeypatch.setattr(ReadOnlyModelAdmin, "list_per_page", 1)
-    conductor.record_event("profile.deleted", EventSource.API, "nova", subject=(None, "p"))
-    for query in ({"q": "device.found"}, {"about": "device"}, {"source__exact": "agent"}):
-        with CaptureQueriesContext(connection) as captured:
-            assert operator.get(LIST, query).context["cl"].result_list
-        conditions = "words", "\"source\" = 'agent'"
-        in_order = [
-            one["sql"]
-            for one in captured
-            if 'BY "accelerators_event"."at" DESC' in one["sql"] and any(word in one["sql"] for word in conditions)
-        ]
-        assert in_order and all('"at" >= ' in sql for sql in in_order), "each reads a limited number of events"
-        assert not any("'0:00:00'::interval" in one["sql"] and "ORDER BY" in one["sql"] for one in captured), (
-            "nothing is sorted"
-        )
-        assert len(captured) <= 12
+
+
+def find_limited_reads(captured: CaptureQueriesContext) -> list[str]:
+    """Return the statements that read events in the order of time; fail if one has no limit, or if one sorts all
+    matches."""
+    conditions = "words", "\"source\" = 'agent'"
+    in_order = [
+        one["sql"]
+        for one in captured
+        if 'BY "accelerators_event"."at" DESC' in one["sql"] and any(word in one["sql"] for word in conditions)
+    ]
+    assert all('"at" >= ' in sql for sql in in_order), "each reads a limited number of events"
+    assert not any("'0:00:00'::interval" in one["sql"] and "ORDER BY" in one["sql"] for one in captured), (
+        "nothing is sorted"
+    )
+    return in_order
 
 
 def test_the_page_of_an_event_shows_changes_actor_and_events_of_the_same_request(operator: Client, fill: Fill) -> None:

@@ -18,7 +18,9 @@ from accelerators.models import Device, Host
 from agents import telemetry
 from agents.models import Agent, Lease
 from agents.telemetry import HostLoad, LoadSnapshot
+from cyborgweb.pages.load import build_device_load
 from tests.cyborgweb.console.conftest import Fill
+from tests.support.reports import create_heard_host
 
 pytestmark = pytest.mark.django_db
 
@@ -30,6 +32,12 @@ SAMPLE_VALUES = {
     "temperature_celsius": 61.0,
     "power_watts": 120.0,
 }
+
+
+def test_the_load_of_a_device_whose_host_was_removed_meanwhile_says_so() -> None:
+    device = create_heard_host("cmp1", 1).devices.get()
+    device.host_id = -1
+    assert build_device_load(device)["none"] == "no samples: its host was removed"
 
 
 @pytest.fixture

@@ -5,14 +5,17 @@ from __future__ import annotations
 import json
 import re
 from functools import partial
+from urllib.parse import quote, urlencode
 
 import pytest
+from django.contrib.auth.models import User
 from django.db import connection
 from django.test.utils import CaptureQueriesContext
 
 from accelerators import conductor
 from accelerators.domain.states import EventSource
-from accelerators.models import Device, Host
+from accelerators.models import Device, Event, Host
+from cyborgweb.models import SavedView
 from tests.accelerators.api.own.conftest import INSTANCES, Ask, Fill, get_error_message, get_results
 from tests.support.reports import apply_report, get_or_create_host, make_card, make_driver_report
 from tests.support.statements import count_call_statements
@@ -187,6 +190,35 @@ def test_pages_of_events_with_frequent_words_cover_the_list_and_read_a_limited_n
     in_order = [one["sql"] for one in captured if 'ORDER BY "accelerators_event"."at" DESC' in one["sql"]]
     assert in_order and all('"at" >= (COALESCE((SELECT' in one for one in in_order), in_order
     assert len(captured) <= 5
+
+
+def test_a_page_of_events_with_a_time_limit_reads_a_limited_number_of_events_from_there(
+    ask: Ask, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("accelerators.ui.first_events.MAX_READ_EVENTS", 3)
+    for number in range(20):
+        conductor.record_event("profile.created", EventSource.API, "ann", subject=(None, str(number)))
+    events = list(Event.objects.filter(action="profile.created").order_by("at"))
+    until, since = (quote(events[number].at.isoformat()) for number in (10, 9))
+    first_by_limit = {
+        f"until={until}&ordering=-at": 9,
+        f"since={quote(events[2].at.isoformat())}&until={until}&ordering=-at": 9,
+        f"since={since}&ordering=at": 9,
+        f"since={since}&until={quote(events[15].at.isoformat())}&ordering=at": 9,
+    }
+    in_view = urlencode({"q": f"profile.created until:{events[10].at.isoformat()}"})
+    SavedView.objects.create(
+        user=User.objects.get(username="rita"), of="accelerators.event", name="before", query=in_view
+    )
+    first_by_limit["saved_view=before"] = 9
+    for limit, first in first_by_limit.items():
+        for word in ("subject_type=profile", "actor=ann", "action=profile.created"):
+            with CaptureQueriesContext(connection) as captured:
+                rows = get_results(ask(f"/api/events/?{word}&{limit}&limit=1"))
+            assert [row["subject_name"] for row in rows] == [str(first)], (word, limit)
+            statements = [one["sql"] for one in captured if 'FROM "accelerators_event"' in one["sql"]]
+            assert len(statements) == 1 and "OFFSET 2" in statements[0], (word, limit, statements)
+            assert "'0:00:00'::interval" not in statements[0]
 
 
 def test_a_cursor_pages_through_many_rows_with_equal_sort_values(ask: Ask) -> None:

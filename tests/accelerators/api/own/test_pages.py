@@ -220,7 +220,7 @@ def test_a_page_of_v2_that_may_not_be_opened_names_the_role_and_other_clients_ge
     client.force_login(tenant)
     denial = "Access was denied to the following resource: cyborg:device:get_all"
     page = get_page(ask, "/v2/devices", by="", status=403)
-    assert f"<p>{denial}. The role manager would be sufficient.</p>" in page
+    assert f"<p>{denial}. The role auditor would be sufficient.</p>" in page
     fault = {"faultcode": "Client", "faultstring": denial, "debuginfo": None}
     assert json.loads(ask("/v2/devices", by="").content) == {"error_message": json.dumps(fault)}
     page = get_page(ask, "/v2/deployables/x/program", status=405)
