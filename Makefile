@@ -40,12 +40,12 @@ up: $(VENV)/server  ## start everything on this machine; Ctrl-C stops it
 SPREAD := --dist worksteal $(addprefix --ignore=tests/,system qemu browser)
 CHECKED := not system and not exhaustive and not qemu and not browser
 FAST := $(CHECKED) and not slow
-# Temporary files of the tests, databases included, are in memory, if there is enough.
+# Temporary files of the fast tests are in memory, if there is enough.
 IN_MEMORY := TMPDIR=$$($(BIN)/python -m tests.support.temporary)
 # Test processes: most lanes wait as much as they compute, so one more than the cores of a small machine.
 TEST_PROCESSES ?= 3
 # Each has a product and a Chromium of its own.
-BROWSER_PROCESSES ?= 2
+BROWSER_PROCESSES ?= 1
 
 test: $(VENV)/dev  ## unit, database, HTTP and socket tests
 	$(IN_MEMORY) $(BIN)/python -m pytest -m "$(FAST)" $(SPREAD) -n $(TEST_PROCESSES)
@@ -57,7 +57,7 @@ check: $(VENV)/dev  ## while you work: style, types, and the tests of the packag
 	$(IN_MEMORY) $(BIN)/python -m pytest -m "$(CHECKED)" $(SPREAD) -n $(TEST_PROCESSES) $$($(BIN)/python -m tests.changed)
 
 test-system: $(VENV)/dev  ## start the whole product, kill its parts, see that nothing is lost
-	$(IN_MEMORY) $(BIN)/python -m pytest -m "system or exhaustive or slow or hypothesis" -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder
+	$(BIN)/python -m pytest -m "system or exhaustive or slow or hypothesis" -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder
 
 LANE ?= test
 slowest: $(VENV)/dev  ## run a lane (LANE=test-system, …) and print which of its modules and tests took the longest
@@ -75,7 +75,7 @@ test-qemu: $(VENV)/dev  ## boot a real kernel with simulated hardware, plug and 
 	$(BIN)/python -m pytest tests/qemu -m qemu
 
 test-browser: $(VENV)/browser  ## an operator's day in a real Chromium; pictures of the main pages into var/screens
-	$(IN_MEMORY) $(BIN)/python -m pytest tests/browser -m browser -n $(BROWSER_PROCESSES) --dist loadfile --no-loadscope-reorder
+	$(BIN)/python -m pytest tests/browser -m browser -n $(BROWSER_PROCESSES) --dist loadfile --no-loadscope-reorder
 
 deps-browser: $(VENV)/browser  ## what test-browser needs: Playwright, and Debian's Chromium (as root) where there is no browser yet
 	@$(BIN)/python -m tests.browser.chromium
